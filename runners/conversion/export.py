@@ -12,13 +12,7 @@ import mlx.nn as nn
 
 from runners.checkpoints.run_folder import model_of_run
 from runners.config.recorded import recorded_in
-from runners.conversion.convert import (
-    QuantizationOptions,
-    cast_model,
-    check_apart,
-    pack_model,
-    write_weights,
-)
+from runners.conversion.convert import QuantizationOptions, cast_model, check_apart, pack_model, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder

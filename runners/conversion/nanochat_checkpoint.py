@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_line
 from runners.files.json_files import read_json
 from runners.machine import install_hints
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _MODEL = re.compile(r"model_(\d+)\.pt")
 _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
-_LAYER = ("attn.c_q", "attn.c_k", "attn.c_v", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
 _LISTED = 8  # names in a message
 
@@ -83,8 +83,19 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") ->
             f"{checkpoint.tokenizer}: {encoding.n_vocab} ids, but the model of {checkpoint.meta.name} knows "
             f"{sizes['vocab_size']}; they do not belong together"
         )
+    config = {
+        "model_type": "nanochat",
+        "architectures": ["NanoChatForCausalLM"],
+        "hidden_size": sizes["n_embd"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "num_key_value_heads": sizes["n_kv_head"],
+        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": sizes["sequence_len"],
+        "intermediate_size": 4 * sizes["n_embd"],
+    }
     tensors = _tensors(checkpoint.model)
-    _check(tensors, sizes, checkpoint.model)
+    _check(tensors, config, checkpoint.model)
     import torch  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file
 
@@ -97,17 +108,6 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") ->
         str(target / "model.safetensors"),
         metadata={"format": "mlx"},
     )
-    config = {
-        "model_type": "nanochat",
-        "architectures": ["NanoChatForCausalLM"],
-        "hidden_size": sizes["n_embd"],
-        "num_hidden_layers": sizes["n_layer"],
-        "num_attention_heads": sizes["n_head"],
-        "num_key_value_heads": sizes["n_kv_head"],
-        "vocab_size": rows,
-        "max_position_embeddings": sizes["sequence_len"],
-        "intermediate_size": 4 * sizes["n_embd"],
-    }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     shutil.copyfile(checkpoint.tokenizer, target / PICKLE_NAME)
 
@@ -152,26 +152,22 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     return {str(name).removeprefix(_COMPILED): tensor for name, tensor in content.items()}
 
 
-def _check(tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], file: Path) -> None:
-    """Raises UserError unless the tensors are those of the architecture, in their shapes."""
-    width, rows = sizes["n_embd"], sizes["vocab_size"]
-    narrow = width // sizes["n_head"] * sizes["n_kv_head"]
-    square, inner = (width, width), 4 * width
-    shapes = (square, (narrow, width), (narrow, width), square, (inner, width), (width, inner))
-    wanted = dict.fromkeys(_VOCABULARY, (rows, width))
-    for layer in range(sizes["n_layer"]):
-        names = (f"transformer.h.{layer}.{part}.weight" for part in _LAYER)
-        wanted |= dict(zip(names, shapes, strict=True))
-    unknown = sorted(set(tensors) - set(wanted))
+def _check(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], file: Path) -> None:
+    """Raises UserError unless the tensors are those of mlx-lm's model, in their shapes."""
+    from mlx_lm.models import nanochat
+
+    module = nanochat.Model(nanochat.ModelArgs.from_dict(config))
+    shapes = {name: leaf.shape for name, leaf in named_leaves(module.parameters()).items()}
+    unknown = sorted(set(tensors) - set(shapes))
     if unknown:
         raise UserError(
             f"{file}: {len(unknown)} unknown tensors: {_some(unknown)}; mlx-lm's nanochat has no place for "
             "them, and without them the model would be another"
         )
-    missing = sorted(set(wanted) - set(tensors))
+    missing = sorted(set(shapes) - set(tensors))
     if missing:
         raise UserError(f"{file}: {len(missing)} tensors are missing: {_some(missing)}")
-    for name, shape in wanted.items():
+    for name, shape in shapes.items():
         found = tuple(tensors[name].shape)
         padded = name in _VOCABULARY and found[0] > shape[0]
         if found != shape and not (padded and found[1:] == shape[1:]):

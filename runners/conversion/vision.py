@@ -9,7 +9,7 @@ from typing import Any
 
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
-from runners.machine import install_hints
+from runners.images.families import mlx_vlm_module
 
 # Exceptions of mlx-vlm for a folder that it cannot read.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)
@@ -22,36 +22,19 @@ def convert_vision(path: Path, target: Path, *, trust_remote_code: bool = False,
     layers of odd sizes that it cannot read again. Raises UserError without mlx-vlm, and if mlx-vlm refuses
     the model.
     """
-    _check_code(path, trust_remote_code)
-    _mlx_vlm(f"{path} (its config.json has a vision part; --text-only converts the language part alone)")
-    from mlx_vlm.convert import convert  # pyright: ignore[reportMissingImports]
-    from mlx_vlm.utils import load_model  # pyright: ignore[reportMissingImports]
-
+    named = read_json(path / "config.json").get("model_file")
+    if named and not trust_remote_code:  # mlx-vlm would always run it
+        raise UserError(f"{path}: config.json names code to run, {named}; --trust-remote-code lets it")
+    hint = "its config.json has a vision part; --text-only converts the language part alone"
+    convert, utils = (mlx_vlm_module(name, f"{path} ({hint}) needs") for name in ("convert", "utils"))
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            convert(str(path), str(target), trust_remote_code=trust_remote_code, **options)
+            convert.convert(str(path), str(target), trust_remote_code=trust_remote_code, **options)
     except _REFUSALS as error:
         raise UserError(f"{path}: mlx-vlm cannot convert it: {first_lines(str(error))}") from error
     try:
-        load_model(target, lazy=True, trust_remote_code=trust_remote_code)
+        utils.load_model(target, lazy=True, trust_remote_code=trust_remote_code)
     except _REFUSALS as error:
         raise UserError(
             f"{path}: mlx-vlm cannot open what it made of it: {first_lines(str(error))}"
         ) from error
-
-
-def _mlx_vlm(what: str) -> Any:
-    try:
-        import mlx_vlm  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        missing = (error.name or "").partition(".")[0] == "mlx_vlm"
-        reason = "" if missing else f" ({first_lines(str(error))})"
-        raise UserError(f"{what} needs mlx-vlm: {install_hints.extra('vlm')}{reason}") from error
-    return mlx_vlm
-
-
-def _check_code(path: Path, trust_remote_code: bool) -> None:
-    """Raises UserError for a model with its own code unless it is trusted: mlx-vlm would always run it."""
-    named = read_json(path / "config.json").get("model_file")
-    if named and not trust_remote_code:
-        raise UserError(f"{path}: config.json names code to run, {named}; --trust-remote-code lets it")

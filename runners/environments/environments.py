@@ -241,15 +241,7 @@ def build_environments(
         return None
     calls = Calls(worker, env.workers)
     made = Environments(
-        env,
-        calls,
-        (),
-        tokenizer,
-        decoder,
-        frozenset(end_ids),
-        data.nudge,
-        data.chat_template_kwargs,
-        None,
+        env, calls, (), tokenizer, decoder, frozenset(end_ids), data.nudge, data.chat_template_kwargs, None
     )
     if made.is_calculator:
         mark_ids(tokenizer)

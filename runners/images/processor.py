@@ -86,7 +86,7 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
     kind = check_family(config, path)
     if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise UserError(f"{path}: preprocessor_config.json is missing; it has the sizes of images")
-    processing = mlx_vlm_module(kind, f".processing_{kind}")
+    processing = mlx_vlm_module(f"models.{kind}.processing_{kind}")
     image_token = config.get("image_token_id")
     if not isinstance(image_token, int):
         raise UserError(f"{path}/config.json: image_token_id: expected a token id, found none")

@@ -145,7 +145,7 @@ def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:
 
 
 def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
-    family = mlx_vlm_module(kind)
+    family = mlx_vlm_module(f"models.{kind}")
     stated = json.loads(json.dumps(dict(config["vision_config"])))
     try:
         # Newer files have the text part's type here, or none.

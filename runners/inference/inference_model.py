@@ -122,7 +122,9 @@ def load_inference(
     path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
     prompt = _prompt(path, adapters) if with_prompt else None
     if images:
-        mlx_vlm_module(check_family(read_json(path / "config.json"), path))  # before minutes of reading
+        mlx_vlm_module(
+            f"models.{check_family(read_json(path / 'config.json'), path)}"
+        )  # before minutes of reading
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         notices += read_adapters(module, adapters, path)

@@ -47,7 +47,6 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loops: dict[int, asyncio.AbstractEventLoop] = {}  # of calls that are awaited together
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_process = 0  # a forked child has the loop without its thread
 
     def start(self, number: int, act: Callable[[], Any], mode: str = THREAD) -> None:
         """Starts a call. What `act` returns is awaited if it can be."""
@@ -92,9 +91,8 @@ class Host:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None or self._loop.is_closed() or self._loop_process != os.getpid():
+        if self._loop is None or self._loop.is_closed():
             loop = self._loop = asyncio.new_event_loop()
-            self._loop_process = os.getpid()
 
             def run() -> None:
                 while not loop.is_closed():  # sys.exit in a task ends `run_forever`, not the other tasks

@@ -15,9 +15,7 @@ from tests.support.services.judge_servers import answers
 from tests.support.tiny_runs import Notes, small
 
 pytest.importorskip(
-    "openenv.core.env_server",
-    reason="needs OpenEnv: pip install openenv-core",
-    exc_type=ImportError,
+    "openenv.core.env_server", reason="needs OpenEnv: pip install openenv-core", exc_type=ImportError
 )
 
 SERVER = '''

@@ -12,7 +12,7 @@ from runners.config.sections import JudgeConfig
 from runners.errors import RewardError, UserError
 from runners.judges import endpoint
 from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
-from tests.support.processes.waiting import HANGS, limit_for, wait_until
+from tests.support.processes.waiting import HANGS, limit_for
 from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
@@ -286,15 +286,3 @@ def test_a_cache_that_fails_is_told_once_and_ends_nothing(tmp_path):
     assert [each.values_kb.tolist() for each in scores] == [[[0.5]], [[0.5]]]
     assert [len(each.problems) for each in scores] == [1, 0]
     assert "judges' answers are not saved" in scores[0].problems[0]
-
-
-def test_judges_leave_no_thread_behind():
-    """Each call's loop ends."""
-    with answering(lambda *_: "SCORE: 5") as (url, _):
-        earlier = {*threading.enumerate()}  # another test's calls may hang
-
-        def left():
-            return [thread for thread in threading.enumerate() if thread not in earlier]
-
-        score(judge(url), ["a", "b"])
-        wait_until(lambda: not any("grpo-reward" in thread.name for thread in left()))

@@ -70,34 +70,19 @@ def scaling(table, **changes):
 @pytest.mark.parametrize(
     ("before", "want"),
     [
-        (
-            config("llama", {"rope_type": "default", "rope_theta": 5e5}),
-            {"rope_theta": 5e5},
-        ),
+        (config("llama", {"rope_type": "default", "rope_theta": 5e5}), {"rope_theta": 5e5}),
         (config("mistral", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
         (config("qwen3", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
         (
             config("qwen2", {"type": "linear", "rope_theta": 1e6, "factor": 4}),
-            {
-                "rope_theta": 1e6,
-                "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0},
-            },
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0}},
         ),
-        (
-            config("llama", LLAMA3),
-            {"rope_theta": 5e5, "rope_scaling": scaling(LLAMA3)},
-        ),
+        (config("llama", LLAMA3), {"rope_theta": 5e5, "rope_scaling": scaling(LLAMA3)}),
         (
             config("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            {
-                "rope_theta": 1e4,
-                "rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0},
-            },
+            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0}},
         ),
-        (
-            config("qwen2", YARN),
-            {"rope_theta": 1e6, "rope_scaling": scaling(YARN)},
-        ),
+        (config("qwen2", YARN), {"rope_theta": 1e6, "rope_scaling": scaling(YARN)}),
         (
             config("phi3", {**LONG, "partial_rotary_factor": 0.5}),
             {
@@ -216,10 +201,7 @@ def test_yarns_factor_on_attention(changes, mscale):
         (config("llama", {**LONG, "attention_factor": 3.0}), "does not compute a factor of 3 on attention"),
         (config("llama", {**LONG, "long_factor": 4.0}), "long_factor: expected a list, found 4.0"),
         (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
-        (
-            config("gemma3_text", {"sliding_attention": YARN}),
-            'rope_type = "yarn" for sliding_attention',
-        ),
+        (config("gemma3_text", {"sliding_attention": YARN}), 'rope_type = "yarn" for sliding_attention'),
         (config("gemma3_text", {"compressed": YARN}), "does not compute layers of type compressed"),
         (
             config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
@@ -337,11 +319,7 @@ def test_a_folder_that_cannot_be_mapped_is_refused_by_every_command(spelled):
     stated["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
     (new / "config.json").write_text(json.dumps(stated))
     line = "config.json: rope_parameters: mlx-lm's llama does not compute partial_rotary_factor = 0.25\n"
-    for command in (
-        ("generate", "new", "hi"),
-        ("convert", "new", "out"),
-        ("export", "new", "--out", "out"),
-    ):
+    for command in (("generate", "new", "hi"), ("convert", "new", "out"), ("export", "new", "--out", "out")):
         done = CliRunner().invoke(cli.main, [*command])
         assert done.exit_code == 2 and done.stderr.endswith(line), done.stderr
     assert not Path("out").exists()

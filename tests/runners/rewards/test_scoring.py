@@ -289,12 +289,7 @@ def test_async_rewards_run_together() -> None:
         async def __call__(self, completions):
             return await meet(completions, 3.0)
 
-    scores = score(
-        partial(meet, value=1.0),
-        lambda completions: [7.0] * 3,
-        partial(meet, value=2.0),
-        Judge(),
-    )
+    scores = score(partial(meet, value=1.0), lambda completions: [7.0] * 3, partial(meet, value=2.0), Judge())
     np.testing.assert_array_equal(scores.values_kb[:, 0], [1.0, 7.0, 2.0, 3.0])
     assert scores.problems == []
 

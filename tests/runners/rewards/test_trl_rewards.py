@@ -15,11 +15,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_runs import small
 
-TEXTS = [
-    "<think>2 and 2</think>\nSo it is 4.",
-    "It is 4.",
-    "<think>one <think>two</think></think> 5",
-]
+TEXTS = ["<think>2 and 2</think>\nSo it is 4.", "It is 4.", "<think>one <think>two</think></think> 5"]
 IDS = [[1] * 10, [2] * 18, [3] * 30]
 PROMPTS = [[{"role": "user", "content": f"question {n}"}] for n in range(3)]
 COLUMNS = {"solution": ["4", "4", None], "task": ["sum", "sum", "essay"]}
