@@ -11,7 +11,7 @@ more or fewer tokens ends the benchmark. The shapes, on a CPU:
 - *2 × 2, large*: a model with 8 blocks of 768, whose memory is weights, gradients and moments
 
 On a GPU 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0.5B*), in micro-batches of
-1,024 tokens, with LoRA; nanochat-d20's, and *64 × 8* of it, more rows than the kernel of a whole block takes.
+1,024 tokens, with LoRA; nanochat-d20's.
 *real* is the pretrained model in the folder GRPO_REAL_MODEL, whose completions end where it ends them.
 
 Not measured: saving (see `checkpoint`), quantized roles (see `quant`), bfloat16 weights, a sharded optimizer.
@@ -46,12 +46,12 @@ FULL, LORA, PACKED, QUICKSTART = "16 × 8", "16 × 8, LoRA", "16 × 8, packed", 
 LARGE = "2 × 2, large"
 CPU_SHAPES = (FULL, LORA, PACKED, QUICKSTART, LARGE)
 TWO = (FULL, QUICKSTART)
-HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20", "d20, 64 × 8"
+HALF, HALF_SMALL, HALF_LORA, D20 = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20"
 REAL, REAL_LORA = "real", "real, LoRA"
-GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, D20_WIDE, REAL, REAL_LORA)
+GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, REAL, REAL_LORA)
 GPU_MODELS = {
     **dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"),
-    **dict.fromkeys((D20, D20_WIDE), "nanochat-d20"),
+    D20: "nanochat-d20",
 }
 STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
@@ -76,7 +76,6 @@ MECHANISMS = (
     Mechanism("row compaction", ("row_compaction",), shapes=(*TWO, REAL)),
     Mechanism("decode kernel", ("kernel_steps",), shapes=(HALF, REAL)),
     Mechanism("decoder blocks", ("decode_blocks",), shapes=(HALF, D20, REAL)),
-    Mechanism("fused projections", ("fused_projections",), shapes=(HALF, REAL)),
     Mechanism("merged adapters", ("merged_adapters",), shapes=(LORA, HALF_LORA, REAL_LORA)),
     Mechanism("unpacked weights", ("unpacked_weights",), shapes=(PACKED,)),
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
@@ -86,9 +85,7 @@ MECHANISMS = (
     Mechanism("shared prompts of the learner", overrides=("system.share_prompts=never",)),
     Mechanism("micro-batches", overrides=("system.micro_batch_tokens=1000000",)),
     Mechanism("inactive rows", ("inactive_rows",), shapes=(*TWO, REAL)),
-    Mechanism("recomputed gates", ("recomputed_gates",), shapes=(*TWO, HALF, REAL)),
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
-    Mechanism("norm kernels", ("rms_norm",), shapes=(D20, D20_WIDE, REAL)),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL, REAL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
     Mechanism("rotations of one form", ("rope",)),
@@ -113,11 +110,10 @@ def shape_side(shape: str, work: Path, quick: bool) -> step_side.Side:
         if not folder.exists():
             write_folder(folder, "tiny" if quick else GPU_MODELS[shape])
         long = [] if quick else ["rollout.max_new_tokens=256", "rollout.stop=[]"]
-        wide = ["optim.batch_size=64"] if shape == D20_WIDE and not quick else []
         adapters = ["model.tune=lora"] if shape == HALF_LORA else []
         # Sides that start together would see different amounts of free memory, and choose by it.
         tokens = 1024 if shape == HALF_SMALL else 12288
-        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *wide, *adapters]
+        chosen = [f"model.path={folder}", f"system.micro_batch_tokens={tokens}", *long, *adapters]
         return step_side.Side(config=str(work / "train.toml"), overrides=[*common, *chosen], disable=[])
     if shape in (REAL, REAL_LORA):
         adapters = ["model.tune=lora"] if shape == REAL_LORA else []

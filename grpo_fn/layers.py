@@ -1,6 +1,6 @@
 """The kind of a model's layer, models with other layers or leaves, and functions with other globals."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -74,11 +74,6 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
 def empty(module: nn.Module, tree: Tree) -> None:
     """Replace the module's leaves of this tree by scalars, so that it holds none of their memory."""
     module.update(map_arrays(lambda _: mx.zeros(()), tree))
-
-
-def all_plain(layers: Iterable[Any]) -> bool:
-    """Whether all are linear layers without a bias."""
-    return all(is_linear(layer) and "bias" not in layer for layer in layers)
 
 
 def with_globals(function: FunctionType, **names: Any) -> FunctionType:

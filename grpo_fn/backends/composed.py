@@ -4,7 +4,6 @@ These are the composed forms with which every backend is compared. The gradients
 their forward pass again, so that only the inputs are saved.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -65,28 +64,13 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return cast(mx.array, _swiglu(gate, x))
 
 
-def swiglu_gradient(
-    gate: mx.array, x: mx.array
-) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
-    """`swiglu`, and the function from the gradient of its value to those of gate and x."""
-    fast = find("swiglu_gradient", gate, x)
-    if fast is not None:
-        return fast(gate, x)
-    share = mx.sigmoid(gate)
-
-    def gradient(cotangent: mx.array) -> tuple[mx.array, mx.array]:
-        return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
-
-    return gate * share * x, gradient
-
-
 def relu2(x: mx.array) -> mx.array:
     """max(x, 0)² (arXiv 2109.08668, section 3); its gradient saves only the input."""
     return cast(mx.array, _relu2(x))
 
 
-def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
-    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4); None: no weight."""
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x / sqrt(mean x² + ε) · weight along the last axis (arXiv 1910.07467, eq. 4)."""
     fast = find("rms_norm", x, weight)
     return mx.fast.rms_norm(x, weight, eps) if fast is None else fast(x, weight, eps)
 
@@ -100,7 +84,12 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 @_swiglu.vjp
 def _swiglu_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
     # The exponential is computed again, which is cheaper than the memory to save it.
-    return swiglu_gradient(*recomputed(primals, cotangent))[1](cotangent)
+    gate, x = recomputed(primals, cotangent)
+    fast = find("swiglu_gradient", gate, x, cotangent)
+    if fast is not None:
+        return fast(gate, x, cotangent)
+    share = mx.sigmoid(gate)
+    return cotangent * x * share * (1 + gate * (1 - share)), cotangent * gate * share
 
 
 @mx.custom_function

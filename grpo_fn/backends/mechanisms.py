@@ -10,13 +10,11 @@ import difflib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from grpo_fn.layers import NamedLayers
 
 # Every operation that a backend may compute in its own way, with the arguments of `find`.
 OPERATIONS = {
@@ -25,8 +23,8 @@ OPERATIONS = {
     "row_sum": "(x): Σ x along the last axis",
     "softmax": "(x): softmax along the last axis",
     "swiglu": "(gate, x): silu(gate) · x",
-    "swiglu_gradient": "(gate, x): silu(gate) · x, and the function that gives the gradient of gate and x",
-    "rms_norm": "(x, weight): RMSNorm along the last axis; weight may be None",
+    "swiglu_gradient": "(gate, x, cotangent): the gradients of gate and x",
+    "rms_norm": "(x, weight): RMSNorm along the last axis",
     "attention": "(queries, keys, mask): attention over whole sequences",
     "rope": "(x, dims, offset): rotary embeddings; its function takes x, the base and the offset",
     "weighted_values": "(weights, values): the product of attention weights and values",
@@ -34,8 +32,7 @@ OPERATIONS = {
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",
-    "decode_blocks": "(): DecodeForm; blocks of a decoder as one kernel each",
-    "fused_projections": "(): DecodeForm; QKV and gate-up projections as one product each",
+    "decode_blocks": "(): a context manager (module, rows); blocks of a decoder as one kernel each",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",
 }
 # Mechanisms in other folders for speed or memory, which ask `enabled`.
@@ -49,7 +46,6 @@ SWITCHES = {
     "logit_chunks": "the learner makes logits a chunk at a time",
     "counted_positions": "the learner computes the head only at counted tokens, not at padding",
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
-    "recomputed_gates": "the backward pass of a gated MLP recomputes its product",
     "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
     "background_saving": "a checkpoint is written while training goes on",
@@ -77,13 +73,6 @@ NUMBERS: dict[str, int] = {
 }
 _FOLDERS = ("cpu", "cuda")
 _replaced: dict[str, Any] = {}  # by tests and benchmarks; None: disabled
-
-
-class DecodeForm(NamedTuple):
-    """A form of a model's weights that decodes faster."""
-
-    form: Callable[[nn.Module, int], AbstractContextManager[None]]  # the module in that form, for rows
-    layers: Callable[[nn.Module, mx.Dtype | None], NamedLayers]  # layers whose weights it holds a second time
 
 
 class DecodeProgram(NamedTuple):

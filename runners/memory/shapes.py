@@ -3,7 +3,7 @@
 What the backward pass saves of a block, in numbers per position, follows from the block's algebra:
 
     hidden        4   the block's input, the sum in its middle; of each: normalised, and scaled by the norm
-    intermediate  2   gate and up; with experts or another gate than silu the gated product too
+    intermediate  2   gate and up, with their product 3; with ReLU² up and its square
     queries     1.5   queries after rotation, and what attention returns, where it is another array
     keys          4   keys after rotation and values, and the layouts of both that products need
     scores        1   the probabilities
@@ -137,7 +137,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        keeps_product=bool(chosen) or activation not in ("silu", "swish", "relu2"),
+        keeps_product=bool(chosen) or (activation != "relu2" and config.get("model_type") != "nanochat"),
         gated=activation in ("silu", "swish") and config.get("model_type") != "nanochat",
         scans=scans,
         states=first("mamba_expand") * hidden * first("mamba_d_state") if scans else 0,

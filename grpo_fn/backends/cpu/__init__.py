@@ -17,7 +17,7 @@ MECHANISMS = {
     "softmax": ("elementwise", "softmax", "on_cpu"),
     "swiglu": ("elementwise", "swiglu", "on_cpu"),
     "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
-    "rms_norm": ("elementwise", "rms_norm", "takes_rows"),
+    "rms_norm": ("elementwise", "rms_norm", "on_cpu"),
     "attention": ("attention", "attention", "takes_sequences"),
     "rope": ("rotations", "rope", "takes_heads"),
     "weighted_values": ("elementwise", "weighted_values", ""),

@@ -63,17 +63,9 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return _gated(gate, x, *_powers_of_minus(gate))
 
 
-def swiglu_gradient(
-    gate: mx.array, x: mx.array
-) -> tuple[mx.array, Callable[[mx.array], tuple[mx.array, mx.array]]]:
-    """`swiglu`, and the function from the gradient of its value to those of gate and x."""
-    powers = _powers_of_minus(gate)
-    return _gated(gate, x, *powers), lambda cotangent: _gated_gradient(gate, x, *powers, cotangent)
-
-
-def takes_rows(x: mx.array, weight: mx.array | None) -> bool:
-    """Whether `rms_norm` is for these: with a weight."""
-    return weight is not None and on_cpu(x, weight)
+def swiglu_gradient(gate: mx.array, x: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
+    """The gradients of `swiglu`'s gate and x."""
+    return _gated_gradient(gate, x, *_powers_of_minus(gate), cotangent)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

@@ -7,11 +7,9 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 
 # As `backends.mechanisms` describes them.
 MECHANISMS = {
-    "rms_norm": ("norm_kernels", "unit_rms", "takes_rows"),
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
-    "decode_blocks": ("decoding.decode_blocks", "FORM", ""),
-    "fused_projections": ("decoding.fused_projections", "FORM", ""),
+    "decode_blocks": ("decoding.decode_blocks", "decode_blocks", ""),
     "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),
 }
 NUMBERS = {

@@ -2,7 +2,7 @@
 
 unpacked_layers     packed weights in full size, if they are small
 merged_adapters     LoRA's and DoRA's adapters as part of the weights that they adapt
-forms of a backend  such as a block as one kernel
+decode_blocks       whole blocks as one kernel each, on CUDA; nothing is in memory twice
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,6 @@ from grpo_fn.layers import empty
 from grpo_fn.policy.decoding.merged_adapters import mergeable, merged_adapters
 from grpo_fn.policy.decoding.unpacked_layers import unpacked_weights
 
-FORMS = ("decode_blocks", "fused_projections")
-
 
 @contextmanager
 def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
@@ -30,10 +28,9 @@ def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
             if id(layer) not in present:  # merged: the layer with adapters is kept until it is restored
                 empty(layer, {"weight": layer["weight"]})
         mx.eval([layer.parameters() for layer in plain])
-        for name in FORMS:
-            form = find(name)
-            if form is not None:
-                stack.enter_context(form.form(module, rows))
+        as_kernels = find("decode_blocks")
+        if as_kernels is not None:
+            stack.enter_context(as_kernels(module, rows))
         yield module
 
 
@@ -46,7 +43,4 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
         layers = [layer.linear for _, layer in mergeable(module, compute)]
         merged = {id(layer) for layer in layers}
         layers += [layer for layer in plain if id(layer) not in merged]
-        for name in FORMS:
-            form = find(name)
-            layers += [layer for _, layer in form.layers(module, compute)] if form is not None else []
         return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)

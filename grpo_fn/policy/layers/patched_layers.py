@@ -1,9 +1,9 @@
 """Our functions in place of those that mlx-lm's layers call by name, for one model instance.
 
-mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`, nanochat's `rms_norm`:
-globals of the layer's module. `patch_layers` gives the layers of one model a `__call__` whose globals
-hold ours, and `nn.RMSNorm` and `nn.RoPE` a new `__call__`. The classes, their modules and every other model
-in the process stay as they are.
+mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the layer's
+module. `patch_layers` gives the layers of one model a `__call__` whose globals hold ours, and `nn.RMSNorm`
+and `nn.RoPE` a new `__call__`. The classes, their modules and every other model in the process stay as they
+are.
 """
 
 import functools
@@ -18,7 +18,6 @@ from grpo_fn.backends import enabled, find
 from grpo_fn.backends.composed import relu2, rms_norm, swiglu
 from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
-from grpo_fn.policy.layers.gated_mlp import down_of_gated
 from grpo_fn.policy.layers.model_fixes import fix_known_faults
 from grpo_fn.policy.layers.quantized_layers import QuantMode, is_unpacked, unpack_rows, unpacked_product
 
@@ -82,11 +81,6 @@ def attention(
     )
 
 
-def _unit_norm(x: mx.array) -> mx.array:
-    """nanochat's `rms_norm`, with its ε."""
-    return rms_norm(x, None, 1e-5)
-
-
 def _gather_mm(*arrays: mx.array, **options: Any) -> mx.array:
     return (find("gather_mm") or mx.gather_mm)(*arrays, **options)
 
@@ -105,24 +99,10 @@ class _Module:
 _OWN: dict[str, Any] = {
     "scaled_dot_product_attention": attention,
     "swiglu": swiglu,
-    "rms_norm": _unit_norm,
     "gated_delta_update": gated_delta_update,
     "nn": _Module(nn, "relu2", relu2),
     "mx": _Module(mx, "gather_mm", _gather_mm),
 }
-
-
-def _is_gated_mlp(call: FunctionType) -> bool:
-    """Whether it is exactly `down_proj(swiglu(gate_proj(x), up_proj(x)))`, to the last instruction."""
-    from mlx_lm.models import llama
-
-    code, wanted = call.__code__, llama.MLP.__call__.__code__
-    own = call.__globals__.get("swiglu") is _originals()["swiglu"]
-    return own and code.co_code == wanted.co_code and code.co_names == wanted.co_names
-
-
-def _gated_mlp(self: Any, x: mx.array) -> mx.array:
-    return down_of_gated(self.down_proj, self.gate_proj(x), self.up_proj(x))
 
 
 class _RMSNorm(nn.RMSNorm):
@@ -177,12 +157,11 @@ _PACKED: dict[type[nn.Module], type[nn.Module]] = {
 
 @functools.cache
 def _originals() -> dict[str, Callable[..., Any]]:
-    from mlx_lm.models import activations, base, gated_delta, nanochat
+    from mlx_lm.models import activations, base, gated_delta
 
     return {
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "swiglu": activations.swiglu,
-        "rms_norm": nanochat.rms_norm,
         "gated_delta_update": gated_delta.gated_delta_update,
     }
 
@@ -197,8 +176,6 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
         return _RMSNorm
     if kind is nn.RoPE:
         return RoPE
-    if _is_gated_mlp(call):
-        return type(kind.__name__, (kind,), {"__call__": _gated_mlp, "patched": ("swiglu",)})
     if kind in _PACKED:
         return _PACKED[kind]
     names = [

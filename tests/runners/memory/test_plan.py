@@ -303,8 +303,9 @@ def test_a_shape_is_read_under_every_name():
     assert model_shape({"model_type": "x", "text_config": llama}) == shape
     routed = {"num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
     experts = model_shape({**llama, **routed})
-    assert experts.intermediate == 5 * 32 and experts.keeps_product and not shape.keeps_product
-    assert experts.saved.intermediate == shape.saved.intermediate + 1
+    squared = model_shape({**llama, "hidden_act": "relu2"})
+    assert experts.intermediate == 5 * 32
+    assert experts.saved.intermediate == shape.saved.intermediate == squared.saved.intermediate + 1
     with pytest.raises(KeyError, match="vocab_size"):
         model_shape({name: value for name, value in llama.items() if name != "vocab_size"})
 

@@ -17,7 +17,6 @@ from mlx.utils import tree_map_with_path
 
 from grpo_fn.backends.cuda.decoding.block_kernel import BlockShape, Weights, block_step, takes_block
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
-from grpo_fn.backends.mechanisms import DecodeForm
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
@@ -274,6 +273,3 @@ def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
         if _is_composed(type(block), parts.shape, parts.weights.q.dtype, _ById(block)):
             found.append((name, block))
     return found
-
-
-FORM = DecodeForm(decode_blocks, lambda module, compute: [])  # nothing is in memory twice

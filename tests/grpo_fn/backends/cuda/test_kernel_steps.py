@@ -7,8 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends import disabled, substituted
-from grpo_fn.backends.cuda.decoding import fused_projections as fusing
+from grpo_fn.backends import substituted
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
@@ -106,21 +105,6 @@ def test_other_architectures_draw_as_with_copied_prompts(name, kernel):
     calls = len(kernel.calls)
     assert_same(drawn, roll(policy, share_prefix=False, **options))
     assert len(kernel.calls) == calls > 0, "copied prompts do without"
-
-
-@pytest.mark.parametrize("name", ["llama", "nanochat"])
-def test_fused_projections_change_nothing(name, kernel):
-    """The program runs over the module with its decode weights: fused ones among its parameters."""
-    policy = with_kernel(name)
-    options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
-    with substituted(fused_projections=fusing.FORM):
-        with policy.sampling(policy.params) as module:
-            assert any(isinstance(layer, fusing.Fused) for layer in module.modules())
-        drawn = roll(policy, share_prefix=True, **options)
-    assert kernel.calls
-    assert_teacher_forced(policy, drawn)
-    with disabled("fused_projections"):
-        assert_same(drawn, roll(policy, share_prefix=False, **options))
 
 
 def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):

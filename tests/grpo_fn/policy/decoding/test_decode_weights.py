@@ -1,4 +1,4 @@
-"""What a policy's module is while it samples: the same function, with adapters merged and products fused."""
+"""What a policy's module is while it samples: the same function, with adapters merged."""
 
 from contextlib import contextmanager
 
@@ -11,11 +11,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
-from grpo_fn.backends import mechanisms, substituted
-from grpo_fn.backends.cuda.decoding import fused_projections as fusing
-from grpo_fn.backends.cuda.decoding.fused_projections import fused_projections
+from grpo_fn.backends import substituted
 from grpo_fn.policy.decoding import merged_adapters as merging
-from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
+from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.decoding.merged_adapters import merged_adapters
 from grpo_fn.trees import named_leaves
 from tests.support.generating import roll
@@ -134,55 +132,6 @@ def test_a_rollout_of_adapters_draws_what_the_learner_would():
     assert "LoRALinear" in kinds(module)
 
 
-@pytest.fixture
-def on_cuda():
-    with substituted(fused_projections=fusing.FORM):
-        yield
-
-
-@pytest.mark.parametrize("name", ["llama", "nanochat", "qwen2"])
-def test_fused_products_compute_the_same_and_come_back(name, on_cuda):
-    """Gate and up where there are two, queries, keys and values where they have one shape and no bias."""
-    module = tiny_module(name)
-    before, leaves = module(TOKENS), named_leaves(module.parameters())
-    held = decode_weights_bytes(module, mx.float32)
-    with fused_projections(module):
-        fused = [layer for layer in module.modules() if type(layer) is fusing.Fused]
-        assert len(fused) >= len(module.layers)
-        inside = named_leaves(module.parameters())
-        assert sum(leaf.size for leaf in inside.values()) == sum(leaf.size for leaf in leaves.values())
-        assert sum(layer.weight.nbytes for layer in fused) == held
-        assert worst_difference(module(TOKENS), before) < 1e-5
-        assert all(not layer._results and layer._input is None for layer in fused)
-    after = named_leaves(module.parameters())
-    assert after.keys() == leaves.keys() and all(after[path] is leaf for path, leaf in leaves.items())
-
-
-def test_one_input_after_another(on_cuda):
-    """A layer that is called twice, or with two inputs, gets what it asks for."""
-    layers = [nn.Linear(8, 6, bias=False) for _ in range(3)]
-    fused = fusing.Fused(layers)
-    parts = [fusing.FusedPart(fused, number) for number in range(3)]
-    a, b = (mx.random.normal((2, 8), key=mx.random.key(seed)) for seed in (1, 2))
-    for number, x in ((0, a), (0, a), (1, b), (2, a), (1, a), (0, b)):
-        assert worst_difference(parts[number](x), layers[number](x)) < 1e-5
-
-
-def test_large_weights_are_not_fused(on_cuda, monkeypatch):
-    module = tiny_module("llama")
-    monkeypatch.setattr(fusing, "MOST_BYTES", 10)
-    with fused_projections(module):
-        assert "Fused" not in kinds(module)
-    assert decode_weights_bytes(module, mx.float32) == 0
-
-
-def test_nothing_is_fused_elsewhere(monkeypatch):
-    monkeypatch.setattr(mechanisms, "backend", lambda: "metal")
-    module = tiny_module("llama")
-    with decode_weights(module):
-        assert "Fused" not in kinds(module)
-
-
 @pytest.mark.parametrize("max_batch, rows", [(0, 6), (5, 4), (1, 2), (64, 6)])
 def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
     """Of whole groups: three prompts with two completions each."""
@@ -194,15 +143,6 @@ def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
         yield
 
     policy = g.Policy.from_module(tiny_module("llama"))
-    with substituted(decode_blocks=mechanisms.DecodeForm(form, lambda module, compute: [])):
+    with substituted(decode_blocks=form):
         roll(policy, [[1, 2], [3], [4, 5]], generations=2, limit=2, max_batch=max_batch)
     assert told == [rows]
-
-
-def test_a_policy_samples_in_this_form(on_cuda):
-    policy = g.Policy.from_module(tiny_module("nanochat"))
-    with policy.sampling(policy.params) as module:
-        assert "Fused" in kinds(module)
-        inside = module(TOKENS)
-    assert "Fused" not in kinds(policy.module)
-    assert worst_difference(inside, policy.logits(policy.params, TOKENS)) < 1e-5
