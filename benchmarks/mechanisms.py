@@ -81,7 +81,6 @@ MECHANISMS = (
     Mechanism("unpacked products", ("unpacked_products",), shapes=(PACKED,)),
     Mechanism("log-probs in chunks", ("logit_chunks",)),
     Mechanism("log-prob kernels", ("row_logprobs", "row_gradients"), shapes=(HALF, D20, REAL)),
-    Mechanism("head at completions", ("counted_positions",), shapes=(*TWO, HALF, REAL)),
     Mechanism("shared prompts of the learner", overrides=("system.share_prompts=never",)),
     Mechanism("micro-batches", overrides=("system.micro_batch_tokens=1000000",)),
     Mechanism("inactive rows", ("inactive_rows",), shapes=(*TWO, REAL)),

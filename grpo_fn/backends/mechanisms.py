@@ -44,7 +44,6 @@ SWITCHES = {
     "unpacked_weights": "packed weights are unpacked to full size while a model samples",
     "unpacked_products": "a packed weight is unpacked for a product of several rows",
     "logit_chunks": "the learner makes logits a chunk at a time",
-    "counted_positions": "the learner computes the head only at counted tokens, not at padding",
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
     "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",

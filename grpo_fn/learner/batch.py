@@ -41,8 +41,6 @@ class Batch:
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
     group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
-    positions_n: mx.array | None = None  # flat [B·T] positions whose log-probs are computed, int32; B·T: no
-    # position; None: all. The others count as 0, so they have to be masked.
     experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
     # integers; None: those that its routers choose
     vocabulary: int | None = None  # all token ids are below it; None: not known
@@ -52,7 +50,7 @@ class Batch:
 # The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t those of
 # `targets_bt`; "": the same in each part, or computed again for it.
 _FIELDS = {
-    "": "num_sequences num_tokens positions_n vocabulary images features_nd",
+    "": "num_sequences num_tokens vocabulary images features_nd",
     "b": "advantages_b group_b prompt_index_b",
     "bt": "targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt keep_bt",
     "p": "prompt_lengths_b shift_r",
@@ -190,7 +188,6 @@ def take_part(
     batch: Batch,
     rows: Sequence[int],
     prompts: Sequence[int] | None,
-    positions: int | None = None,
     **sizes: int,
 ) -> Batch:
     """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the whole's.
@@ -198,7 +195,6 @@ def take_part(
     Args:
         rows: of `targets_bt`.
         prompts: of `tokens_bl`; None: all.
-        positions: number of `positions_n`, found from the mask; None: `positions_n` is None.
         sizes: new sizes of the axes b, t, p and l. A row of padding has an empty mask and prompt length 1.
 
     Raises:
@@ -207,9 +203,7 @@ def take_part(
     index = {"b": mx.array(list(rows), mx.int32)}
     if prompts is not None:
         index["p"] = mx.array(list(prompts), mx.int32)
-    part = _part(batch, index, sizes)
-    found = None if positions is None else _counted_positions(part.mask_bt, positions)
-    return attrs.evolve(part, positions_n=found)
+    return _part(batch, index, sizes)
 
 
 def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
@@ -228,13 +222,6 @@ def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             found[name] = mx.pad(array, more, constant_values=mx.array(_PADDING.get(name, 0), array.dtype))
     return attrs.evolve(value, **found)
-
-
-def _counted_positions(mask_bt: mx.array, number: int) -> mx.array:
-    """Flat positions of the mask's tokens, filled up to `number` with the position one past its end."""
-    size = mask_bt.size
-    flat = mx.sort(mx.where(mask_bt.reshape(-1), mx.arange(size, dtype=mx.int32), size))
-    return mx.pad(flat[:number], [(0, max(number - size, 0))], constant_values=mx.array(size, mx.int32))
 
 
 def _token_bound(rollout: Rollout) -> int:

@@ -21,13 +21,7 @@ from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, check_fits
 from grpo_fn.learner.compiled_step import compiled_step
 from grpo_fn.learner.logprob_step import batch_logprobs
-from grpo_fn.learner.logprobs.completion_positions import (
-    hidden_and_routing_at_positions,
-    hidden_at_positions,
-    mask_at_positions,
-    scatter_to_batch,
-    targets_at_positions,
-)
+from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
 from grpo_fn.learner.logprobs.token_logprobs import token_logprobs_and_entropy
 from grpo_fn.learner.state import TrainState
 from grpo_fn.policy import experts_per_token
@@ -155,31 +149,31 @@ def make_grad_step(
         def summed_loss(params: Tree) -> tuple[mx.array, LossArrays]:
             routing: list[mx.array] = []
             if chosen:
-                hidden_1nd, routing = hidden_and_routing_at_positions(policy, params, frozen, batch)
+                hidden_btd, routing = completion_hidden_and_routing(policy, params, frozen, batch)
             else:
-                hidden_1nd = hidden_at_positions(policy, params, frozen, batch)
-            logp_1n, entropy_1n = token_logprobs_and_entropy(
-                hidden_1nd,
+                hidden_btd = completion_hidden(policy, params, frozen, batch)
+            logp_bt, entropy_bt = token_logprobs_and_entropy(
+                hidden_btd,
                 policy.head(params, frozen),
-                targets_at_positions(batch),
+                batch.targets_bt,
                 temperature=temperature,
                 entropy_gradient=spec.entropy_coef > 0,
             )
             arrays = LossArrays(
-                scatter_to_batch(batch, logp_1n),
+                logp_bt,
                 batch.advantages_b,
                 batch.mask_bt,
                 old_logp_bt=batch.old_logp_bt,
                 rollout_logp_bt=batch.rollout_logp_bt,
                 ref_logp_bt=ref_logp_bt,
-                entropy_bt=scatter_to_batch(batch, entropy_1n),
+                entropy_bt=entropy_bt,
                 keep_bt=batch.keep_bt,
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,
             )
             total, stats = loss_sum(arrays, spec, max_completion_length)
             if routing:
-                mask_n = mask_at_positions(batch)
+                mask_n = batch.mask_bt.reshape(-1)
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
                 # The update divides by the denominators, so this is the balance's coefficient there.
                 total = total + router_aux_coef * balance * stats.denominator

@@ -7,11 +7,7 @@ import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch, check_fits
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.logprobs.completion_positions import (
-    hidden_at_positions,
-    scatter_to_batch,
-    targets_at_positions,
-)
+from grpo_fn.learner.logprobs.completion_states import completion_hidden
 from grpo_fn.learner.logprobs.token_logprobs import token_logprobs
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
@@ -37,8 +33,7 @@ def make_logprob_step(
 
 
 def batch_logprobs(policy: Policy, params: Tree, frozen: Tree, batch: Batch, temperature: float) -> mx.array:
-    """log π of the batch's tokens, [B,T], float32, without gradient; 0 at positions that are not computed."""
-    hidden_1nd = hidden_at_positions(policy, params, frozen, batch)
+    """log π of the batch's tokens, [B,T], float32, without gradient."""
+    hidden_btd = completion_hidden(policy, params, frozen, batch)
     head = policy.head(params, frozen)
-    logp_1n = token_logprobs(hidden_1nd, head, targets_at_positions(batch), temperature=temperature)
-    return mx.stop_gradient(scatter_to_batch(batch, logp_1n))
+    return mx.stop_gradient(token_logprobs(hidden_btd, head, batch.targets_bt, temperature=temperature))

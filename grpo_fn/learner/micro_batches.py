@@ -5,7 +5,6 @@ from collections.abc import Collection
 import attrs
 import mlx.core as mx
 
-from grpo_fn.backends import enabled
 from grpo_fn.learner.batch import Batch, take_part
 from grpo_fn.learner.packing import PackedRun, Packer, Row, Shape
 from grpo_fn.trees import on_host
@@ -67,14 +66,13 @@ def halve_batch(piece: Batch) -> list[Batch]:
 
     Both keep all shared prompts. Their counts add up to those of `piece`.
     """
-    rows, width = piece.targets_bt.shape
+    rows = piece.mask_bt.shape[0]
     if rows < 2:
         return [piece]
     parts = []
     for part in (range((rows + 1) // 2), range((rows + 1) // 2, rows)):
-        positions = None if piece.positions_n is None else min(piece.positions_n.size, len(part) * width)
         prompts = part if piece.prompt_index_b is None else None
-        parts.append(take_part(piece, part, prompts, positions))
+        parts.append(take_part(piece, part, prompts))
     second = parts[1]
     counts = {
         "num_sequences": second.mask_bt.any(axis=1).sum().astype(mx.float32),
@@ -87,9 +85,8 @@ def halve_batch(piece: Batch) -> list[Batch]:
 def shape_of(piece: Batch) -> Shape:
     """The shape of a micro-batch that `split_batch` made."""
     rows, width = piece.targets_bt.shape
-    positions = rows * width if piece.positions_n is None else piece.positions_n.shape[0]
     prompts = 0 if piece.prompt_index_b is None else piece.tokens_bl.shape[0]
-    return Shape(prompts, piece.tokens_bl.shape[1], rows, width, positions)
+    return Shape(prompts, piece.tokens_bl.shape[1], rows, width)
 
 
 def _rows_of(batch: Batch) -> list[Row]:
@@ -112,7 +109,6 @@ def _packed(batch: Batch, run: PackedRun) -> Batch:
         batch,
         numbers,
         list(first.values()) or numbers,
-        shape.positions if enabled("counted_positions") else None,
         b=shape.rows,
         t=shape.width,
         p=shape.prompts or shape.rows,

@@ -6,13 +6,13 @@ that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import attrs
 
 PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients
-HEAD_SHARE = 0.25  # share of a token's cost that is for the log-prob of the next token
+HEAD_SHARE = 0.25  # cost of a completion token's log-prob, in tokens that go through the blocks
 
 
 class Shape(NamedTuple):
@@ -22,7 +22,6 @@ class Shape(NamedTuple):
     length: int  # columns of `tokens_bl`
     rows: int  # completions
     width: int  # columns of `targets_bt`
-    positions: int  # whose log-probs are computed
 
     @property
     def tokens(self) -> int:
@@ -36,7 +35,6 @@ class Shape(NamedTuple):
         return (
             self.length >= other.length
             and self.rows >= other.rows
-            and self.positions >= other.positions
             and self.width >= other.width
             and self.prompts >= other.prompts
             and (self.prompts == 0) == (other.prompts == 0)
@@ -91,21 +89,17 @@ class Packer:
 
     def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[PackedRun]]:
         rows = sorted(rows, key=lambda row: row.prompt + row.completion)
-        counted = [0]
-        for row in rows:
-            counted.append(counted[-1] + row.counted)
-        # Columns of completions cost nothing here: one number of them for the whole batch, an octave apart.
-        widest = 1 << (max(row.completion for row in rows) - 1).bit_length()
+        completions = [row.completion for row in rows]
         steps = _row_counts(len(rows)) if self._bucketed else list(range(1, len(rows) + 1))
 
         def shape(start: int, stop: int) -> Shape:
-            part = rows[start:stop] if not self._bucketed else ()
+            width = max(completions[start:stop])
             return Shape(
                 prompts=0,
                 length=self._size(rows[stop - 1].prompt + rows[stop - 1].completion),
                 rows=stop - start,
-                width=widest if self._bucketed else max(row.completion for row in part),
-                positions=self._positions(counted[stop] - counted[start]),
+                # An octave apart: a row of this length has any number of them.
+                width=1 << (width - 1).bit_length() if self._bucketed else width,
             )
 
         return self._cheapest([(row,) for row in rows], shape, steps)
@@ -119,10 +113,7 @@ class Packer:
 
         numbers = [unit[0].group for unit in units]
         widest = [unit[-1].completion for unit in units]
-        rows_before, counted_before = [0], [0]
-        for unit in units:
-            rows_before.append(rows_before[-1] + len(unit))
-            counted_before.append(counted_before[-1] + sum(row.counted for row in unit))
+        rows_before = [0, *accumulate(map(len, units))]
 
         def shape(start: int, stop: int) -> Shape:
             return Shape(
@@ -130,7 +121,6 @@ class Packer:
                 length=self._size(units[stop - 1][0].prompt),
                 rows=self._size(rows_before[stop] - rows_before[start]),
                 width=self._size(max(widest[start:stop])),
-                positions=self._positions(counted_before[stop] - counted_before[start]),
             )
 
         return self._cheapest(units, shape, _row_counts(len(units)))
@@ -150,12 +140,7 @@ class Packer:
             length=self._size(max(row.prompt for row in rows)),
             rows=self._size(len(rows)),
             width=self._size(max(row.completion for row in rows)),
-            positions=self._positions(sum(row.counted for row in rows)),
         )
-
-    def _positions(self, number: int) -> int:
-        """Rounded coarsely, because this is the cheapest size to pad."""
-        return round_up(max(number, 16), steps=4) if self._bucketed else max(number, 1)
 
     def _cheapest(
         self, units: Sequence[tuple[Row, ...]], shape: Callable[[int, int], Shape], steps: Sequence[int]
@@ -197,11 +182,11 @@ class Packer:
         return self._chosen[wanted]
 
 
-def round_up(number: int, steps: int = 8) -> int:
-    """The next size on a ladder with 8 or 4 steps per octave (16, 18, 20, …); numbers up to 2·steps stay."""
-    if number <= 2 * steps or not number & (number - 1):
+def round_up(number: int) -> int:
+    """The next size on a ladder with 8 steps per octave (16, 18, 20, …); numbers up to 16 stay."""
+    if number <= 16 or not number & (number - 1):
         return number
-    step = (1 << (number.bit_length() - 1)) // steps
+    step = (1 << (number.bit_length() - 1)) // 8
     return -(-number // step) * step
 
 
@@ -212,4 +197,4 @@ def _row_counts(most: int) -> list[int]:
 
 
 def _cost(shape: Shape) -> float:
-    return shape.tokens + HEAD_SHARE * shape.positions + PIECE_TOKENS
+    return shape.tokens + HEAD_SHARE * shape.rows * shape.width + PIECE_TOKENS

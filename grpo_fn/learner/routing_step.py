@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from grpo_fn.algorithm import expert_shares, load_balancing_loss
 from grpo_fn.learner.batch import Batch, check_fits
-from grpo_fn.learner.logprobs.completion_positions import hidden_and_routing_at_positions, mask_at_positions
+from grpo_fn.learner.logprobs.completion_states import completion_hidden_and_routing
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
@@ -28,8 +28,8 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     """
     check_fits(batch, policy)
     chosen = experts_per_token(policy.module)
-    _, routing = hidden_and_routing_at_positions(policy, params, policy.frozen, batch)
-    mask_n = mask_at_positions(batch)
+    _, routing = completion_hidden_and_routing(policy, params, policy.frozen, batch)
+    mask_n = batch.mask_bt.reshape(-1)
     shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
     balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
     return RoutingStats(

@@ -293,7 +293,7 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
     working = most(BACKWARD, shape.saved, shape.saved) if checkpointed else most(BACKWARD)
     kept = CHECKPOINTED if checkpointed else shape.saved
     saved = shape.layers * sum(shape.block_bytes(kept, size, **each) for each in passes)
-    logits, share = shape.logit_bytes(batch.positions or batch.rows * batch.width, size)
+    logits, share = shape.logit_bytes(batch.rows * batch.width, size)
     beside = (1 - share) * working  # the other arrays in flight belong to the last block
     if shape.scans:
         states = FLOAT * shape.states * sum(each["rows"] * each["length"] for each in passes)

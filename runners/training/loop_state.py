@@ -71,7 +71,7 @@ class LoopState:
             ],
             # Before `num_ratios` was saved, the clip shares were always of tokens.
             stats=[g.LossStats(**{"num_ratios": stats["num_tokens"], **stats}) for stats in trees["stats"]],
-            shapes={Shape(*map(int, shape)) for shape in trees["shapes"]},
+            shapes={Shape(*map(int, shape[: len(Shape._fields)])) for shape in trees["shapes"]},
         )
 
 

@@ -70,8 +70,6 @@ def acts(name, monkeypatch):
         return quantized_layers.unpack_rows() > 0
     if name == "logit_chunks":
         return chunk_rows(50_000) < 10_000
-    if name == "counted_positions":
-        return g.split_batch(make_batch(), max_tokens=40)[0].positions_n is not None
     if name == "inactive_rows":
         batch = make_batch(zeros=True)
         return g.drop_inactive(batch, SPECS["grpo"]).mask_bt.shape[0] < batch.mask_bt.shape[0]
@@ -140,7 +138,7 @@ def test_inactive_rows_count_in_the_denominators_either_way():
     """Left out or not, the update is the same."""
     policy = tiny_policy()
     wanted = gradient(policy)
-    with disabled("inactive_rows", "counted_positions"):
+    with disabled("inactive_rows"):
         found = gradient(policy)
     assert_same_gradients(mean_gradient(found), mean_gradient(wanted))
     assert found.accum_weight.item() == wanted.accum_weight.item() > 0

@@ -69,7 +69,6 @@ SHAPES = st.builds(
     length=st.integers(1, 120),
     rows=st.integers(1, 8),
     width=st.integers(1, 90),
-    positions=st.integers(1, 400),
 )
 
 
@@ -97,7 +96,7 @@ def test_every_row_is_in_one_run_that_holds_it(groups, max_tokens, bucketed, sha
 def assert_holds(part):
     """A run's shape has a place for each of its rows, tokens and prompts."""
     shape = part.shape
-    assert len(part.rows) <= shape.rows and sum(row.counted for row in part.rows) <= shape.positions
+    assert len(part.rows) <= shape.rows
     assert max(row.completion for row in part.rows) <= shape.width
     whole = [row.prompt + (0 if shape.prompts else row.completion) for row in part.rows]
     assert max(whole) <= shape.length
@@ -120,10 +119,10 @@ def exhaustive(rows, max_tokens):
     """The least cost of all cuts into runs of 1, 2, 3, 4 or 6 rows, from the definition."""
     rows = sorted(rows, key=lambda row: row.prompt + row.completion)
 
-    def ladder(number, steps):
-        if number <= 2 * steps or number & (number - 1) == 0:
+    def ladder(number):
+        if number <= 16 or number & (number - 1) == 0:
             return number
-        rung = 2 ** (number.bit_length() - 1) // steps
+        rung = 2 ** (number.bit_length() - 1) // 8
         return (number + rung - 1) // rung * rung
 
     def least(stop):
@@ -134,11 +133,11 @@ def exhaustive(rows, max_tokens):
             if count > stop:
                 continue
             part = rows[stop - count : stop]
-            tokens = count * ladder(part[-1].prompt + part[-1].completion, 8)
+            tokens = count * ladder(part[-1].prompt + part[-1].completion)
             if count > 1 and tokens > max_tokens:
                 continue
-            kept = ladder(max(sum(row.counted for row in part), 16), 4)
-            found.append(least(stop - count) + tokens + 0.25 * kept + 256)
+            width = 2 ** (max(row.completion for row in part) - 1).bit_length()
+            found.append(least(stop - count) + tokens + 0.25 * count * width + 256)
         return min(found)
 
     return least(len(rows))
@@ -147,7 +146,7 @@ def exhaustive(rows, max_tokens):
 def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
     """Padding up to the price of a trace; no more, and never past the budget."""
     rows = [Row(0, 0, 72, 32, 32)]
-    near, far = Shape(0, 120, 1, 32, 32), Shape(0, 900, 1, 32, 32)
+    near, far = Shape(0, 120, 1, 32), Shape(0, 900, 1, 32)
 
     def chosen(known, price, max_tokens=1000):
         packer = Packer(max_tokens=max_tokens, bucketed=True, known=known, new_shape_tokens=price)
@@ -163,7 +162,7 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
 @pytest.mark.parametrize("name", Shape._fields)
 def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
-    """One column, row, prompt or kept position less than needed would cut completions off or drop them."""
+    """One column, row or prompt less than needed would cut completions off or drop them."""
     rows = rows_of([(72, 32), (70, 32)], generations=2)
 
     def runs(*known):
@@ -183,8 +182,8 @@ def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
 
 
 def test_prompts_are_shared_where_that_is_fewer_tokens():
-    """Long prompts are; single completions of short ones are not."""
+    """Those of groups are; those of single completions are not."""
     packer = Packer(max_tokens=10_000, bucketed=True)
     assert all(part.shape.prompts for part in packer.pack(rows_of([(500, 40), (520, 30)], 8), True))
-    alone = [Row(i, i, 2, 50 * (i + 1), 50 * (i + 1)) for i in range(6)]
+    alone = [Row(i, i, 33, 63, 63) for i in range(6)]
     assert not any(part.shape.prompts for part in packer.pack(alone, True))

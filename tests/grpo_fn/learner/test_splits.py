@@ -74,7 +74,7 @@ def test_halves_are_smaller(shared):
         assert one.mask_bt.shape[0] + two.mask_bt.shape[0] == piece.mask_bt.shape[0]
         assert abs(one.mask_bt.shape[0] - two.mask_bt.shape[0]) <= 1
         for half in (one, two):
-            assert shape_of(half).positions <= shape_of(piece).positions
+            assert shape_of(half).tokens <= shape_of(piece).tokens
             assert (half.prompt_index_b is None) is (piece.prompt_index_b is None)
     (single,) = g.split_batch(g.make_batch(tiny_rollout((3,), 1), mx.ones((1, 1))), max_tokens=1)
     assert halve_batch(single) == [single]

@@ -183,7 +183,6 @@ def test_logprobs_are_those_of_each_row_alone():
         assert mx.abs(logp[row, : len(want)] - want).max().item() < 1e-5
     shared = g.split_batch(batch, max_tokens=1000, bucketed=False, share_prompts=True)[0]
     again = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, shared)
-    assert not mx.where(shared.mask_bt, 0.0, again).any().item(), "what does not count is 0"
     counted, want = (np.array(x)[np.array(b.mask_bt)] for x, b in ((again, shared), (logp, batch)))
     assert np.sort(counted).tolist() == pytest.approx(np.sort(want).tolist(), abs=1e-5)
 

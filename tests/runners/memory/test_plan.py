@@ -358,7 +358,7 @@ def test_the_states_of_a_scan_are_counted(config, checkpointed):
     policy, rows, length = g.Policy.from_module(small_model("jamba", **sizes)), 2, 128
     if checkpointed:
         checkpoint_layers(policy.module)
-    shape = Shape(prompts=0, length=length, rows=rows, width=length, positions=rows * length)
+    shape = Shape(prompts=0, length=length, rows=rows, width=length)
     expected = sum(_gradient(model_sizes(config(), CPU, stated=stated), shape, False, checkpointed).values())
     tokens = token_rows(rows, length)
 
