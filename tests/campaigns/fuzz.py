@@ -1,7 +1,6 @@
 """Files as nobody means them: mutated and invented, through the functions that read them.
 
     python -m tests.campaigns.fuzz --inputs 10000 [--target NAME] [--seed N]
-    python -m tests.campaigns.fuzz --target toml --atheris  the same by coverage, with `pip install atheris`
 
 Whatever a file holds, reading it gives a value or a UserError: any other exception, a crash, more than five
 seconds, or a file touched outside of the input's own folder is a failure. Each kind of file is read in a
@@ -22,7 +21,6 @@ import pickle
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -42,7 +40,7 @@ from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
 from runners.errors import UserError  # noqa: E402
 from runners.files.json_files import read_json  # noqa: E402
 from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
-from tests.campaigns.fuzz_inputs import JSON, Target, changed_json, dumped, mutated  # noqa: E402
+from tests.campaigns.fuzz_inputs import JSON, FolderTarget, Target, changed_json, dumped, mutated, packed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOWER = 10  # inputs of a fast target for one of a target whose inputs need a process each
@@ -122,55 +120,33 @@ class Rows(Target):
         self.feed(("jsonl", b'{"question": "1", "answer": 2}\n' * 3))
 
 
-class Weights(Target):
+class Weights(FolderTarget):
     """A model folder whose safetensors header, or config.json, or index has been changed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         from tests.support.tiny_models import make_model_folder
 
-        self.model = make_model_folder(folder / "model")
-        self.kept = {path.name: path.read_bytes() for path in self.model.iterdir()}
+        self.place = make_model_folder(folder / "model")
+        self.keep()
 
     def inputs(self) -> st.SearchStrategy[Any]:
-        weights = self.kept["model.safetensors"]
-        (length,) = struct.unpack("<Q", weights[:8])
-        header = json.loads(weights[8 : 8 + length])
-        few = {name: header[name] for name in list(header)[:2]}
-        body = weights[8 + length :]
-
-        def packed(part: Any) -> bytes:
-            whole = {**header, **part} if isinstance(part, dict) else part
-            text = dumped(whole)
-            return struct.pack("<Q", len(text)) + text + body
-
-        config = json.loads(self.kept["config.json"])
         index = {"metadata": {}, "weight_map": {"a": "model.safetensors"}}
         return st.one_of(
-            st.tuples(st.just("model.safetensors"), mutated([weights])),
-            st.tuples(st.just("model.safetensors"), changed_json(few).map(packed)),
-            st.tuples(st.just("config.json"), changed_json(config).map(dumped)),
-            st.tuples(st.just("model.safetensors.index.json"), changed_json(index).map(dumped)),
+            self.mutated("model.safetensors"),
+            self.few_changed("model.safetensors"),
+            self.changed("config.json", json.loads(self.kept["config.json"])),
+            self.changed("model.safetensors.index.json", index),
         )
 
-    def feed(self, value: tuple[str, bytes]) -> None:
+    def read(self) -> None:
         from runners.models.folders import resolve_model
         from runners.models.model_reader import read_model
 
-        name, content = value
-        try:
-            (self.model / name).write_bytes(content)
-            read_model(resolve_model(str(self.model)))
-        finally:
-            (self.model / name).unlink()
-            if name in self.kept:
-                (self.model / name).write_bytes(self.kept[name])
-
-    def warm(self) -> None:
-        self.feed(("config.json", self.kept["config.json"]))
+        read_model(resolve_model(str(self.place)))
 
 
-class Checkpoint(Target):
+class Checkpoint(FolderTarget):
     """trainer_state.json, the manifest, and the header of optimizer.safetensors of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
@@ -187,69 +163,55 @@ class Checkpoint(Target):
         from runners.training.loop_state import LoopState
         from tests.support.files.folders import held
 
-        self.checkpoint = folder / "run" / "checkpoint-1"
-        self.checkpoint.mkdir(parents=True)
+        self.place = folder / "run" / "checkpoint-1"
+        self.place.mkdir(parents=True)
         params = {"a": {"weight": mx.ones((3, 2))}, "b": [mx.zeros((4,))]}
         state = g.init_state(params, g.adamw(0.1), key=mx.random.key(0))
         weights = {"a.weight": params["a"]["weight"]}
-        save_arrays(self.checkpoint / "model.safetensors", weights, {"format": "mlx"})
+        save_arrays(self.place / "model.safetensors", weights, {"format": "mlx"})
         at = LoopState(batch_step=1, update=1, scores=(0.5,))
-        save_state(self.checkpoint, pack_state(state, weights, at.trees()))
+        save_state(self.place, pack_state(state, weights, at.trees()))
         step: Any = None
         self.parts = (BadUpdates(held(folder), 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
         self.facts = {"step": 1, "em": 0.25, "reward": 1.5, "loop": {**at.plain(), "elapsed": 0.0}}
         for part in self.parts:
             self.facts |= part.facts()
-        (self.checkpoint / "trainer_state.json").write_bytes(dumped(self.facts))
-        write_manifest(self.checkpoint)
-        self.kept = {path.name: path.read_bytes() for path in self.checkpoint.iterdir()}
+        (self.place / "trainer_state.json").write_bytes(dumped(self.facts))
+        write_manifest(self.place)
+        self.keep()
 
     def inputs(self) -> st.SearchStrategy[Any]:
-        state = self.kept["optimizer.safetensors"]
-        (length,) = struct.unpack("<Q", state[:8])
-        header, body = json.loads(state[8 : 8 + length]), state[8 + length :]
+        header, body = self.header("optimizer.safetensors")
         structure = json.loads(header["__metadata__"]["structure"])
-        manifest = json.loads(self.kept[MANIFEST])
 
-        def packed(structure: Any) -> bytes:
+        def with_structure(structure: Any) -> bytes:
             metadata = {**header["__metadata__"], "structure": json.dumps(structure)}
-            text = dumped({**header, "__metadata__": metadata})
-            return struct.pack("<Q", len(text)) + text + body
+            return packed({**header, "__metadata__": metadata}, body)
 
         return st.one_of(
-            st.tuples(st.just("trainer_state.json"), changed_json(self.facts).map(dumped)),
-            st.tuples(st.just("trainer_state.json"), mutated([dumped(self.facts)])),
-            st.tuples(st.just("optimizer.safetensors"), mutated([state])),
-            st.tuples(st.just("optimizer.safetensors"), changed_json(structure).map(packed)),
-            st.tuples(st.just(MANIFEST), changed_json(manifest).map(dumped)),
+            self.changed("trainer_state.json", self.facts),
+            self.mutated("trainer_state.json"),
+            self.mutated("optimizer.safetensors"),
+            st.tuples(st.just("optimizer.safetensors"), changed_json(structure).map(with_structure)),
+            self.changed(MANIFEST, json.loads(self.kept[MANIFEST])),
         )
 
-    def feed(self, value: tuple[str, bytes]) -> None:
+    def read(self) -> None:
         from runners.checkpoints.resume import find_origin
         from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
         from runners.checkpoints.state_files import load_trees
         from runners.training.loop_state import LoopState
 
-        name, content = value
-        file = self.checkpoint / name
-        file.write_bytes(content)
-        try:
-            prune_checkpoints(self.folder / "run", keep_last=1, keep_best=1)
-            assert list_checkpoints(self.folder / "run") == [self.checkpoint]
-            with contextlib.suppress(UserError):
-                find_origin(self.folder / "run", None, str)
-            _, trees = load_trees(self.checkpoint)
-            facts = read_json(self.checkpoint / "trainer_state.json")
-            for part in self.parts:
-                part.restore(facts)
-            with contextlib.suppress(
-                ValueError, TypeError, KeyError, AttributeError
-            ):  # as runners.checkpoints.resume
-                LoopState.of(facts.get("loop", {}), trees)
-        finally:
-            file.unlink()
-            if name in self.kept:
-                file.write_bytes(self.kept[name])
+        prune_checkpoints(self.folder / "run", keep_last=1, keep_best=1)
+        assert list_checkpoints(self.folder / "run") == [self.place]
+        with contextlib.suppress(UserError):
+            find_origin(self.folder / "run", None, str)
+        _, trees = load_trees(self.place)
+        facts = read_json(self.place / "trainer_state.json")
+        for part in self.parts:
+            part.restore(facts)
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # as checkpoints.resume
+            LoopState.of(facts.get("loop", {}), trees)
 
 
 class Prompt(Target):
@@ -404,20 +366,16 @@ def _too_long(*_: object) -> None:
     raise TooLong
 
 
-def run_target(name: str, inputs: int, number: int, folder: Path, *, guided: bool = False) -> None:
-    """Feeds so many inputs to one target, in this process; raises at the first that fails, made small.
-
-    `guided`: atheris chooses them by what of the code they reach, and ends the process, with code 0 or 77.
-    """
+def run_target(name: str, inputs: int, number: int, folder: Path) -> None:
+    """Feeds so many inputs to one target, in this process; raises at the first that fails, made small."""
     place = folder / "input"
     place.mkdir(parents=True)
     os.environ["GRPO_FN_CACHE"] = str(folder / "cache")
     last = folder / "last"
     counts = {"taken": 0, "refused": 0}
-    with _instrumented() if guided else contextlib.nullcontext():
-        target = TARGETS[name](place)
-        strategy = target.inputs()
-        target.warm()
+    target = TARGETS[name](place)
+    strategy = target.inputs()
+    target.warm()
     watchdog = Watchdog(folder)
     signal.signal(signal.SIGALRM, _too_long)
 
@@ -443,22 +401,10 @@ def run_target(name: str, inputs: int, number: int, folder: Path, *, guided: boo
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    if guided:
-        import atheris
-
-        options = [f"-atheris_runs={inputs}", f"-artifact_prefix={folder}/", f"-seed={number + 1}"]
-        atheris.Setup([sys.argv[0], *options], feed.hypothesis.fuzz_one_input)  # pyright: ignore
-        atheris.Fuzz()
     feed()
     print(
         f"{name}: {sum(counts.values()):,} inputs, {counts['taken']:,} taken, {counts['refused']:,} refused"
     )
-
-
-def _instrumented() -> contextlib.AbstractContextManager[None]:
-    import atheris
-
-    return atheris.instrument_imports(include=["runners", "tomllib"])
 
 
 def fuzz(
@@ -509,7 +455,6 @@ def main() -> int:
     parser.add_argument("--target", choices=TARGETS, action="append", help="one or more; all if left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
-    parser.add_argument("--atheris", action="store_true", help="let atheris choose the inputs of one target")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     values = parser.parse_args()
     if values.inside:
@@ -519,9 +464,6 @@ def main() -> int:
             run_target(name, values.inputs, values.seed, Path(values.inside) / name)
         return 0
     targets = values.target or list(TARGETS)
-    if values.atheris:
-        folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-        run_target(targets[0], values.inputs, values.seed, folder, guided=True)
     weights = {name: 1 / SLOWER if TARGETS[name].patience > 1 else 1.0 for name in targets}
     each = values.inputs / sum(weights.values())
     failures = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,58 @@ class Target:
 
     def warm(self) -> None:
         """Reads a valid file: imports write caches, which is nothing that an input did."""
+
+
+class FolderTarget(Target):
+    """One file of the sound folder `self.place` replaced; inputs are (name, content)."""
+
+    place: Path
+
+    def keep(self) -> None:
+        """Notes what belongs into the folder."""
+        self.kept = {path.name: path.read_bytes() for path in self.place.iterdir() if path.is_file()}
+
+    def feed(self, value: tuple[str, bytes]) -> None:
+        name, content = value
+        (self.place / name).write_bytes(content)
+        try:
+            self.read()
+        finally:
+            (self.place / name).unlink()
+            if name in self.kept:
+                (self.place / name).write_bytes(self.kept[name])
+
+    def read(self) -> None:
+        """Reads the folder."""
+        raise NotImplementedError
+
+    def warm(self) -> None:
+        name = next(iter(self.kept))
+        self.feed((name, self.kept[name]))
+
+    def changed(self, name: str, value: Any) -> st.SearchStrategy[Any]:
+        """The file as JSON, with one place of `value` changed."""
+        return st.tuples(st.just(name), changed_json(value).map(dumped))
+
+    def mutated(self, name: str, *more: bytes) -> st.SearchStrategy[Any]:
+        """The file with some bytes changed."""
+        return st.tuples(st.just(name), mutated([*more] or [self.kept[name]]))
+
+    def header(self, name: str) -> tuple[dict[str, Any], bytes]:
+        """The header of a safetensors file, and what is behind it."""
+        content = self.kept[name]
+        (length,) = struct.unpack("<Q", content[:8])
+        return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+    def few_changed(self, name: str) -> st.SearchStrategy[Any]:
+        """A safetensors file with one place of its header's first two entries changed."""
+        header, body = self.header(name)
+        few = {key: header[key] for key in list(header)[:2]}
+        whole = changed_json(few).map(lambda part: {**header, **part} if isinstance(part, dict) else part)
+        return st.tuples(st.just(name), whole.map(lambda changed: packed(changed, body)))
+
+
+def packed(header: Any, body: bytes) -> bytes:
+    """A safetensors file."""
+    text = dumped(header)
+    return struct.pack("<Q", len(text)) + text + body

@@ -1,20 +1,16 @@
 """The benchmarks measure what they say: their tools on known answers, and each command end to end."""
 
-import json
-import math
 import time
 from pathlib import Path
 
 import attrs
 import click
 import mlx.core as mx
-import pytest
 from click.testing import CliRunner
 
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
 from benchmarks.harness.record import Figure
-from benchmarks.quickstart import read_log
 from benchmarks.report import main as report_command
 from runners.errors import UserError
 from tests.support.benchmark_runs import check_quick_run
@@ -80,54 +76,11 @@ def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
         assert "change" not in record.table(fast, attrs.evolve(slow, **other))
 
 
-def test_a_record_of_nonsense_is_refused(tmp_path):
-    """Two figures of one name, a NaN, and a file that is no result."""
-    with pytest.raises(ValueError, match="share a name"):
-        made(Figure(name="x", value=1.0), Figure(name="x", value=2.0))
-    with pytest.raises(ValueError, match="not finite: y"):
-        made(Figure(name="y", value=math.nan))
-    (tmp_path / "loss.json").write_text('{"cpu": {"figures": [{"nam": 1}]}}')
-    with pytest.raises(UserError, match=r"loss\.json is no result"):
-        record.load_records(tmp_path / "loss.json")
-
-
-def test_a_result_has_a_page_and_a_row(tmp_path):
-    """With its table, its verdict and its date; a benchmark without a result says so."""
-    record.save_record(tmp_path, "cpu", made(Figure(name="the figure", value=3.0, unit="ms", at_most=2)))
-    records = {name: record.load_records(tmp_path / f"{name}.json") for name in ("loss", "step")}
-    text = report.page(tmp_path, "loss", records["loss"])
-    assert text.startswith("# loss\n\nThe loss alone") and "| the figure" in text and "MISS" in text
-    assert report.page(tmp_path, "step", records["step"]).endswith("*Not measured yet.*\n")
-    rows = report.listed(records).splitlines()[2:]
-    assert "| cpu: 0 of 1 | cpu: 20" in rows[0] and rows[1].endswith("| – | – |")
-    assert report.missed(records) == "- loss on cpu: the figure: 3 ms"
-    assert [*report.verdicts(tmp_path)] == ["MISS  loss on cpu: the figure: 3 ms"]
-
-
 def test_the_pages_show_the_results():
     """All pages have what benchmarks/results holds as it is; the list is short."""
     result = CliRunner().invoke(report_command, ["--check"])
     assert result.exit_code == 0, result.output
     assert len(report.README.read_text(encoding="utf-8").splitlines()) <= 200
-
-
-def test_the_outcome_of_a_run_is_read_from_its_log(tmp_path):
-    """Exact match of the first and last evaluation; a run that did not end with one is refused."""
-    log = tmp_path / "training_log.jsonl"
-    lines = [
-        {"update": 0, "em": 0.5, "em_subset": 200},
-        {"update": 1, "reward": 1.0, "memory/peak_gb": 0.3},
-        {"update": 1, "em": 0.6, "em_subset": 200},
-        {"update": 2, "reward": 2.0, "memory/peak_gb": 0.2},
-        {"update": 2, "em": 0.95, "em_subset": 200},
-    ]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_log(tmp_path)
-    assert (found.first, found.last, found.problems, found.updates) == (50.0, 95.0, 200, 2)
-    assert found.mlx_peak == 0.3e9
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines[:-1]))
-    with pytest.raises(UserError, match="was not finished"):
-        read_log(tmp_path)
 
 
 def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
