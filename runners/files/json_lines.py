@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 1 << 16  # bytes read at a time
 # Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
 # that JSON does not escape, because such files are shown on terminals.
 _SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
@@ -113,14 +113,9 @@ def _cut(path: Path, most: int) -> None:
     if not path.exists():
         return
     with open(path, "r+b") as stream:
-        stream.seek(0, os.SEEK_END)
-        end = min(most, stream.tell())
-        while end:  # backwards to the end of a line
-            start = max(end - _BLOCK, 0)
-            stream.seek(start)
-            whole = stream.read(end - start).rfind(b"\n") + 1
-            end = start + whole
-            if whole:
-                break
+        end = 0
+        if most and path.stat().st_size:  # an empty file cannot be mapped
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n", 0, most) + 1
         stream.truncate(end)
         os.fsync(stream.fileno())

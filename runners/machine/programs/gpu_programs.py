@@ -19,8 +19,6 @@ from runners.files.cache_folder import cache_folder
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
-_UNKNOWN = ".unknown"  # suffix of a file that marks a name that MLX does not use
-_UNCHANGED_SECONDS = 1.0  # a file is complete so many seconds after its last change
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
 _at_exit = atexit.register
 _cache_of: dict[Path, Path] = {}  # this process's folder -> the permanent one
@@ -65,10 +63,10 @@ def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
 
 
 def _programs(folder: Path) -> list[Path]:
-    """Complete programs and marks of a folder, as paths relative to it; each program's code is last."""
+    """Complete programs of a folder, as paths relative to it; each program's code is last."""
     found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     whole = {path.with_suffix("") for path in found if path.suffix == ".ptx"}
-    wanted = [path for path in found if path.suffix == _UNKNOWN or path.with_suffix("") in whole]
+    wanted = [path for path in found if path.with_suffix("") in whole]
     return sorted(wanted, key=lambda path: path.suffix == ".ptx")
 
 
@@ -86,14 +84,7 @@ def _end(scratch: tempfile.TemporaryDirectory[str], cache: Path, before: Sequenc
     """Keeps the programs that MLX has compiled, and removes the process's folder."""
     own = Path(scratch.name)
     with contextlib.suppress(OSError):  # no space, or the folder is gone: programs are compiled again
-        new = [place for place in _programs(own) if place not in set(before)]
-        # MLX may still be compiling.
-        late = {
-            place.with_suffix("")
-            for place in new
-            if (own / place).stat().st_mtime > time.time() - _UNCHANGED_SECONDS
-        }
-        _copy(own, cache, (place for place in new if place.with_suffix("") not in late))
+        _copy(own, cache, (place for place in _programs(own) if place not in set(before)))
     scratch.cleanup()
 
 
@@ -118,19 +109,18 @@ class Compilation:
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
         """Starts at most so many processes, for those of `names` that are not in the folder."""
-        missing = [name for name in names if not self._tried(folder, name)]
+        missing = [name for name in names if not (folder / f"{name}.ptx").exists()]
         self.folder, self.names = folder, missing
         self._until = time.monotonic() + _SECONDS
         self._faults: list[str] = []
-        self._running: list[tuple[subprocess.Popen[str], list[str]]] = []
+        self._running: list[subprocess.Popen[str]] = []
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         count = min(processes, len(missing))
         try:
             if count:
                 self._scratch = tempfile.TemporaryDirectory(prefix="grpo-programs-")
             for number in range(count):
-                share = missing[number::count]
-                self._running.append((self._start(number, share), share))
+                self._running.append(self._start(number, missing[number::count]))
         except OSError as error:  # no space, or too many processes
             self._faults.append(error.strerror or str(error))
 
@@ -138,7 +128,7 @@ class Compilation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _names in self._running:
+        for process in self._running:
             process.kill()
             process.communicate()
         self._running = []
@@ -147,8 +137,8 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        faults, unsaved, done = list(self._faults), [], []
-        for process, names in self._running:
+        faults, unsaved = list(self._faults), []
+        for process in self._running:
             try:
                 _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
@@ -156,19 +146,15 @@ class Compilation:
                 continue
             if process.returncode:
                 faults.append((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-            else:
-                done += names
-        for folder in (self.folder, _cache_of.get(self.folder)):
+        parts = sorted(Path(self._scratch.name).iterdir()) if self._scratch else []
+        for folder in filter(None, (self.folder, _cache_of.get(self.folder))):
             try:
-                self._keep(done, folder)
+                for own in parts:
+                    _copy(own, folder, _programs(own))
             except OSError as error:
                 unsaved.append(f"{folder}: {error.strerror or error}")
         lines = [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
         return lines + [f"some GPU programs were not kept: {fault}" for fault in unsaved]
-
-    @staticmethod
-    def _tried(folder: Path, name: str) -> bool:
-        return (folder / f"{name}.ptx").exists() or (folder / f"{name}{_UNKNOWN}").exists()
 
     def _start(self, number: int, names: Sequence[str]) -> subprocess.Popen[str]:
         assert self._scratch
@@ -181,17 +167,3 @@ class Compilation:
             stderr=subprocess.PIPE,
             text=True,
         )
-
-    def _keep(self, done: Sequence[str], folder: Path | None) -> None:
-        """Copies the compiled programs into the folder.
-
-        If a process has `done` a name but left no file, MLX uses another name for it; it is not tried again.
-        """
-        if not self._scratch or not folder:
-            return
-        for own in sorted(Path(self._scratch.name).iterdir()):
-            _copy(own, folder, _programs(own))
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in done:
-            if not self._tried(folder, name):
-                (folder / f"{name}{_UNKNOWN}").touch()
