@@ -53,7 +53,7 @@ def make_plan(
         "largest_batch_size": largest_batch(found, platform),
     }
     text = json.dumps(facts, indent=1) if as_json else _table(found, facts)
-    return text, too_large_line(config, platform, found.total, sizes) or over_memory_line(found, platform)
+    return text, too_large_line(config, platform, found.total, sizes) or over_memory_line(found)
 
 
 def sizes_on_ranks(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes:
@@ -95,17 +95,15 @@ def too_large_line(config: Config, platform: Platform, total: int, sizes: ModelS
     )
 
 
-def over_memory_line(found: Forecast, platform: Platform) -> str | None:
-    """One line if the predicted peak exceeds the memory, with keys that would lower it; else None."""
+def over_memory_line(found: Forecast) -> str | None:
+    """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
     if found.fits:
         return None
     name, nbytes = max(found.phases[found.peak].items(), key=lambda part: part[1])
-    ways = remedies(found, platform)
-    way = " or ".join(ways[:2]) + " would fit" if ways else f"lower {key_to_lower(found)}"
     return (
         f"the run is expected to take {gigabytes(found.nbytes)} at its peak ({found.peak}: {name} "
         f"{gigabytes(nbytes)}), but there is only {gigabytes(found.total)}"
-        f"{_limit(found.config, found.total)}; {way}"
+        f"{_limit(found.config, found.total)}; lower {key_to_lower(found)}"
     )
 
 
@@ -121,7 +119,7 @@ def memory_outlook(
         return with_keys(config, "system", micro_batch_tokens=tokens), "system.micro_batch_tokens", (sizes,)
     total = usable_memory(config.system.memory_limit_gb)
     found = forecast(config, platform, total, prompt=prompt, sizes=sizes)
-    line = over_memory_line(found, platform)
+    line = over_memory_line(found)
     notices = [f"memory: {line}"] if line else []
     config, rollout = found.config, config.rollout
     if not rollout.max_batch:
@@ -136,25 +134,12 @@ def memory_outlook(
 
 def largest_batch(found: Forecast, platform: Platform) -> int:
     """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
-    return largest(lambda prompts: _fits(found, platform, "optim", "batch_size", prompts), MOST_PROMPTS)
 
+    def fits(prompts: int) -> bool:
+        other = with_keys(found.config, "optim", batch_size=prompts)
+        return forecast(other, platform, found.total, prompt=found.prompt, sizes=found.sizes).fits
 
-def remedies(found: Forecast, platform: Platform) -> list[str]:
-    """Settings that would make the peak fit, as `section.key = value`, the mildest first."""
-    config, size = found.config, found.config.rollout.num_generations
-
-    def most(section: str, key: str, bound: int, of: int = 1) -> list[str]:
-        count = largest(lambda n: _fits(found, platform, section, key, of * n), bound)
-        return [f"{section}.{key} = {of * count}"] if count else []
-
-    off = not config.system.grad_checkpoint
-    checkpointed = off and _fits(found, platform, "system", "grad_checkpoint", True)
-    return [
-        *most("rollout", "max_batch", config.optim.batch_size - 1, of=size),
-        *most("system", "micro_batch_tokens", (config.system.micro_batch_tokens - 1) // 64, of=64),
-        *(["system.grad_checkpoint = true"] if checkpointed else []),
-        *most("optim", "batch_size", config.optim.batch_size - 1),
-    ]
+    return largest(fits, MOST_PROMPTS)
 
 
 def key_to_lower(found: Forecast) -> str:
@@ -164,11 +149,6 @@ def key_to_lower(found: Forecast) -> str:
     return {"evaluation": "rollout.max_batch", "gradient": "system.micro_batch_tokens"}.get(
         found.peak, "model.tune"
     )
-
-
-def _fits(found: Forecast, platform: Platform, section: str, key: str, value: object) -> bool:
-    other = with_keys(found.config, section, **{key: value})
-    return forecast(other, platform, found.total, prompt=found.prompt, sizes=found.sizes).fits
 
 
 def _table(found: Forecast, facts: dict[str, Any]) -> str:

@@ -240,22 +240,6 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     assert sizes[0] <= 40_000_000 < sizes[1]
 
 
-def test_each_remedy_that_is_named_would_do(config):
-    """A run above the memory gets keys and values, and with any one of them it fits."""
-    checked = config("optim.batch_size=64", "eval.samples=4")
-    found = predict(checked, predict(checked).totals["gradient"] - 1)
-    ways = plan.remedies(found, CPU)
-    assert [way.split(" = ")[0] for way in ways if "checkpoint" not in way] == [
-        "system.micro_batch_tokens",
-        "optim.batch_size",
-    ]
-    for way in ways:
-        (section, key), value = way.split(" = ")[0].split("."), json.loads(way.split(" = ")[1])
-        assert predict(with_keys(checked, section, **{key: value}), found.total).fits, way
-    line = plan.over_memory_line(found, CPU)
-    assert line is not None and ways[0] in line and "gradient" in line and "\n" not in line
-
-
 def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     """Halved until the gradient leaves some of the memory, down to about a row; the config's own stays."""
     checked = config("rollout.num_generations=8", "optim.batch_size=64")
