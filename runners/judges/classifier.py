@@ -14,6 +14,7 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure, UserError, did_you_mean, error_line, listed, show
+from runners.judges.base import Judge
 from runners.models.dtypes import cast_floating
 from runners.models.folders import resolve_model
 from runners.models.model_reader import check_finite, load_by_mlx_lm, load_tokenizer
@@ -42,13 +43,12 @@ class _Model:
     tokenizer: TokenizerWrapper
 
 
-@attrs.define(eq=False)
-class ClassifierJudge:
+@attrs.define(eq=False, slots=False)
+class ClassifierJudge(Judge):
     """Called like a reward, in the run's own thread, where MLX's arrays can be computed."""
 
     name: str
     settings: JudgeConfig
-    grouped: bool = attrs.field(init=False, default=False)  # see `EndpointJudge`
     _model: _Model | None = attrs.field(init=False, default=None)
 
     def check(self) -> None:

@@ -6,20 +6,18 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure
 from runners.judges.answer_cache import AnswerCache, question_digest
+from runners.judges.base import Judge
 from runners.judges.endpoint import Endpoint, Reply, take_key
 from runners.judges.metrics import metric_name
 from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import presentation_order, read_ranking, read_score
-
-if TYPE_CHECKING:
-    from runners.judges.classifier import ClassifierJudge
 
 Verdict = float | Failure
 LogMetric = Callable[[str, float], None]
@@ -44,8 +42,8 @@ class _Question:
     read: Callable[[str], list[Verdict]]  # an answer's verdict on each of the rows
 
 
-@attrs.define(eq=False)
-class EndpointJudge:
+@attrs.define(eq=False, slots=False)
+class EndpointJudge(Judge):
     """Called like an async reward, with the arguments of `__signature__`; returns numbers or Failures.
 
     `exchanges` is None in a run; if it is a list, every exchange of a call is appended.
@@ -60,6 +58,7 @@ class EndpointJudge:
     __signature__: inspect.Signature = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        self.grouped = self.settings.kind == "ranking"
         columns = judge_columns(self.settings)
         names = ["completions", "prompts", "log_metric", *columns]
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -111,17 +110,12 @@ class EndpointJudge:
         )
         return verdicts
 
-    @property
-    def grouped(self) -> bool:
-        """Whether it takes `group_size`."""
-        return self.settings.kind == "ranking"
-
     def check(self) -> None:
-        """Raises UserError if it cannot judge: no server, no key."""
+        """As `Judge` has it."""
         self.endpoint.check(self.name)
 
     def take_notices(self) -> list[str]:
-        """Lines on faults besides the verdicts, each once."""
+        """As `Judge` has it."""
         if self.cache is None:
             return []
         notices, self.cache.notices = self.cache.notices, []
@@ -191,7 +185,7 @@ def _ranks_reader(places: Sequence[int], size: int) -> Callable[[str], list[Verd
     return read
 
 
-def build_judge(name: str, settings: JudgeConfig) -> EndpointJudge | ClassifierJudge:
+def build_judge(name: str, settings: JudgeConfig) -> Judge:
     """The judge of a table that `load_config` has checked. Nothing is asked or loaded yet."""
     if settings.kind == "classifier":
         from runners.judges.classifier import ClassifierJudge

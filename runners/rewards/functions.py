@@ -14,14 +14,11 @@ from runners.config.loading import Config
 from runners.config.sections import REWARD_ARGUMENTS, JudgeConfig, judge_of
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
-from runners.judges import build_judge
+from runners.judges import Judge, build_judge
 from runners.rewards.builtin import REWARDS
 from runners.rewards.calls import BY_NAME, resolved_function
 from runners.user_code.host import is_async
 from runners.user_code.worker import Worker
-
-
-def _nothing() -> None: ...
 
 
 @attrs.frozen(eq=False)
@@ -53,8 +50,11 @@ class Reward:
     name: str
     function: Callable[..., Any] | UserFunction
     weight: float = 1.0
-    grouped: bool = False  # whether it gets the number of completions of a prompt, as `group_size`
-    check: Callable[[], None] = _nothing  # of a judge: raises UserError if it cannot judge
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it gets the number of completions of a prompt, as `group_size`."""
+        return isinstance(self.function, Judge) and self.function.grouped
 
     @property
     def worker(self) -> Worker | None:
@@ -158,8 +158,7 @@ def resolve_reward(
     """
     judge = judge_of(name)
     if judge is not None and judge in (judges or {}):
-        built = build_judge(judge, (judges or {})[judge])
-        return Reward(name, built, weight, built.grouped, built.check)
+        return Reward(name, build_judge(judge, (judges or {})[judge]), weight)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, REWARDS[name], weight)
@@ -181,7 +180,8 @@ def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
 def check_judges(rewards: Iterable[Reward]) -> None:
     """Raises UserError if a judge among the rewards does not answer, has no key, or is not a classifier."""
     for reward in rewards:
-        reward.check()
+        if isinstance(reward.function, Judge):
+            reward.function.check()
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True) -> None:

@@ -24,17 +24,6 @@ Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]
 
 
-def _checked_by(check: Callable[[], Any]) -> Callable[[RewardFunction], RewardFunction]:
-    """A decorator: `check` raises UserError if the reward cannot work, before a run loads its model."""
-
-    def mark(reward: RewardFunction) -> RewardFunction:
-        setattr(reward, "check_ready", check)  # noqa: B010 (a plain assignment has no type)
-        return reward
-
-    return mark
-
-
-@_checked_by(lambda: _math_process())
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
     """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
@@ -133,6 +122,8 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     return call_async if is_async(reward) else call
 
 
+# Called before a run loads its model: raises UserError if the reward cannot work.
+math_verify_reward.check_ready = lambda: _math_process()  # pyright: ignore[reportFunctionMemberAccess]
 _compare = BoundedFunction("runners.rewards.mathematics:compare", seconds=2.0, memory=512_000_000)
 
 

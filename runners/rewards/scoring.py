@@ -17,6 +17,7 @@ import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS
 from runners.errors import RewardError, did_you_mean, show
+from runners.judges import Judge
 from runners.rewards.calls import run, run_async
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState, refusal
@@ -132,8 +133,8 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = Failed(notes[0], outcome.ended or (outcome.value or {}).get("exited", False))
             problems.extend(notes)
-        for reward in self.rewards:  # of judges: faults besides their verdicts
-            problems += getattr(reward.function, "take_notices", list)()
+        for reward in self.rewards:
+            problems += reward.function.take_notices() if isinstance(reward.function, Judge) else []
         for calls in self._calls.values():
             problems += calls.worker.notices
             calls.worker.notices.clear()

@@ -51,7 +51,7 @@ def rewards_of(folder, texts=TEXTS, **settings):
     """What a scorer gets."""
     judges = {"rm": JudgeConfig(kind="classifier", path=str(folder), **settings)}
     rewards = resolve_rewards(["judge.rm"], judges=judges)
-    rewards[0].check()
+    rewards[0].function.check()
     return Scorer(rewards, 0.001).score(texts, [QUESTION] * len(texts), {})
 
 

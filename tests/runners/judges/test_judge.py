@@ -259,7 +259,7 @@ def test_a_judge_that_is_not_there_is_told_before_a_run(monkeypatch):
     """No server, a refused key, no key in the environment."""
 
     def check(url, **settings):
-        judge(url, **settings).rewards[0].check()
+        judge(url, **settings).rewards[0].function.check()
 
     with pytest.raises(
         UserError, match=r"judge\.j\.url: http://127.0.0.1:\d+/v1 does not answer: ConnectError"
