@@ -9,11 +9,11 @@ import click
 
 from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import SET, read_config
-from runners.machine.terminal import echo
+from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
-    from runners.evaluation.scripted_episode import Rehearsal
+    from runners.evaluation.scripted_episode import ScriptedEpisode
     from runners.judges import Exchange
 
 TOKENS_SHOWN = 32  # of each part of an episode
@@ -76,28 +76,26 @@ def _show(checked: RewardCheck) -> None:
         _show_rewards(checked)
     for name, exchange in checked.exchanges:
         _show_exchange(name, exchange)
-    if checked.rehearsal is not None:
-        _show_rehearsal(checked.rehearsal)
+    if checked.episode is not None:
+        _show_episode(checked.episode)
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 
 
 def _show_rewards(checked: RewardCheck) -> None:
     echo("mean rewards")
-    width = max(map(len, checked.rewards))
-    columns = [max(len(kind), 6) for kind in checked.kinds]
-    heads = "  ".join(kind.rjust(size) for kind, size in zip(checked.kinds, columns, strict=True))
-    echo(f"  {'':{width}}  {heads}")
-    for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
-        cells = [_mean(values) for values in values_an]
-        row = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
-        echo(f"  {name:{width}}  {row}")
+    rows = [
+        (name, *map(_mean, values_an))
+        for name, values_an in zip(checked.rewards, checked.values_kan, strict=True)
+    ]
+    for line in aligned([("", *checked.kinds), *rows], right=range(1, len(checked.kinds) + 1)):
+        echo(f"  {line}")
 
 
-def _show_rehearsal(rehearsal: Rehearsal) -> None:
+def _show_episode(episode: ScriptedEpisode) -> None:
     """Shows the episode as text, tokens and mask: what was given, and what counts as sampled."""
     echo("an episode, played by a script: a call, then the gold answer")
-    for span in rehearsal.spans:
+    for span in episode.spans:
         sampled = span.kind == "sampled"
         ids = " ".join(map(str, span.tokens[:TOKENS_SHOWN])) + (
             f" … {span.tokens[-1]}" if len(span.tokens) > TOKENS_SHOWN else ""
@@ -105,7 +103,7 @@ def _show_rehearsal(rehearsal: Rehearsal) -> None:
         echo(f"  {span.kind}, {len(span.tokens)} tokens, mask {int(sampled)}: {ids}")
         for line in span.text.rstrip("\n").split("\n"):
             echo(f"  {'+' if sampled else '|'} {line}")
-    for name, value in rehearsal.rewards.items():
+    for name, value in episode.rewards.items():
         echo(f"  reward {name}  {'none' if value != value else f'{value:.3g}'}")
 
 

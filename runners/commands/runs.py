@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.machine.terminal import echo
+from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from runners.checkpoints.run_list import RunSummary
@@ -70,10 +70,7 @@ def _lines(runs: Sequence[RunSummary]) -> list[str]:
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = aligned(rows)
     for run, place in zip(reversed(runs), range(len(runs), 0, -1), strict=True):
         if run.go_on:
             lines.insert(place + 1, f"  {run.go_on}")

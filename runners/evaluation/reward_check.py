@@ -20,7 +20,7 @@ from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.exact_match import held_out
-from runners.evaluation.scripted_episode import Rehearsal, rehearse
+from runners.evaluation.scripted_episode import ScriptedEpisode, play_script
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
@@ -52,7 +52,7 @@ class RewardCheck:
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
     warnings: tuple[str, ...]
     exchanges: tuple[tuple[str, Exchange], ...] = ()  # each judge's first questions and answers
-    rehearsal: Rehearsal | None = None  # an episode, if there are tools
+    episode: ScriptedEpisode | None = None  # an episode, if there are tools
     images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
 
 
@@ -98,12 +98,12 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         build_examples(part, config.data, tokenizer, tools, processor) for part in rows
     )
     kinds, values_kan, faults = _score(config, rewards, train[:problems], form, decoder)
-    rehearsal = None
+    episode = None
     if environments is not None:
         try:
             environments.check_columns(columns)
-            rehearsal = rehearse(environments, train[0], _answers(train[0], form, "")[GOLD], every)
-            faults += rehearsal.problems
+            episode = play_script(environments, train[0], _answers(train[0], form, "")[GOLD], every)
+            faults += episode.problems
         except UserError as error:
             faults.append(str(error))
     limit = config.data.max_prompt_length
@@ -125,7 +125,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
-        rehearsal=rehearsal,
+        episode=episode,
         images=tuple((image.name, processor.count_tokens(image)) for image in train[0].images)
         if processor
         else (),

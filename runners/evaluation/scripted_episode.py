@@ -34,7 +34,7 @@ class Span:
 
 
 @attrs.frozen(eq=False)
-class Rehearsal:
+class ScriptedEpisode:
     """The result of the episode."""
 
     spans: tuple[Span, ...]
@@ -42,9 +42,9 @@ class Rehearsal:
     problems: tuple[str, ...]  # a line each
 
 
-def rehearse(
+def play_script(
     environments: Environments, example: Example, answer: str, rewards: Sequence[Reward]
-) -> Rehearsal:
+) -> ScriptedEpisode:
     """One episode: `answer` is the model's last turn. A call of the first tool comes before it.
 
     The call's arguments are made from the gold answer, as far as their types allow.
@@ -54,7 +54,7 @@ def rehearse(
     (episode,) = begun.session.episodes
     spans = [_span(environments, PROMPT, begun.prompts[0])]
     if episode.fault:
-        return Rehearsal(tuple(spans), {}, (f"the environment: {episode.fault}",))
+        return ScriptedEpisode(tuple(spans), {}, (f"the environment: {episode.fault}",))
     end = next(iter(begun.stops), None)
     if environments.is_calculator:
         turns = [[*_ids(tokenizer, MARKS[0]), *encode(tokenizer, example.answer, add_special_tokens=False)]]
@@ -88,7 +88,7 @@ def rehearse(
     ]
     environments.release(begun)
     if not rewards:
-        return Rehearsal(tuple(spans), {}, tuple(problems))
+        return ScriptedEpisode(tuple(spans), {}, tuple(problems))
     columns = {name: [value] for name, value in example.columns.items()}
     completion = [token for span in spans[1:] for token in span.tokens]
     scores = Scorer(rewards, environments.config.timeout).score(
@@ -101,7 +101,7 @@ def rehearse(
     )
     values = scores.values_kb[:, 0] if not episode.fault else np.full(len(rewards), np.nan)
     named = {reward.name: float(value) for reward, value in zip(rewards, values, strict=True)}
-    return Rehearsal(tuple(spans), named, (*problems, *scores.problems))
+    return ScriptedEpisode(tuple(spans), named, (*problems, *scores.problems))
 
 
 def _span(environments: Environments, kind: str, tokens: Sequence[int]) -> Span:

@@ -12,7 +12,7 @@ import os
 import sys
 import termios
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -71,6 +71,18 @@ class OutputLost(UserError):
 def visible(text: str) -> str:
     r"""The text with every control character but line feed and tab spelt out, such as \x1b."""
     return text.translate(_TABLE)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """Rows of a table as lines; the columns with a number in `right` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = False) -> None:

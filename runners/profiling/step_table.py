@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
-from rich.table import Table
-
 from runners.errors import gigabytes
+from runners.machine.terminal import aligned
 from runners.profiling.step_bench import StepBench
 
 
 def table(found: StepBench) -> str:
     """The parts with their shares and floors, and advice."""
-    grid = Table("part", box=None, pad_edge=False)
-    for name in ("seconds", "share", "floor", "of the floor"):
-        grid.add_column(name, justify="right")
+    rows = [("part", "seconds", "share", "floor", "of the floor")]
     for part, seconds in found.seconds.items():
         floor = found.floors.get(part)
-        grid.add_row(
-            part,
-            f"{seconds:.3f}",
-            f"{100 * seconds / max(found.step, 1e-9):.0f} %",
-            "" if floor is None else f"{floor:.3f}",
-            "" if not floor else f"{seconds / floor:.1f} x",
+        rows.append(
+            (
+                part,
+                f"{seconds:.3f}",
+                f"{100 * seconds / max(found.step, 1e-9):.0f} %",
+                "" if floor is None else f"{floor:.3f}",
+                "" if not floor else f"{seconds / floor:.1f} x",
+            )
         )
-    grid.add_row("a step", f"{found.step:.3f}", "100 %")
-    stream = io.StringIO()
-    Console(file=stream, width=100, color_system=None).print(grid)
+    rows.append(("a step", f"{found.step:.3f}", "100 %", "", ""))
     rollout = found.tokens / max(found.seconds["rollout"], 1e-9)
     expected = f", {gigabytes(found.expected_peak)} forecast" if found.expected_peak else ""
     lines = {
@@ -40,5 +34,5 @@ def table(found: StepBench) -> str:
         f"reads {found.rates.read / 1e9:.3g} GB/s",
         "most time": f"{found.limit}; shorter with {found.advice}",
     }
-    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
-    return text + "\n\n" + "\n".join(f"{name:<12}{value}" for name, value in lines.items())
+    table = [*aligned(rows, right=range(1, 5)), "", *(f"{name:<12}{value}" for name, value in lines.items())]
+    return "\n".join(table)

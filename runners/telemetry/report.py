@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
-from runners.machine.terminal import Output, echo, visible
+from runners.machine.terminal import Output, aligned, echo, visible
 from runners.telemetry.events import (
     Alert,
     Evaluated,
@@ -90,14 +90,8 @@ class PlainReport(Report):
     def _table(self, table: Table) -> None:
         """Columns are aligned: the first and the last to the left, numbers to the right."""
         self._note(table.title)
-        cells = [tuple(table.columns), *map(tuple, table.rows)]
-        widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
-        for row in cells:
-            first, *others = (
-                cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            self._line("  ".join(["", first, *others]).rstrip())
+        for line in aligned([table.columns, *table.rows], right=range(1, len(table.columns) - 1)):
+            self._line(f"  {line}")
 
     def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
