@@ -27,29 +27,25 @@ class Event:
     text: str
 
 
+@attrs.define(eq=False)
 class Conversation:
     """The messages so far. Each turn renders the whole conversation again with its chat template."""
 
-    def __init__(
-        self,
-        model: InferenceModel,
-        sampling: g.Sampling,
-        *,
-        key: mx.array,
-        system: str = "",
-        nudge: str = "",
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    ):
-        """`system`: the system message, if any. `nudge`: first words of each reply. `template_kwargs`:
-        further arguments of the chat template."""
-        self.model, self.sampling, self.key, self.nudge = model, sampling, key, nudge
-        self.template_kwargs = template_kwargs
-        self._system: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
+    model: InferenceModel
+    sampling: g.Sampling
+    key: mx.array = attrs.field(kw_only=True)
+    system: str = attrs.field(default="", kw_only=True)  # the system message; empty: none
+    nudge: str = attrs.field(default="", kw_only=True)  # first words of each reply
+    template_kwargs: Mapping[str, Any] = attrs.field(default=NO_KWARGS, kw_only=True)  # for the chat template
+    messages: list[Message] = attrs.field(init=False)
+    turns: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
         """Forget every turn; the system message stays."""
-        self.messages: list[Message] = list(self._system)
+        self.messages = [{"role": "system", "content": self.system}] if self.system.strip() else []
         self.turns = 0
 
     def reply(

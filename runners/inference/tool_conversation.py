@@ -11,9 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
-import mlx.core as mx
 
-import grpo_fn as g
 from runners.data.prompts import Message
 from runners.engines.engine import Requests, ShouldStop, never
 from runners.environments.environments import Begun, Environments
@@ -22,7 +20,6 @@ from runners.errors import UserError
 from runners.images.image_files import ImageFile
 from runners.inference.batches import STOP
 from runners.inference.conversation import Conversation, Event
-from runners.inference.inference_model import InferenceModel
 from runners.inference.text_generation import Completion, Speed
 from runners.rewards.finished_episodes import COUNTS
 from runners.rewards.scoring import Scorer
@@ -30,6 +27,7 @@ from runners.rewards.scoring import Scorer
 _LOOK = 0.02  # seconds between checks of a running call
 
 
+@attrs.define(eq=False)
 class ToolConversation(Conversation):
     """A conversation with a user and with tools. The bounds of `[env]` apply to each message of the user.
 
@@ -37,30 +35,17 @@ class ToolConversation(Conversation):
     that message.
     """
 
-    def __init__(
-        self,
-        model: InferenceModel,
-        sampling: g.Sampling,
-        environments: Environments,
-        *,
-        key: mx.array,
-        columns: Mapping[str, Any],
-        system: str = "",
-        nudge: str = "",
-        template_kwargs: Mapping[str, Any],
-    ) -> None:
-        """As `Conversation`; `columns`: the arguments of `reset`. The environments have the same nudge."""
-        self.environments, self.columns = environments, dict(columns)
-        self._begun: Begun | None = None
-        how: dict[str, Any] = {"system": system, "nudge": nudge, "template_kwargs": template_kwargs}
-        super().__init__(model, sampling, key=key, **how)
+    environments: Environments  # with the same nudge
+    columns: Mapping[str, Any] = attrs.field(kw_only=True)  # the arguments of `reset`
+    _begun: Begun | None = attrs.field(default=None, init=False)
+    _tokens: list[int] = attrs.field(init=False)
 
     def clear(self) -> None:
         """Forget every turn; an environment is reset at the next message."""
         if self._begun is not None:
             self.environments.release(self._begun)
         self._begun = None
-        self._tokens: list[int] = []
+        self._tokens = []
         super().clear()
 
     def reply(
@@ -130,7 +115,7 @@ class ToolConversation(Conversation):
             chat = self.environments.chat
             return [*self._tokens, *chat.follow_user(self._tokens, text, self.nudge)]
         self.clear()  # after a first message that ended with an exception
-        messages: list[Message] = [*self._system, {"role": "user", "content": text}]
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         schemas = self.environments.schemas
         most = self.sampling.max_new_tokens
         how = self.nudge, self.template_kwargs, schemas, self.columns
