@@ -14,7 +14,7 @@ from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
 from runners.models.model_reader import _finite
-from tests.support.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
+from tests.support.tiny_models import make_model_folder
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")
 QUANTIZED = {"group_size": 32, "bits": 4}
@@ -132,54 +132,94 @@ def test_adapter_keys_choose_the_layers(llama):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("config.json", "config.json is missing"),
-        ("model.safetensors", "expected weights in model"),
-        ("tokenizer.json", "the tokenizer is missing; expected tokenizer.json or"),
-        ("tokenizer_config.json", "tokenizer_config.json is missing"),
-    ],
-)
-def test_a_missing_file_is_named(folder, name, message):
-    """Each file that a model needs is missed before the model is loaded."""
-    (folder / name).unlink()
-    with pytest.raises(UserError, match=message):
-        load(folder)
+def without(name):
+    """Removes a file."""
+    return lambda folder: (folder / name).unlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.json", "{", "config.json: cannot be read as JSON"),
-        ("config.json", "[]", "found list, wanted a JSON object"),
-        ("config.json", "{}", "model_type: expected a text, found nothing"),
-        ("config.json", '{"model_type": "nosuch"}', "Model type nosuch not supported"),
-        ("config.json", '{"model_type": "llama"}', "the model cannot be loaded: .*missing"),
-        ("tokenizer.json", '{"version": "1.0"}', "the tokenizer cannot be loaded"),
-        ("model.safetensors", "", "the file is empty"),
-        ("model.safetensors", "not a tensor file", "cannot be read as safetensors: "),
-        (
-            "model.safetensors.index.json",
-            '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}',
-            "1 weight files are missing, the first is model-00001-of-00002",
-        ),
-    ],
+def containing(name, content):
+    """Replaces a file."""
+    return lambda folder: (folder / name).write_text(content)
+
+
+def stating(name, **keys):
+    """Changes keys of a JSON file."""
+
+    def act(folder):
+        file = folder / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | keys))
+
+    return act
+
+
+def cut_off(folder):
+    """A copy of the weights that stopped half-way."""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def holding(value):
+    """One number of a weight is replaced."""
+
+    def act(folder):
+        weights = mx.load(str(folder / "model.safetensors"))
+        weights[WEIGHT] = mx.where(mx.arange(32) == 31, mx.array(value, mx.bfloat16), weights[WEIGHT])
+        mx.eval(weights)
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+    return act
+
+
+def as_pytorch_writes_it(folder):
+    """mlx-lm reads no PyTorch files, its converter neither; transformers can write them as safetensors."""
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+SHARDS = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}'
+NO_IDS = ("<|end|>", ["4"], [4, None], [[4]], -1, 2**31, 4.0, True, {"a": 1}, float("nan"))
+OTHER_TYPES = (
+    *(("vocab_size", "512"), ("text_config", [1]), ("text_config", {"vocab_size": 5.5})),
+    *(("num_hidden_layers", 10**9), ("quantization", 4), ("quantization", {"bits": "4"})),
+    *(("rope_scaling", [1]), ("rope_scaling", "linear"), ("tie_word_embeddings", "no"), ("dtype", 16)),
+    ("model_type", 5),
 )
-def test_a_broken_file_is_named_in_one_line(folder, name, content, message):
-    """The message is one line with the place and the reason."""
-    (folder / name).write_text(content)
+DAMAGE = [
+    (without("config.json"), "config.json is missing"),
+    (without("model.safetensors"), "expected weights in model"),
+    (without("tokenizer.json"), "the tokenizer is missing; expected tokenizer.json or"),
+    (without("tokenizer_config.json"), "tokenizer_config.json is missing"),
+    (as_pytorch_writes_it, "found pytorch_model.bin; transformers' from_pretrained"),
+    (containing("config.json", "{"), "config.json: cannot be read as JSON"),
+    (containing("config.json", "[]"), "found list, wanted a JSON object"),
+    (containing("config.json", "{}"), "model_type: expected a text, found nothing"),
+    (containing("config.json", '{"model_type": "nosuch"}'), "Model type nosuch not supported"),
+    (containing("config.json", '{"model_type": "llama"}'), "the model cannot be loaded: .*missing"),
+    (containing("tokenizer.json", '{"version": "1.0"}'), "the tokenizer cannot be loaded"),
+    (containing("model.safetensors", ""), "the file is empty"),
+    (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
+    (
+        containing("model.safetensors.index.json", SHARDS),
+        "1 weight files are missing, the first is model-00001",
+    ),
+    (cut_off, "model.safetensors: .*is the file cut off"),
+    *((holding(x), f"the weight {WEIGHT} holds NaN or infinity") for x in map(float, ("nan", "inf", "-inf"))),
+    *(
+        (stating(f"{kind}.json", eos_token_id=x), f"{kind}.json: eos_token_id: expected token ids, found ")
+        for kind in ("config", "generation_config")
+        for x in NO_IDS
+    ),
+    *((stating("config.json", **{k: x}), f"{k}[a-z_.]*: expected .*, found ") for k, x in OTHER_TYPES),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_a_damaged_folder_is_refused_in_one_line(folder, damage, message):
+    """With the file, the key or the weight, and what is expected, before anything is computed."""
+    damage(folder)
     with pytest.raises(UserError, match=message) as error:
         load(folder)
     assert "\n" not in str(error.value)
-
-
-def test_weights_cut_off_are_refused(folder):
-    """A copy that stopped half-way is no model."""
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model.safetensors: .*is the file cut off"):
-        load(folder)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
@@ -194,52 +234,23 @@ def test_the_bits_tell_what_is_finite(dtype):
             assert _finite(each) == mx.all(mx.isfinite(each)).item(), (value, each.shape)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_weight_that_is_not_finite_is_named(folder, value):
-    """One NaN would make every number of the run NaN; the weight that holds it is named."""
-    weights = mx.load(str(folder / "model.safetensors"))
-    name = "model.layers.1.mlp.up_proj.weight"
-    weights[name] = mx.where(mx.arange(32) == 31, mx.array(value, mx.bfloat16), weights[name])
-    mx.eval(weights)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    with pytest.raises(UserError, match=f"the weight {name} holds NaN or infinity"):
-        load(folder)
+def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
+    """MLX would read past a smaller one: refused, but for added tokens (here the four tags), which models are
+    shipped with. Larger ones are padded."""
 
+    def of(vocab_size):
+        return make_model_folder(tmp_path / str(vocab_size), vocab_size=vocab_size, tokenizer_size=320)
 
-def test_a_vocabulary_beyond_the_embedding_is_refused(tmp_path):
-    """MLX would read past the table; both sizes are given."""
-    path = make_model_folder(tmp_path / "model", vocab_size=312, tokenizer_size=320)
     with pytest.raises(UserError, match="token id 315, the model's embedding only 312 rows"):
-        load(path)
-
-
-def test_added_tokens_beyond_the_embedding_are_only_told_of(tmp_path):
-    """Models are shipped with such tokens: 316 to 319 are the four tags, which the embedding lacks here."""
-    path = make_model_folder(tmp_path / "model", vocab_size=316, tokenizer_size=320)
-    assert load(path).notices == ("4 added tokens lie beyond the model's embedding and cannot be used",)
-
-
-def test_an_embedding_larger_than_the_vocabulary_is_fine(tmp_path):
-    """Embeddings are often padded to a round number."""
-    assert load(make_model_folder(tmp_path / "model", vocab_size=384)).notices == ()
+        load(of(312))
+    assert load(of(316)).notices == ("4 added tokens lie beyond the model's embedding and cannot be used",)
+    assert load(of(384)).notices == ()
 
 
 def test_end_tokens_come_from_both_configs(folder):
     """generation_config.json adds its own; a chat model ends with either."""
     (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
     assert load(folder).eos_ids == (0, 2)
-
-
-@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-@pytest.mark.parametrize(
-    "value", ["<|end|>", ["4"], [4, None], [[4]], -1, 2**31, 4.0, True, {"a": 1}, float("nan")], ids=repr
-)
-def test_end_tokens_are_token_ids(folder, name, value):
-    """Anything else is refused before the model is loaded, in whichever file it stands."""
-    stated = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
-    (folder / name).write_text(json.dumps(stated | {"eos_token_id": value}))
-    with pytest.raises(UserError, match=f"{name}: eos_token_id: expected token ids, found "):
-        load(folder)
 
 
 def test_end_tokens_that_are_not_stated_or_too_large(folder):
@@ -249,23 +260,6 @@ def test_end_tokens_that_are_not_stated_or_too_large(folder):
         assert load(folder).eos_ids == ends
     (folder / "generation_config.json").write_text('{"eos_token_id": 2147483647}')
     with pytest.raises(UserError, match="the end-of-text id 2147483647, the model's embedding only"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("vocab_size", "512"), ("text_config", [1]), ("text_config", {"vocab_size": 5.5})),
-        *(("num_hidden_layers", 10**9), ("quantization", 4), ("quantization", {"bits": "4"})),
-        *(("rope_scaling", [1]), ("rope_scaling", "linear"), ("tie_word_embeddings", "no"), ("dtype", 16)),
-        ("model_type", 5),
-    ],
-)
-def test_a_key_of_another_type_is_named(folder, key, value):
-    """Every key of config.json that is read, here or by mlx-lm, has one type."""
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(stated | {key: value}))
-    with pytest.raises(UserError, match=f"config.json: {key}[a-z_.]*: expected .*, found "):
         load(folder)
 
 
@@ -305,19 +299,6 @@ def test_names_that_lead_nowhere(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r'model.path = "org/nothing-here"'):
         resolve_model("org/nothing-here")
-
-
-def test_weights_of_another_kind_are_named_with_a_way_out(folder):
-    """mlx-lm reads no PyTorch files, its converter neither; transformers can write them as safetensors."""
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"found pytorch_model.bin; transformers' from_pretrained"):
-        load(folder)
-
-
-def test_a_tokenizer_may_be_replaced(folder):
-    """The helper writes a tokenizer on its own: without a chat template none is reported."""
-    write_tokenizer(folder, make_tokenizer(), chat_template=False)
-    assert not load(folder).tokenizer.has_chat_template
 
 
 @pytest.fixture(scope="module")
