@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import attrs
 OUT_OF_MEMORY = 9  # the exit code of a `main` that raised MemoryError
 _POLL = 0.02  # seconds between readings of the child's memory
 _PATIENCE = 30.0  # seconds that a child may take in addition to ten times its computing time
-_ENDED = 0  # in place of a call's number: the process that answers was ended
 _MEGABYTE = 1_000_000
 # Not every system limits a process's address space: on others the parent checks the memory.
 _CAN_LIMIT = sys.platform == "linux"
@@ -85,7 +83,7 @@ class BoundedFunction:
         """No process is started before `start` or the first call."""
         self._arguments = (name, str(seconds), str(memory))
         self._patience = _PATIENCE + 10 * seconds
-        self._lock, self._number = threading.Lock(), 0  # of calls
+        self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         atexit.register(self.close)
@@ -107,16 +105,13 @@ class BoundedFunction:
     def __call__(self, *arguments: Any) -> Any:
         """The function's result; None: there is none within the limits."""
         with self._lock:
-            self._number += 1
             try:
                 connection = self.start()
-                connection.send((self._number, arguments))
-                while connection.poll(self._patience):
-                    number, found = connection.recv()
-                    if number in (self._number, _ENDED):  # after an _ENDED an earlier call's may come late
-                        return found
+                connection.send(arguments)
+                if connection.poll(self._patience):
+                    return connection.recv()
             except (EOFError, OSError):
-                pass  # the process was ended from outside
+                pass  # a limit, or somebody else, has ended the process
             except BaseException:  # an interrupt, maybe amid a message
                 self.close()
                 raise
@@ -143,36 +138,25 @@ class BoundedFunction:
 
 
 def serve(name: str, seconds: str, memory: str) -> None:
-    """In the child: forks a process that answers, and another wherever a limit has ended that one."""
+    """In the child: answers one call after another until the caller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     connection = Connection(os.dup(0))
     module, _, function = name.partition(":")
     target = getattr(importlib.import_module(module), function)
-    while True:
-        child = os.fork()
-        if child == 0:
-            _answer(connection, target, float(seconds), int(memory))
-            os._exit(0)
-        if os.waitpid(child, 0)[1] == 0:
-            return  # the caller has closed its end
-        connection.send((_ENDED, None))
-
-
-def _answer(connection: Connection, target: Callable[..., Any], seconds: float, memory: int) -> None:
-    limit(seconds, memory)
+    limit(float(seconds), int(memory))
     while True:
         signal.setitimer(signal.ITIMER_PROF, 0)
         try:
-            number, arguments = connection.recv()
+            arguments = connection.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             found = target(*arguments)
         except BaseException:
             found = None
         signal.setitimer(signal.ITIMER_PROF, 0)  # not amid an answer
-        connection.send((number, found))
+        connection.send(found)
 
 
 def limit(seconds: float, memory: int) -> None:

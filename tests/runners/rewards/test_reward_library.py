@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -82,17 +81,11 @@ def test_the_process_that_compares_may_be_ended_and_forks_have_their_own():
         os._exit(math_verify_reward(*half) != [1.0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert math_verify_reward(*half) == [1.0]
-    os.kill(answering(library._compare._process.pid), signal.SIGKILL)
+    os.kill(library._compare._process.pid, signal.SIGKILL)
     rewards = math_verify_reward(completions(tagged("7"), tagged("0.5"), tagged("7")), ["7", "1/2", "8"])
     assert rewards[0] in (None, 1.0) and rewards[1:] == [1.0, 0.0], "no answer is taken for another's"
     library._compare.close()
     assert math_verify_reward(*half) == [1.0]
-
-
-def answering(parent):
-    """The process that the process of comparisons has forked."""
-    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.split()
-    return next(int(pid) for pid, of in zip(found[::2], found[1::2], strict=True) if int(of) == parent)
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
