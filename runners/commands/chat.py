@@ -17,6 +17,7 @@ from runners.commands.options import (
     SAMPLING,
     TOOLS,
     TOOLS_OF,
+    TRUST,
     open_model,
     open_tools,
     options,
@@ -42,7 +43,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
+@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.

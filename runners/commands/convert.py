@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import DTYPE, QUANTIZE, echo_weights, options, quantization_of
+from runners.commands.options import DTYPE, QUANTIZE, TRUST, echo_weights, options, quantization_of
 
 _EXAMPLES = """\
 \b
@@ -27,7 +27,7 @@ Examples:
 @click.option("--step", type=int, help="Which nanochat checkpoint [the last].")
 @click.option("--text-only", is_flag=True, help="Take only the language part of a vision-language model.")
 @click.option("--force", is_flag=True, help="Replace TARGET if it exists.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@options(TRUST)
 @ends_with_a_line
 def convert_command(source: str, target: Path, **values: Any) -> None:
     """Convert a model to an MLX folder.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, TOOLS, echo_all, options
+from runners.commands.options import SET, TOOLS, TRUST, echo_all, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -66,7 +66,7 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
     metavar="FUNCTION",
     help="The function that opens the models [model.loader of the config].",
 )
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a model.")
+@options(TRUST)
 @ends_with_a_line
 def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
     """Measure a model on problems, or compare two.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import DTYPE, QUANTIZE, echo_weights, options, quantization_of
+from runners.commands.options import DTYPE, QUANTIZE, TRUST, echo_weights, options, quantization_of
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -29,7 +29,7 @@ Examples:
 @click.option("--upload-repo", default="", metavar="OWNER/NAME", help="Upload the folder to the Hub as well.")
 @click.option("--private", is_flag=True, help="Make a new repository private.")
 @click.option("--force", is_flag=True, help="Replace DIR if it exists.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
+@options(TRUST)
 @ends_with_a_line
 def export_command(
     source: str, out: Path, upload_repo: str, private: bool, force: bool, **values: Any

@@ -20,6 +20,7 @@ from runners.commands.options import (
     SAMPLING,
     TOOLS,
     TOOLS_OF,
+    TRUST,
     open_model,
     open_tools,
     options,
@@ -74,7 +75,7 @@ messages, turns, calls, failures and, if the environment gives one, reward.
     metavar="FILE",
     help="An image, before PROMPT's text; may be given more than once (extra vlm).",
 )
-@options(PROMPT, SAMPLING, MODEL, TOOLS, TOOLS_OF, RAW)
+@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def generate_command(
     model: str,

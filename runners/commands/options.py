@@ -61,6 +61,7 @@ SAMPLING = (
         "--max-tokens", type=click.IntRange(1), help="Length limit of a reply [as in training, else 512]."
     ),
 )
+TRUST = (click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a model."),)
 MODEL = (
     click.option("--adapter", default="", metavar="FOLDER", help="Adapters to apply to the model."),
     click.option(
@@ -69,7 +70,6 @@ MODEL = (
         metavar="FUNCTION",
         help="The function that opens the model, as model.loader in a config.",
     ),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
 )
 SET = click.option(
     "--set",

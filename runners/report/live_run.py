@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ class LiveRun:
         `generation` is still that of the files, else all of them."""
         with self._guard:
             self._refresh()
-            return packed(
-                self._content(since if generation == self._generation() else 0, lambda path, _: path)
-            )
+            since = since if generation == self._generation() else 0
+            return packed(self._content(since, lambda path, _: path))
 
     def content(self, place: Place) -> dict[str, Any]:
         """The run's data for a page, with all pieces where `place` puts them."""
@@ -80,30 +80,20 @@ class LiveRun:
 
     def _content(self, since: int, place: Place) -> dict[str, Any]:
         now, rows = self._generation(), 0
-        # A closed part's rows, token lines and tokens; at the end those of the part that still grows.
-        found: list[tuple[int, int, bool, Callable[[], Part]]] = [
-            (part.rows, 0, part.tokens is not None, lambda part=part: part) for part in self._parts
-        ]
+        # Rows, token lines and tokens of each closed part, and of the one that still grows.
+        found = [(part.rows, 0, part.tokens is not None) for part in self._parts]
         if tail := len(self._maker.waiting):
-            found.append((tail, self._token_lines(), bool(self._tokens), self._growing))
-        parts = []
-        for number, (count, lines, has_tokens, part) in enumerate(found):
+            found.append((tail, self._token_lines(), bool(self._tokens)))
+        parts, evaluations = [], []
+        for number, (count, lines, has_tokens) in enumerate(found):
             # The number of rows and of token lines is in the path, so that a grown part has a new one.
             at, rows = f"part/{now}-{number}-{count}-{lines}", rows + count
-            places = {
-                name: place(f"{at}/{name}", lambda part=part, name=name: part().piece(name))
-                for name in ("numbers", "texts", *(["tokens"] if has_tokens else []))
-            }
+            names = ("numbers", "texts", "tokens") if has_tokens else ("numbers", "texts")
+            places = {name: place(f"{at}/{name}", partial(self._piece, number, name)) for name in names}
             parts.append({"rows": count, "tokens": None, **places})
-        evaluations = [
-            {
-                "update": update,
-                "at": place(
-                    f"evaluation/{now}-{i}-{len(self._evaluations[update])}", lambda i=i: self._texts(i)
-                ),
-            }
-            for i, update in enumerate(sorted(self._evaluations))
-        ]
+        for number, update in enumerate(sorted(self._evaluations)):
+            path = f"evaluation/{now}-{number}-{len(self._evaluations[update])}"
+            evaluations.append({"update": update, "at": place(path, partial(self._texts, number))})
         bad = self._files[COMPLETIONS].bad
         return {
             **self.record.facts(),
@@ -116,18 +106,16 @@ class LiveRun:
     def part(self, number: int, piece: str) -> bytes | None:
         """A piece of a part: "numbers", "texts" or "tokens". None if there is none."""
         with self._guard:
-            if number == len(self._parts) and self._maker.waiting:
-                part = self._growing()
-            elif 0 <= number < len(self._parts):
-                part = self._parts[number]
-            else:
-                return None
-        return part.piece(piece) if piece in ("numbers", "texts", "tokens") else None
+            known = 0 <= number < len(self._parts) + bool(self._maker.waiting)
+            return self._piece(number, piece) if known and piece in ("numbers", "texts", "tokens") else None
 
     def evaluation(self, number: int) -> bytes | None:
         """An evaluation's texts, in the order of updates; None if there is none."""
         with self._guard:
             return self._texts(number) if 0 <= number < len(self._evaluations) else None
+
+    def _piece(self, number: int, name: str) -> bytes:
+        return (self._parts[number] if number < len(self._parts) else self._growing()).piece(name)
 
     def _texts(self, number: int) -> bytes:
         return evaluation_piece(self._evaluations[sorted(self._evaluations)[number]], first=number == 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from runners.report.application import application
 
 HOST, PORT = "127.0.0.1", 8517
 _TRIED = 20  # ports, from the wanted one on
-_SPARE = 32  # descriptors that connections leave to files
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -68,13 +66,11 @@ def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_
 
     host = found.getsockname()[0]
     ends: list[Callable[[], bool]] = []
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     settings = uvicorn.Config(
         application(place, (*_LOCAL, host, *hosts), lambda: any(end() for end in ends)),
         log_config=None,
         access_log=False,
         backlog=64,
-        limit_concurrency=None if descriptors == resource.RLIM_INFINITY else max(descriptors - _SPARE, 4),
         timeout_graceful_shutdown=3,
         lifespan="off",
     )
