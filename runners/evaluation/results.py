@@ -81,18 +81,21 @@ def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
 
 def shares(tallies: Sequence[_AnswerCounts], num: int, ks: Sequence[int]) -> dict[str, Metric]:
     """pass@k for every k, and maj@k for k above 1 (for k = 1 they are the same), from `num` samples each."""
-    found = {}
-    for k in ks:
-        found[f"pass@{k}"] = [pass_at_k(num, tally.correct, k) for tally in tallies]
-    for k in (k for k in ks if k > 1):
-        found[f"maj@{k}"] = [majority_at_k(tally.votes, tally.silent, tally.right, k) for tally in tallies]
-    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
+    majorities = {
+        f"maj@{k}": [majority_at_k(tally.votes, tally.silent, tally.right, k) for tally in tallies]
+        for k in ks
+        if k > 1
+    }
+    found = {name: Metric(np.array(values), percent=True) for name, values in majorities.items()}
+    return success_shares([tally.correct for tally in tallies], num, ks) | found
 
 
 def success_shares(succeeded: Sequence[int], num: int, ks: Sequence[int]) -> dict[str, Metric]:
     """pass@k for every k, from the number of succeeded samples of each problem, of `num`."""
-    found = {f"pass@{k}": [pass_at_k(num, count, k) for count in succeeded] for k in ks}
-    return {name: Metric(np.array(values), percent=True) for name, values in found.items()}
+    return {
+        f"pass@{k}": Metric(np.array([pass_at_k(num, count, k) for count in succeeded]), percent=True)
+        for k in ks
+    }
 
 
 def row_means(values: Any) -> np.ndarray:
