@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 
-DEFAULT_ROWS = 256  # completions sampled at a time where nothing else is said
+DEFAULT_ROWS = 256  # completions sampled at a time by default
 
 
 def sampling_of(config: Config, eos_ids: Iterable[int], find_stop: FindStop | None) -> g.Sampling:

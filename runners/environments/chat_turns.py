@@ -44,8 +44,8 @@ class ChatTurns:
     def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """The tokens after a turn with these tokens: its end, the observations, the next header."""
         if not has_template(self.tokenizer):
-            told = "".join(f"\n\nTool: {each['content']}" for each in observations)
-            return encode(self.tokenizer, f"{told}\n\nAssistant: ", add_special_tokens=False)
+            following = "".join(f"\n\nTool: {each['content']}" for each in observations)
+            return encode(self.tokenizer, f"{following}\n\nAssistant: ", add_special_tokens=False)
         return self._behind(tokens, *self._rendered(self._forms(observations)))
 
     def follow_user(self, tokens: Sequence[int], content: str, nudge: str = "") -> tuple[int, ...]:
@@ -103,11 +103,11 @@ class ChatTurns:
     def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
         """A conversation up to its assistant's turn, and the rest of it, in the first form that works."""
         fault = ""
-        for assistant, told in forms:
+        for assistant, following in forms:
             try:
                 before = self._apply([_ASKED, assistant], head=False)
-                whole = self._apply([_ASKED, assistant, *told], head=True)
-                probed = [{**each, "content": _PROBE} for each in told]
+                whole = self._apply([_ASKED, assistant, *following], head=True)
+                probed = [{**each, "content": _PROBE} for each in following]
                 shows = _PROBE in self._apply([_ASKED, assistant, *probed], head=True)
             except Exception as error:  # a template may raise anything
                 fault = f": {error_line(error)}"

@@ -204,15 +204,15 @@ class Environments:
         self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
         episodes, prompts = [], []
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            fault, said = outcomes[row].fault, outcomes[row].value
+            fault, greeting = outcomes[row].fault, outcomes[row].value
             episodes.append(Episode(example, None if fault else number, fault=fault and f"reset: {fault}"))
-            prompts.append(self._prompt(example, said) if said else example.tokens)
+            prompts.append(self._prompt(example, greeting) if greeting else example.tokens)
         return episodes, prompts
 
-    def _prompt(self, example: Example, said: str) -> tuple[int, ...]:
+    def _prompt(self, example: Example, greeting: str) -> tuple[int, ...]:
         """The prompt after a `reset` that returned a text: it is appended to the last message."""
         *before, last = example.messages
-        messages = (*before, {**last, "content": f"{last['content']}{said}"})
+        messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
         kwargs = self.template_kwargs
         return render(self.tokenizer, messages, self.nudge, tools=self.schemas, template_kwargs=kwargs)[1]
 

@@ -90,10 +90,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
     """Begins an episode in environment `number`, which is made if it is missing; what it says, as a text."""
     found = _made(store, number).reset(**columns)
 
-    async def said() -> str:
-        return _said(await found)
+    async def text() -> str:
+        return _observation_text(await found)
 
-    return said() if inspect.isawaitable(found) else _said(found)
+    return text() if inspect.isawaitable(found) else _observation_text(found)
 
 
 def call(
@@ -171,7 +171,7 @@ def _shown(name: str, value: Any, characters: int) -> Result:
     return name, text, False, len(text) > characters
 
 
-def _said(observation: Any) -> str:
+def _observation_text(observation: Any) -> str:
     """What `reset` returned, as the text that is appended to the prompt."""
     if isinstance(observation, list):
         return "".join(str(x.get("text", "")) for x in observation if isinstance(x, Mapping))

@@ -161,8 +161,8 @@ class Endpoint:
     def _refused(self, status: int, content: bytes) -> Failure:
         text = content.decode("utf-8", "replace")
         try:
-            said = json.loads(text)["error"]
-            text = said["message"] if isinstance(said, dict) else said
+            error = json.loads(text)["error"]
+            text = error["message"] if isinstance(error, dict) else error
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not an error in OpenAI's form: the text itself is shown
         shown = show(self._safe(" ".join(str(text).split())))

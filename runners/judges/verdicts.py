@@ -50,7 +50,7 @@ def matches(pattern: str, text: str) -> list[str | None]:
     return [match[1] for match in re.finditer(pattern, text)]
 
 
-# In a process with limits: a pattern with nested repeats may take for ever, and cannot be interrupted.
+# In a process with limits: a pattern with nested repeats may never end, and cannot be interrupted.
 _matches = BoundedFunction(f"{__name__}:matches", seconds=2.0, memory=256_000_000)
 
 

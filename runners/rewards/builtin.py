@@ -45,8 +45,8 @@ _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 def answer_text(completion: Sequence[dict[str, Any]]) -> str:
     """The model's last text in a completion: in a conversation with tools, the last turn of the assistant."""
-    said = [message for message in completion if message["role"] == "assistant"]
-    return (said[-1].get("content") or "") if said else ""
+    replies = [message for message in completion if message["role"] == "assistant"]
+    return (replies[-1].get("content") or "") if replies else ""
 
 
 def extract_answer(text: str) -> str | None:

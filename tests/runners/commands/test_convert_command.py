@@ -57,7 +57,7 @@ def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, gr
     assert np.abs(found - full).mean() < np.abs(full).mean()
 
 
-def test_the_way_of_asking_travels(convert, source, tmp_path):
+def test_prompt_settings_are_copied(convert, source, tmp_path):
     """grpo_prompt.json of a trained model is there afterwards too; other models get none."""
     assert convert("model", "plain").exit_code == 0
     assert not (tmp_path / "plain" / "grpo_prompt.json").exists()

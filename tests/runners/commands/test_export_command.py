@@ -119,7 +119,7 @@ def test_the_card_describes_the_run_without_machine_or_user(export, runs, tmp_pa
     assert [word for word in home if word in text] == []
 
 
-def test_the_way_of_asking_travels(export, runs, tmp_path):
+def test_prompt_settings_are_copied(export, runs, tmp_path):
     """grpo_prompt.json as the run wrote it, with adapters too; the card shows it and how to use it."""
     for kind, place in (("full", ""), ("full", "checkpoint-2"), ("lora", "checkpoint-2")):
         result = export(runs[kind] / place, "--out", "out", "--force")

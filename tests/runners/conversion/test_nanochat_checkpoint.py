@@ -78,7 +78,7 @@ def test_the_logits_are_those_of_pytorch(tmp_path, prefix):
     assert config["vocab_size"] == 329 and config["max_position_embeddings"] == 64
 
 
-def test_the_folder_speaks(tmp_path):
+def test_a_converted_checkpoint_loads_in_its_own_dtypes(tmp_path):
     """Tokenizer included: it loads as a model does, in its own dtypes on disk."""
     folder = convert(str(write_checkpoint(tmp_path / "d3")), tmp_path / "out")
     model = load_inference(str(folder), Platform(backend="cpu"))

@@ -22,7 +22,7 @@ def engine_of(policy, version=0, **options):
     return engine
 
 
-def test_it_samples_what_the_core_does_and_says_with_which_weights():
+def test_the_engine_samples_like_generate_and_records_the_version():
     """The rollout of `generate`, with the version of the weights; no prompt gives no row."""
     policy = tiny_policy()
     engine = engine_of(policy, version=7)
@@ -105,7 +105,7 @@ def test_a_stream_continues_over_what_it_kept(name, pipelined):
     assert stream(engine, longer)[1] == len(longer), "other weights"
 
 
-def test_a_stream_that_is_closed_or_fails_spoils_nothing():
+def test_a_closed_or_failed_stream_keeps_the_cache_valid():
     """What it kept is known, or not used."""
     policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
     engine = engine_of(policy)
@@ -119,7 +119,7 @@ def test_a_stream_that_is_closed_or_fails_spoils_nothing():
     assert stream(engine, prompt)[0] == want
 
 
-def test_a_sampled_prompt_s_later_turn_draws_on():
+def test_a_later_turn_continues_the_random_draws():
     """`drawn` counts the tokens of earlier turns: two streams draw what one does."""
     policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
     engine = engine_of(policy)

@@ -84,7 +84,7 @@ def test_past_the_limit_full_precision_takes_over(policy, mean, limit, falls):
         (lambda r: {"tokens_bt": r.tokens_bt - 61 * (mx.arange(7) == 3).astype(mx.int32)}, "does not have"),
     ],
 )
-def test_numbers_that_fail_are_sampled_again(policy, drawn, spoil, reason):
+def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, drawn, spoil, reason):
     """NaN, infinity or a strange token: the same rollout comes from the learner's own weights instead."""
     sound = tiny_rollout()
     engine = engine_of(policy, vocabulary=61)
@@ -98,7 +98,7 @@ def test_numbers_that_fail_are_sampled_again(policy, drawn, spoil, reason):
     assert calls[2] == (policy, policy.params)
 
 
-def test_conversations_have_to_begin_again(policy, drawn):
+def test_a_fallback_restarts_conversations(policy, drawn):
     """Replies that have been given belong to the turns that failed."""
     sound = tiny_rollout()
     engine = engine_of(policy, vocabulary=61)
@@ -117,7 +117,7 @@ def test_a_sound_rollout_changes_nothing(policy, drawn):
     assert len(calls) == 1 and engine.quantization == "affine-4" and engine.events() == []
 
 
-def test_another_rank_s_fault_counts(policy, drawn):
+def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     """It falls back with it, though its own numbers are sound."""
     engine, others = engine_of(policy), ["its log-probs are not finite"]
 

@@ -27,7 +27,7 @@ from tests.support.tiny_policies import tiny_policy
         ("'strawberry'.count('r')", "3"),
     ],
 )
-def test_what_it_computes(expression, value):
+def test_calculate_gives_values(expression, value):
     """As Python writes it."""
     assert calculate(expression) == value
 
@@ -66,7 +66,7 @@ def test_python_does_not_warn_of_what_a_model_writes():
         "99999999999999999999*99999999999999999999*99999999999999999999*9999999999",
     ],
 )
-def test_what_it_refuses(expression):
+def test_calculate_refuses(expression):
     """No value, no exception, and nothing that runs code or takes long."""
     assert calculate(expression) is None
 

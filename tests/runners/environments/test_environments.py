@@ -425,7 +425,7 @@ def test_template_arguments_reach_later_turns():
         ("<tool_call>{broken</tool_call>", "cannot be read"),
     ],
 )
-def test_a_call_that_fails_is_told(built, turn, told):
+def test_a_failing_call_is_an_error_message_to_the_model(built, turn, told):
     """The model sees an error and goes on."""
     _, played, _ = play(built(), turn, "I see.")
     assert told in played.messages[0][1]["content"] and "error" in played.messages[0][1]["content"]
@@ -490,7 +490,7 @@ def test_coroutines_are_awaited_together(built):
     assert [m["content"] for m in played.messages[0] if m["role"] == "tool"] == ["a!", "4"]
 
 
-def test_reset_may_speak_and_the_group_shares_what_it_can(built):
+def test_texts_of_reset_extend_the_prompts(built):
     """What it returns ends the last message; different texts are given tokens behind a shared prompt."""
     environments = built()
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
@@ -561,7 +561,7 @@ def test_a_class_can_be_several_environments(built, tmp_path):
     assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
 
 
-def test_an_async_reward_of_its_own_is_awaited(built):
+def test_an_environments_async_get_reward_is_awaited(built):
     """get_reward may be a coroutine."""
     environments = built(factory="shop.py:Judged")
     _, played, _ = play(environments, "2", rows=2)
@@ -596,6 +596,6 @@ def test_what_cannot_be_an_environment_is_refused(built, env, said):
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_none_is_asked_for(tmp_path, worker):
+def test_without_factory_and_tools_there_are_no_environments(tmp_path, worker):
     """Without factory and tools there are no environments."""
     assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path], worker) is None

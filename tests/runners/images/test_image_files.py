@@ -65,14 +65,14 @@ def test_bytes_are_images_too(tmp_path, picture):
         ("x" * 5000, "names"),
     ],
 )
-def test_what_is_no_image_s_path(tmp_path, picture, value, message):
+def test_values_that_are_no_image_paths_are_refused(tmp_path, picture, value, message):
     """A fault of the row, in its own words."""
     assert image_fault("pics/a.png", tmp_path) == ""
     fault = image_fault(value, tmp_path)
     assert message.replace("'", '"') in fault.replace("'", '"') and "\n" not in fault
 
 
-def test_what_is_no_image(tmp_path, picture):
+def test_files_that_are_no_images_are_refused(tmp_path, picture):
     """The file is named, also one that is cut off."""
     (tmp_path / "text.png").write_text("no image")
     (text,) = image_files("text.png", tmp_path)
@@ -163,7 +163,7 @@ def test_a_model_without_a_vision_part_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "idefics3"])
-def test_other_models_that_see_are_refused(tmp_path, kind):
+def test_other_vision_models_are_refused(tmp_path, kind):
     """With those that train with images, and what else can be done."""
     config = {"model_type": kind, "vision_config": {"depth": 2}}
     with pytest.raises(UserError, match=f'expected a model of .*, found model_type "{kind}"') as caught:

@@ -168,7 +168,7 @@ REUSE = {"max_steps": 4, "num_iterations": 2, "gradient_accumulation_steps": 2}
     [("once", {"max_steps": 3}, "sampling", 3), ("reused", REUSE, "step", 2)],
     ids=["between two steps", "between updates of rollouts that wait"],
 )
-def test_resumed_it_is_the_same_bit_for_bit(folder, name, optim, what, count):
+def test_a_resumed_vision_run_is_bit_identical(folder, name, optim, what, count):
     """A run that is cut off and goes on ends as the one that was not: state, log, completions, model."""
     ends = []
     for kind in ("straight", "cut"):
@@ -214,7 +214,7 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
     assert mlx_lm_load(result.folder / "final")  # passes over the tower
 
 
-def test_quantized_samplers_see_too(folder):
+def test_quantized_samplers_use_images(folder):
     """A few-bit sampler over the same images: near the learner, and corrected for."""
     path = write_vision_run(
         folder,
@@ -244,7 +244,7 @@ def test_pixels_are_bounded_where_the_config_says(folder):
     assert max(list(example.tokens).count(IMAGE_TOKEN) for example in run.data.train) <= 2 * 256 // 64
 
 
-def test_text_of_a_model_that_sees_says_what_is_left_out(folder):
+def test_training_a_vision_model_on_text_gets_a_notice(folder):
     """Training on text works as before, and a line names the key."""
     path = write_vision_run(folder, run={"name": "blind"}, data={"image": ""})
     config = load_config(str(path))
@@ -322,7 +322,7 @@ def test_the_plan_counts_the_tower(folder, run):
     assert {phase["parts"]["vision tower"] for phase in phases} == {held}
 
 
-def test_a_way_that_gives_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
+def test_a_path_with_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
     """Images have no plainer way than one copy of each prompt."""
     monkeypatch.setattr(
         "runners.training.learner.check_model",

@@ -24,7 +24,7 @@ def test_the_oldest_go_first(tmp_path):
     assert list(cache.find(f"d{i}" for i in range(6))) == ["d3", "d4", "d5"]
 
 
-def test_threads_share_the_file(tmp_path):
+def test_threads_share_the_cache_file(tmp_path):
     """Several writers at a time lose nothing."""
     cache = AnswerCache(tmp_path / "judges.sqlite")
     threads = [threading.Thread(target=cache.keep, args=({f"d{i}": str(i)},)) for i in range(8)]
@@ -35,7 +35,7 @@ def test_threads_share_the_file(tmp_path):
     assert len(cache.find(f"d{i}" for i in range(8))) == 8 and cache.notices == []
 
 
-def test_a_damaged_file_is_told_once(tmp_path):
+def test_a_damaged_cache_file_is_reported_once(tmp_path):
     """Nothing is found and nothing kept; the file stays as it was."""
     file = tmp_path / "judges.sqlite"
     file.write_bytes(b"no database" * 100)

@@ -75,7 +75,7 @@ def test_a_classifier_gives_a_labels_probability(tmp_path):
     np.testing.assert_allclose(found, wanted[:, 2], atol=1e-5)
 
 
-def test_what_is_too_long_gets_no_reward(tmp_path):
+def test_a_too_long_conversation_gets_no_reward(tmp_path):
     """It alone, in one line."""
     make_classifier(tmp_path / "rm")
     scores = rewards_of(tmp_path / "rm", max_length=80)

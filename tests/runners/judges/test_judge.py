@@ -94,7 +94,7 @@ def test_requests_run_side_by_side_up_to_the_limit():
     assert scores.problems == [] and asked.together == 4
 
 
-def test_a_fault_that_passes_is_tried_again():
+def test_a_temporary_fault_is_retried():
     """429 and 500, with what the server asks to wait; the answer then counts."""
 
     def moody(_, number):
@@ -128,7 +128,7 @@ def test_a_fault_that_passes_is_tried_again():
     ],
     ids=range(9),
 )
-def test_faults_are_no_reward_and_one_line(answer, said):
+def test_a_faulty_answer_gives_no_reward_and_one_line(answer, said):
     """Whatever comes: NaN, counted, told in one line for all completions; with "raise" it ends the run."""
     found = answer if isinstance(answer, tuple) or len(answer) < 100 else (200, completion(answer))
 
@@ -193,7 +193,7 @@ def test_a_slow_answer_is_given_up():
         over.set()
 
 
-def test_a_dead_or_closed_server_is_asked_only_so_often():
+def test_requests_stop_after_hopeless_or_repeated_failures():
     """A refused key: once. A failing server: as many in a row as run side by side. All share the reason."""
     texts = [str(i) for i in range(40)]
     with answering(lambda *_: (401, {"error": "bad key"})) as (url, asked):
@@ -227,7 +227,7 @@ def test_a_ranking_judge_sees_a_whole_group():
     assert metrics_of(scores)["failed"] == [4.0] and list(scores.failed) == [0]
 
 
-def test_columns_that_a_prompt_names_are_asked_for():
+def test_columns_in_a_judges_prompt_are_required():
     """They arrive; a missing one ends the command before the model is loaded, with the nearest name."""
     with answering(lambda body, _: str(len(body["messages"][0]["content"]))) as (url, _):
         scorer = judge(url, prompt="{completion}{answer}{unit}")
@@ -255,7 +255,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(tmp_path, monkeypatch):
     assert all(SECRET.encode() not in path.read_bytes() for path in files)
 
 
-def test_a_judge_that_is_not_there_is_told_before_a_run(monkeypatch):
+def test_an_unreachable_judge_is_refused_before_a_run(monkeypatch):
     """No server, a refused key, no key in the environment."""
 
     def check(url, **settings):
@@ -277,7 +277,7 @@ def test_a_judge_that_is_not_there_is_told_before_a_run(monkeypatch):
         check(url)
 
 
-def test_a_cache_that_fails_is_told_once_and_ends_nothing(tmp_path):
+def test_a_broken_cache_is_reported_once_and_rewards_continue(tmp_path):
     """The rewards come all the same."""
     (tmp_path / "cache").write_text("a file in the folder's place")
     with answering(lambda *_: "SCORE: 5") as (url, _):

@@ -23,7 +23,7 @@ def test_a_score_is_asked_for():
     assert judge_columns(settings) == ()
 
 
-def test_the_fence_is_of_the_content():
+def test_the_fence_depends_on_the_content():
     """A completion that closes the marks it saw elsewhere does not close its own."""
     settings = JudgeConfig()
     fence = re.search(r"<response (\w{12})>", asked(settings, ["a"]))[1]
@@ -41,7 +41,7 @@ def test_a_ranking_numbers_its_responses():
     assert re.search(r"<response 1 \w+>\nfirst\n</response 1 \w+>\n<response 2 \w+>\nsecond\n", text)
 
 
-def test_a_prompt_of_ones_own():
+def test_a_custom_prompt_is_filled_in():
     """Columns, the question, a system prompt, double braces; a missing value is empty."""
     settings = JudgeConfig(
         system_prompt="You mark.", prompt='{question}|{completion}|{answer}|{unit}|{"a": {{x}}}', criteria=""

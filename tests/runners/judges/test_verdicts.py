@@ -51,7 +51,7 @@ def test_no_score_is_a_failure(answer, reason, found):
     assert reason in failure.reason and found in failure.found
 
 
-def test_a_pattern_of_ones_own():
+def test_a_custom_pattern_finds_the_score():
     """Its last match; what it finds may be no number."""
     assert read_score("<mark>3</mark> <mark>5</mark>", SCALE, "<mark>(.*?)</mark>") == 0.5
     failure = read_score("<mark>five</mark>", SCALE, "<mark>(.*?)</mark>")

@@ -140,7 +140,7 @@ def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
     assert not (base.parent / "out").exists()
 
 
-def test_whole_layers_have_to_be_whole(base, adapter):
+def test_full_adapters_need_every_weight(base, adapter):
     """mlx-lm's fine_tune_type "full": all numbers of the last layers, or a line."""
     module = load_model(ModelConfig(path=str(base)), CPU).module
     weights = {f"model.layers.1.{name}": leaf for name, leaf in named_leaves(module.layers[1]).items()}
@@ -176,7 +176,7 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
         load_inference(str(base), CPU, adapter=str(adapter))
 
 
-def test_a_base_that_nothing_tells_of_is_a_line(base, adapter, tmp_path):
+def test_adapters_without_base_digest_are_applied_with_a_notice(base, adapter, tmp_path):
     """Adapters of mlx-lm's own trainer have no digest: they are applied, and a line says what is known."""
     (line,) = load_inference(str(base), CPU, adapter=str(tmp_path / "mlx")).notices
     assert f"which names {base} as the base model, has no base_digest" in line and "shapes alone" in line

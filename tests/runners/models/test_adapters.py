@@ -106,7 +106,7 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
 
 
 @pytest.mark.parametrize("tune", ["lora", "dora"])
-def test_the_reference_stays_where_it_was(trained, tune):
+def test_the_reference_does_not_change_in_training(trained, tune):
     """After training it still is the first adapters, in arrays of the adapters' size and no more."""
     config, _, result = trained(tune, None)
     first = load_model(config.model, CPU, seed=config.run.seed)

@@ -263,7 +263,7 @@ def test_end_tokens_that_are_not_stated_or_too_large(folder):
         load(folder)
 
 
-def test_a_model_without_end_token_is_told_of(folder):
+def test_a_model_without_end_token_gets_a_notice(folder):
     """Every completion would run to its full length: allowed, but said."""
     for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
         content = json.loads((folder / name).read_text())
@@ -284,7 +284,7 @@ def test_own_code_runs_only_when_trusted(folder):
     assert load(folder, trust_remote_code=True).num_parameters > 0
 
 
-def test_names_that_lead_nowhere(folder, tmp_path, monkeypatch):
+def test_unknown_model_names_are_refused(folder, tmp_path, monkeypatch):
     """A missing folder, a file, adapters without a model, and a Hub name without a network are told apart."""
     with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")

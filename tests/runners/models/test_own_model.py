@@ -86,7 +86,7 @@ def test_decoding_with_caches_is_the_forward(folder):
     assert mx.allclose(mx.concatenate(parts, axis=1), module(TOKENS), atol=1e-5)
 
 
-def test_the_commands_take_the_loader(folder):
+def test_generate_and_eval_use_the_loader(folder):
     """grpo generate and eval open it with --loader; without, mlx-lm's word on the architecture is a line."""
 
     def grpo(*arguments):
@@ -128,7 +128,7 @@ def test_the_forecast_says_what_it_does_not_know(folder):
         ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
     ],
 )
-def test_a_loader_that_does_not_work_is_told_in_a_line(folder, text, message):
+def test_a_faulty_loader_is_refused_in_one_line(folder, text, message):
     """What was named, what came of it, what is wanted."""
     (folder / "own.py").write_text(text + "\n")
     with pytest.raises(UserError, match=message) as caught:

@@ -233,7 +233,7 @@ def test_what_mlx_lm_does_not_compute_is_refused_by_name(before, line):
     assert "\n" not in str(caught.value)
 
 
-def test_longrope_of_short_texts_is_told():
+def test_longrope_with_other_short_factors_gets_a_notice():
     """In mlx-lm the long factors hold at every length, whichever spelling the config has."""
     old = {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}
     new = with_rope_keys(config("phi3", LONG))

@@ -58,7 +58,7 @@ def test_the_run_ends_at_the_first_batch_step_of_a_broken_reward(tmp_path):
     assert not (tmp_path / "a" / "tiny" / "final").exists()
 
 
-def test_the_failed_step_is_taken_again_by_a_resumed_run(tmp_path):
+def test_a_resumed_run_repeats_the_failed_step(tmp_path):
     """With the reward mended, the result is that of a run whose reward never failed."""
     straight = straight_run(*SHORT, "checkpoint.every=0")
     config = prepared(tmp_path / "b")
@@ -88,7 +88,7 @@ def test_a_slow_call_ends_the_run_at_the_third_batch_step_in_a_row(tmp_path, ste
     assert notes.lines.count('reward "slow" timed out after 1 s') == len(steps.split()) - (not updates)
 
 
-def test_on_request_the_run_goes_on_without_the_reward(tmp_path):
+def test_stop_if_all_fail_false_continues_without_the_reward(tmp_path):
     """reward.stop_if_all_fail = false: as many steps, and a line for each failure."""
     config = prepared(
         tmp_path / "a", f"reward.functions=['{tmp_path}/letters.py:broken']", "reward.stop_if_all_fail=false"

@@ -66,13 +66,13 @@ def test_mathematics_under_the_scorer_s_time_limit(capfd):
         ("2", tagged("(" + "10^" * 9 + "10)!")),
     ],
 )
-def test_a_text_that_takes_for_ever_has_no_reward_and_the_others_theirs(gold, text):
+def test_one_endless_comparison_costs_only_its_own_reward(gold, text):
     """Big integers keep the GIL, so that no thread's time limit would fire; what follows is unharmed."""
     rewards = math_verify_reward(completions(tagged("3"), text, tagged("0.5")), ["3", gold, "1/2"])
     assert rewards == [1.0, None, 1.0]
 
 
-def test_the_process_that_compares_may_be_ended_and_forks_have_their_own():
+def test_the_comparing_process_restarts_and_is_not_shared_with_forks():
     """One call has no reward; a forked child neither reads the parent's answers nor ends its process."""
     half = (completions(tagged("0.5")), ["1/2"])
     assert math_verify_reward(*half) == [1.0]
@@ -118,7 +118,7 @@ def test_lengths():
             length_reward(*numbers)
 
 
-def test_overlong_is_dapo_s_and_the_loss_s():
+def test_overlong_reward_equals_the_losses_penalty():
     """0 to limit − buffer, −penalty at the limit, the line between; the same as `g.overlong_penalty`."""
     import mlx.core as mx
 
@@ -134,7 +134,7 @@ def test_overlong_is_dapo_s_and_the_loss_s():
             overlong_reward(*numbers)
 
 
-def test_they_are_named_from_a_file_of_one_s_own(tmp_path):
+def test_library_rewards_work_from_a_users_file(tmp_path):
     """As docs/rewards.md shows: made there, found by the file's name, called with what they need."""
     (tmp_path / "mine.py").write_text(
         "from runners.rewards.library import length_reward, regex_reward\n"

@@ -261,7 +261,7 @@ def test_calls_that_hang_are_counted_until_the_process_is_new(monkeypatch, folde
     worker.close()
 
 
-def test_what_cannot_be_loaded_is_one_line(worker, folder):
+def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
     """As in this process: a missing file, a failing import, one that ends its process."""
     (folder / "ends.py").write_text("import os\nos._exit(1)\n")
     (folder / "fails.py").write_text("1 / 0\n")
