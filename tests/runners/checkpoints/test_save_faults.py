@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import io
 import json
 import os
 import pathlib
@@ -118,22 +117,6 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
         shutil.rmtree(run)
     # What only tidies up may fail in silence, and so may making the run's folder, which is there.
     assert set(silent) <= {"unlink", "rmdir", "mkdir", ""} and silent.count("mkdir") <= 1
-
-
-def test_short_writes_are_gone_on_with(llama, tmp_path, monkeypatch):
-    """A disk that takes a part of what it is given, and says so, gets the rest."""
-
-    class Short(io.FileIO):
-        def write(self, data):
-            return super().write(bytes(data)[: max(1, len(data) // 2)])
-
-    monkeypatch.setattr(
-        durable, "open", lambda file, mode, **_: io.BufferedWriter(Short(file, "w")), raising=False
-    )
-    with durable.new_folder(tmp_path / "made") as folder:
-        durable.save_arrays(folder / "a.safetensors", {"a": mx.arange(70_000)}, {})
-    monkeypatch.undo()
-    assert mx.array_equal(durable.load_arrays(tmp_path / "made" / "a.safetensors")[0]["a"], mx.arange(70_000))
 
 
 def test_a_file_that_may_not_grow_is_refused_by_the_kernel(llama, tmp_path):
