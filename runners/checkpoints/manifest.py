@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 import platform
 from importlib.metadata import version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import runners
@@ -45,18 +44,24 @@ def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
 
     Raises UserError for a manifest of another version, which is not damage.
     """
-    if folder.is_symlink():
-        raise Damaged(f"{folder}: found a link, wanted a folder")
-    if not folder.is_dir():
-        raise Damaged(f"{folder}: there is no such folder")
-    if not os.path.lexists(folder / MANIFEST):
+    if folder.is_symlink() or not folder.is_dir():
+        raise Damaged(f"{folder}: expected a folder, found {'a link' if folder.is_symlink() else 'none'}")
+    # Links are not followed, so that no name of the manifest leads out of the folder.
+    present = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+    if MANIFEST not in present:
         raise Damaged(f"{folder}: {MANIFEST} is missing, so it cannot be checked")
-    files = _read(folder)
+    files = _read(folder / MANIFEST)
     for name in wanted:
         if name not in files:
             raise Damaged(f"{folder / MANIFEST}: {name} is not among its files")
     for name, facts in files.items():
-        _check_file(folder, name, facts)
+        if name not in present:
+            raise Damaged(f"{folder}: expected a file {show(name)} in the folder, found none or a link")
+        _check_file(folder / name, facts)
 
 
 def digest(path: Path) -> str:
@@ -65,16 +70,13 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    file = folder / MANIFEST
-    if file.is_symlink():
-        raise Damaged(f"{file}: found a link, wanted a file")
+def _read(file: Path) -> dict[str, Any]:
     try:
         content = read_json(file)
     except UserError as error:
         raise Damaged(str(error)) from error
     if content.get("format") != MANIFEST_FORMAT:
-        raise Damaged(f"{file}: found the format {show(content.get('format'))}, wanted {MANIFEST_FORMAT}")
+        raise Damaged(f"{file}: expected the format {MANIFEST_FORMAT}, found {show(content.get('format'))}")
     if content.get("version") != MANIFEST_VERSION:
         raise UserError(
             f"{file}: found version {show(content.get('version'))} of {MANIFEST_FORMAT}, written by "
@@ -94,21 +96,11 @@ def _writer(content: dict[str, Any]) -> str:
     return f"grpo_fn {version}" if isinstance(version, str) else "an unknown program"
 
 
-def _check_file(folder: Path, name: str, facts: dict[str, Any]) -> None:
-    parts = PurePosixPath(name).parts
-    plain = name and not PurePosixPath(name).is_absolute() and "\\" not in name and "\0" not in name
-    if not plain or ".." in parts:
-        raise Damaged(f"{folder / MANIFEST}: found the file name {show(name)}, which leads out of the folder")
-    path = folder
-    for part in parts:
-        path = path / part
-        if path.is_symlink():
-            raise Damaged(f"{path}: found a link, wanted a file")
-    if not path.is_file():
-        raise Damaged(f"{path}: the file is missing")
+def _check_file(path: Path, facts: dict[str, Any]) -> None:
     try:
-        if path.stat().st_size != facts.get("size"):
-            raise Damaged(f"{path}: found {path.stat().st_size} bytes, wanted {show(facts.get('size'))}")
+        size = path.stat().st_size
+        if size != facts.get("size"):
+            raise Damaged(f"{path}: expected {show(facts.get('size'))} bytes, found {size}")
         if digest(path) != facts.get("sha256"):
             raise Damaged(f"{path}: its content is not what was written (SHA-256)")
     except OSError as error:
