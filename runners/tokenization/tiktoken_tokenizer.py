@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runners.tokenization.chat_format import ChatFormat, Piece
+from runners.tokenization.chat_format import ChatFormat
 from runners.tokenization.tokenizer_pickle import read_encoding
 
 if TYPE_CHECKING:
@@ -37,63 +36,33 @@ class TiktokenTokenizer:
         self.encoding = encoding
         self.name_or_path = name_or_path
         self.vocab_size = encoding.n_vocab
-        self._special = {
-            name: encoding.encode_single_token(name) for name in sorted(encoding.special_tokens_set)
-        }
-        self.bytes_of = _bytes_of(encoding, self._special)  # id -> bytes; empty if there is no token
-        names = {number: name for name, number in self._special.items()}
+        special = {name: encoding.encode_single_token(name) for name in sorted(encoding.special_tokens_set)}
+        self._special = dict(sorted(special.items(), key=lambda item: item[1]))
+        self._bytes_of = _bytes_of(encoding, special)  # id -> bytes; empty if there is no token
+        names = {number: name for name, number in special.items()}
         self._tokens = [
             names.get(i) or piece.decode("latin-1").translate(_LETTERS) or None
-            for i, piece in enumerate(self.bytes_of)
+            for i, piece in enumerate(self._bytes_of)
         ]
-        self._format = ChatFormat.of(self._special)
-        self.bos_token = BOS if BOS in self._special else None
-        self.eos_token = next((name for name in _ENDS if name in self._special), None)
-        self.pad_token = next((name for name in _PADS if name in self._special), self.eos_token)
-
-    @property
-    def has_turn_marks(self) -> bool:
-        """Whether conversations have nanochat's turns; else they are plain text with speakers' names."""
-        return self._format.marked
+        self._format = ChatFormat.of(special)
+        # Whether conversations have nanochat's turns; else they are plain text with speakers' names.
+        self.has_turn_marks = self._format.marked
+        self.bos_token = BOS if BOS in special else None
+        self.eos_token = next((name for name in _ENDS if name in special), None)
+        self.pad_token = next((name for name in _PADS if name in special), self.eos_token)
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+            special.get(name or "") for name in (self.bos_token, self.eos_token, self.pad_token)
+        )
+        # The tokens that end a completion: <|bos|> would begin the next text.
+        self.end_ids = tuple(sorted({self.eos_token_id, self.bos_token_id} - {None}))
+        self.all_special_tokens, self.all_special_ids = [*self._special], [*self._special.values()]
+        self.added_tokens_decoder = {
+            i: AddedToken(name, special=True, normalized=False) for name, i in special.items()
+        }
 
     def __len__(self) -> int:
         """The number of ids, including gaps: the largest id + 1."""
         return self.vocab_size
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """`<|bos|>`, if the vocabulary has it."""
-        return self._special.get(self.bos_token or "")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The token that ends a completion: `<|assistant_end|>` if it exists, else the end of a text."""
-        return self._special.get(self.eos_token or "")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        """A padding token if there is one, else the EOS."""
-        return self._special.get(self.pad_token or "")
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """All tokens that end a completion: the EOS, and `<|bos|>`, which would begin the next text."""
-        return tuple(sorted({i for i in (self.eos_token_id, self.bos_token_id) if i is not None}))
-
-    @property
-    def all_special_tokens(self) -> list[str]:
-        """Special tokens in the order of their ids."""
-        return sorted(self._special, key=self._special.__getitem__)
-
-    @property
-    def all_special_ids(self) -> list[int]:
-        """In ascending order."""
-        return sorted(self._special.values())
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        """id -> special token."""
-        return {i: AddedToken(name, special=True, normalized=False) for name, i in self._special.items()}
 
     def get_vocab(self) -> dict[str, int]:
         """Token -> id."""
@@ -143,7 +112,8 @@ class TiktokenTokenizer:
             raise ValueError("clean_up_tokenization_spaces = True: tiktoken's texts have nothing to clean up")
         ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
         dropped = set(self.all_special_ids) if skip_special_tokens else set()
-        return b"".join(self._piece(i) for i in ids if i not in dropped).decode("utf-8", "replace")
+        known = (i for i in ids if i not in dropped and 0 <= i < len(self._bytes_of))
+        return b"".join(map(self._bytes_of.__getitem__, known)).decode("utf-8", "replace")
 
     def apply_chat_template(
         self,
@@ -171,37 +141,11 @@ class TiktokenTokenizer:
         )
         if not tokenize:
             return "".join(piece.text for piece in pieces)
-        return [i for piece in pieces for i in self._encode_piece(piece)]
-
-    def _encode_piece(self, piece: Piece) -> list[int]:
-        return self.encode(piece.text, add_special_tokens=False, split_special_tokens=not piece.special)
-
-    def _piece(self, number: int) -> bytes:
-        return self.bytes_of[number] if 0 <= number < len(self.bytes_of) else b""
-
-
-class TiktokenDetokenizer(StreamingDetokenizer):
-    """Streams text token by token; bytes of a character wait until it is complete."""
-
-    def __init__(self, tokenizer: TiktokenTokenizer):
-        """Shares the tokenizer's table of bytes."""
-        self._bytes_of = tokenizer.bytes_of
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything but the table."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text, self.tokens, self.offset = "", [], 0
-
-    def add_token(self, token: int) -> None:
-        """Take one more id; `text` grows by the characters that it completes."""
-        self.tokens.append(token)
-        if 0 <= token < len(self._bytes_of):
-            self.text += self._decoder.decode(self._bytes_of[token])
-
-    def finalize(self) -> None:
-        """Ends the text: waiting bytes become U+FFFD."""
-        self.text += self._decoder.decode(b"", final=True)
+        return [
+            i
+            for piece in pieces
+            for i in self.encode(piece.text, add_special_tokens=False, split_special_tokens=not piece.special)
+        ]
 
 
 def load_tiktoken(file: Path, eos_token_ids: Iterable[int] = ()) -> TokenizerWrapper:
@@ -210,11 +154,7 @@ def load_tiktoken(file: Path, eos_token_ids: Iterable[int] = ()) -> TokenizerWra
     Raises UserError if the file is refused; see `tokenizer_pickle.read_encoding`.
     """
     tokenizer = TiktokenTokenizer(read_encoding(file), name_or_path=str(file.parent))
-    return TokenizerWrapper(
-        tokenizer,
-        TiktokenDetokenizer,  # pyright: ignore[reportArgumentType]  # any StreamingDetokenizer does
-        eos_token_ids={*tokenizer.end_ids, *eos_token_ids},
-    )
+    return TokenizerWrapper(tokenizer, eos_token_ids={*tokenizer.end_ids, *eos_token_ids})
 
 
 def _bytes_of(encoding: tiktoken.Encoding, special: Mapping[str, int]) -> list[bytes]:

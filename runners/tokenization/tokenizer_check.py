@@ -8,7 +8,6 @@ folder.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 from contextlib import suppress
@@ -20,8 +19,6 @@ from runners.machine.bounded_process import Ending, run_bounded
 from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
 
-_FORMAT = 1  # a new number invalidates the cache
-_MOST_FILES = 500  # files in the cache folder
 _SECONDS, _MEMORY = 2.0, 512_000_000  # and for each byte of the files:
 _SECONDS_A_BYTE, _MEMORY_A_BYTE = 0.4e-6, 16
 
@@ -50,7 +47,9 @@ def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
     if fault:
         raise UserError(f"{folder}: {fault}")
     if ending.code == 0:
-        _remember(seen)
+        with suppress(OSError):  # a folder that cannot be written to: checked again later
+            seen.parent.mkdir(parents=True, exist_ok=True)
+            seen.touch()
 
 
 def _fault(ending: Ending, seconds: float, memory: int) -> str:
@@ -69,25 +68,11 @@ def _fault(ending: Ending, seconds: float, memory: int) -> str:
 
 
 def _digest(files: list[Path]) -> str:
-    total = hashlib.sha256(f"{_FORMAT} {_versions()}".encode())
+    versions = map(importlib.metadata.version, ("jinja2", "tokenizers", "tiktoken"))
+    total = hashlib.sha256(" ".join(versions).encode())
     for file in files:
         with suppress(OSError):  # the next reader reports the fault
             total.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
             with file.open("rb") as stream:
                 total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()
-
-
-@functools.cache
-def _versions() -> str:
-    return " ".join(importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "tiktoken"))
-
-
-def _remember(seen: Path) -> None:
-    """Remembers a content that has passed; if the folder cannot be written to, it is checked again later."""
-    with suppress(OSError):
-        seen.parent.mkdir(parents=True, exist_ok=True)
-        seen.touch()
-        old = sorted(seen.parent.iterdir(), key=lambda file: file.stat().st_mtime)[:-_MOST_FILES]
-        for file in old:
-            file.unlink()

@@ -47,7 +47,7 @@ def main(folder: str, pickled: str, seconds: str, memory: str) -> None:
     if pickled:
         from runners.tokenization import tokenizer_pickle
     limit(float(seconds), int(memory))
-    _tell(READY)
+    _report(READY)
     try:
         # Other faults are reported at the real first use; here the next check follows.
         try:
@@ -55,37 +55,37 @@ def main(folder: str, pickled: str, seconds: str, memory: str) -> None:
         except MemoryError:
             raise
         except Exception:
-            _tell(TEMPLATE)
-        _tell(READING)
+            _report(TEMPLATE)
+        _report(READING)
         if pickled:
             encoding = tokenizer_pickle.read_encoding(Path(pickled))
-            _texts(lambda text: encoding.encode(text, allowed_special=set(), disallowed_special=()), ())
+            _texts(lambda text: encoding.encode(text, allowed_special=set(), disallowed_special=()))
         elif (place / "tokenizer.json").is_file():
             tokenizer = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
-            _texts(lambda text: tokenizer.encode(text).ids, _patterns(tokenizer), tokenizer.decode)
+            _texts(lambda text: tokenizer.encode(text).ids, tokenizer.decode)
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except Exception:
         os._exit(UNREADABLE)
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, flush=True)
 
 
 def _fault(text: str) -> None:
-    _tell(FAULT + " ".join(text.split())[:300])
+    _report(FAULT + " ".join(text.split())[:300])
     raise SystemExit(2)
 
 
 def _templates(folder: Path) -> None:
-    _tell(TEMPLATE)
+    _report(TEMPLATE)
     variables = _json(folder / "tokenizer_config.json")
     tokens = {name: value for name, value in variables.items() if name.endswith("_token")}
     names = {key: each.get("content") if isinstance(each, dict) else each for key, each in tokens.items()}
     for text in _found(folder, variables):
         if len(text) > MAX_TEMPLATE:
-            _fault(f"its chat template has {len(text):,} characters, wanted {MAX_TEMPLATE:,} at most")
+            _fault(f"its chat template: expected at most {MAX_TEMPLATE:,} characters, found {len(text):,}")
         _render_all(text, names)
 
 
@@ -147,12 +147,12 @@ def _environment() -> Any:
     return environment
 
 
-def _texts(encode: Encode, patterns: Sequence[str], decode: Callable[[Any], str] | None = None) -> None:
+def _texts(encode: Encode, decode: Callable[[Any], str] | None = None) -> None:
     """Tokenizes words, and runs of each letter, where a fault would grow most."""
-    _tell(TEXT)
+    _report(TEXT)
     # Another character follows each run: patterns that end with the text then try everything.
     runs = [letter * 64 + ("!" if letter != "!" else "a") for letter in dict.fromkeys(_LETTERS)]
-    for text in (_WORDS * 8, *runs, *(pattern * 8 for pattern in patterns)):
+    for text in (_WORDS * 8, *runs):
         try:
             tokens = encode(text)
             again = decode(tokens) if decode else ""
@@ -164,24 +164,6 @@ def _texts(encode: Encode, patterns: Sequence[str], decode: Callable[[Any], str]
         if len(tokens) > _GROWTH * len(text) + 64 or len(again) > _GROWTH * len(text) + 64:
             most = max(len(tokens), len(again))
             _fault(f"the tokenizer makes {most:,} tokens or letters of {len(text)} characters")
-
-
-def _patterns(tokenizer: Any) -> list[str]:
-    """Texts that the normalizer replaces."""
-    found: list[str] = []
-    _collect(json.loads(tokenizer.normalizer.__getstate__()) if tokenizer.normalizer else None, found)
-    return found[:64]
-
-
-def _collect(value: Any, found: list[str]) -> None:
-    if isinstance(value, dict):
-        text = value.get("String")
-        if isinstance(text, str) and len(text) <= 100:
-            found.append(text)
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            _collect(each, found)
 
 
 def _json(file: Path) -> dict[str, Any]:

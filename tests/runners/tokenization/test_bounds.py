@@ -106,7 +106,7 @@ TEMPLATES = {
     "a power": ("{{ 10**(10**9) }}", "its chat template computes for more than 2 s"),
     "24 MB": (
         "{{ messages }}" * 1_750_000,
-        "its chat template has 24,500,000 characters, wanted 1,048,576",
+        "its chat template: expected at most 1,048,576 characters, found 24,500,000",
     ),
     "a long prompt": (
         "{{ 'x' * 10**7 }}",
@@ -154,9 +154,9 @@ PANICS = {
 }
 
 
-def replacing(text, times, letter="a"):
+def replacing(text, times):
     """A normalizer that makes much of a letter."""
-    step = {"type": "Replace", "pattern": {"String": letter}, "content": text}
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": text}
     return {"type": "Sequence", "normalizers": [step] * times}
 
 
@@ -164,10 +164,9 @@ def replacing(text, times, letter="a"):
     ("part", "line"),
     [
         ({"normalizer": replacing("a" * 100, 6)}, "its tokenizer takes more than"),
-        ({"normalizer": replacing("zq" * 40, 1, "zq")}, "tokens or letters of"),
         (PANICS, "the tokenizer fails on a text: Onig: Regex search error"),
     ],
-    ids=["nested replacements", "a long replacement", "a pattern that panics"],
+    ids=["nested replacements", "a pattern that panics"],
 )
 def test_tokenizers_without_end(folder, part, line):
     """Growth, and a panic of Rust's."""
@@ -225,18 +224,6 @@ def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_p
     monkeypatch.setenv("GRPO_FN_CACHE", "/proc/nowhere")  # cannot be written to: looked at each time
     check_tokenizer(folder)
     assert len(runs) == 4
-
-
-def test_few_are_remembered(folder, monkeypatch, tmp_path):
-    """The oldest go."""
-    monkeypatch.setattr(tokenizer_check, "_MOST_FILES", 3)
-    place = tmp_path / "cache" / "checked"
-    place.mkdir(parents=True)
-    for number in range(6):
-        (place / f"old-{number}").touch()
-        os.utime(place / f"old-{number}", (number, number))
-    check_tokenizer(folder)
-    assert {"old-4", "old-5"} < {file.name for file in place.iterdir()} and len(list(place.iterdir())) == 3
 
 
 def test_the_watch_is_enough_where_memory_cannot_be_limited(folder, monkeypatch):
@@ -463,12 +450,12 @@ def test_parquet_of_every_kind_is_read_as_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        ("\n".join(f"unknown{i} = 1" for i in range(600_000)), "found more than 131,072 bytes"),
+        ("\n".join(f"unknown{i} = 1" for i in range(600_000)), "expected at most 131,072 bytes"),
         (
             'model.path = "embedded"\n[rollout]\n' + "\n".join(f"u{i} = 1" for i in range(9_000)),
-            "found 9,003 keys and values, want a config of at most 2,000",
+            "expected at most 2,000 keys and values, found 9,003",
         ),
-        ("reward.functions = [" + '"a",' * 20_000 + "]", "found 20,002 keys and values"),
+        ("reward.functions = [" + '"a",' * 20_000 + "]", "keys and values, found 20,002"),
         ("run.seed = 1\n" + "a." * 60_000 + "a = 1", "train.toml:2: expected a key of the config, found one"),
         ("[" + "'a'." * 30_000 + "a]", "train.toml:1: expected a key of the config, found one"),
     ],
@@ -482,7 +469,7 @@ def test_configs_without_end(tmp_path, content, line):
 
 def test_a_config_that_never_ends():
     """A device is read as far as a config may go."""
-    with pytest.raises(ConfigError, match="found more than 131,072 bytes"):
+    with pytest.raises(ConfigError, match="expected at most 131,072 bytes"):
         load_config("/dev/zero")
 
 

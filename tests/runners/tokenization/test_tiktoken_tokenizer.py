@@ -17,7 +17,7 @@ from runners.machine.startup import Platform
 from runners.models.folders import check_folder, copy_companions
 from runners.models.loaded_model import load_model
 from runners.tokenization.text import TextDecoder
-from runners.tokenization.tiktoken_tokenizer import TiktokenDetokenizer, TiktokenTokenizer, load_tiktoken
+from runners.tokenization.tiktoken_tokenizer import TiktokenTokenizer, load_tiktoken
 from tests.support.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, make_nanochat_folder, write_pickle
 from tests.support.tiny_models import make_model_folder
 
@@ -117,35 +117,6 @@ def test_a_text_comes_back(tokenizer, text):
     """Any text, whatever its characters (but lone surrogates, which no text on disk has)."""
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert tokenizer.decode(ids) == text
-
-
-@given(ids=st.lists(st.integers(0, 340), max_size=30))
-@example([0xF0, 0x9F, 0x98, 0x80, 0xE6, 0xBC])
-def test_the_stream_never_cuts_a_character(tokenizer, ids):
-    """Segments join to what `decode` gives; none ends in part of a character that a later token completes."""
-    stream = TiktokenDetokenizer(tokenizer)
-    pieces = []
-    for count, number in enumerate(ids, 1):
-        stream.add_token(number)
-        pieces.append(stream.last_segment)
-        assert tokenizer.decode(ids[:count]).startswith("".join(pieces))
-        assert tokenizer.decode(ids).startswith("".join(pieces))
-    stream.finalize()
-    pieces.append(stream.last_segment)
-    assert "".join(pieces) == stream.text == tokenizer.decode(ids)
-    assert stream.tokens == ids
-    stream.reset()
-    assert (stream.text, stream.tokens, stream.last_segment) == ("", [], "")
-
-
-def test_an_emoji_arrives_whole(tokenizer):
-    """Four tokens of one byte each: nothing, nothing, nothing, the character."""
-    stream = TiktokenDetokenizer(tokenizer)
-    segments = []
-    for byte in "🜚".encode():
-        stream.add_token(byte)
-        segments.append(stream.last_segment)
-    assert segments == ["", "", "", "🜚"]
 
 
 def test_a_conversation_has_nanochats_turns(tokenizer):
