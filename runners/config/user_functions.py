@@ -43,7 +43,7 @@ def resolve_function(
     """
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
-        raise UserError(f"{key} {show(name)}: wanted {FUNCTION_FORMS}")
+        raise UserError(f"{key}: expected {FUNCTION_FORMS}, found {show(name)}")
     dirs = _folders(base_dirs)
     what = f"{key} {show(name)}"
     module = _load_file(what, place, dirs) if _is_file(place) else _load_module(what, place, dirs)
@@ -52,10 +52,10 @@ def resolve_function(
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if inspect.isclass(function) and not classes:
-        raise UserError(f"{what}: {attribute} is a class; wanted a function or an instance to call")
+        raise UserError(f"{what}: expected a function or an instance to call, found the class {attribute}")
     if not callable(function):
-        wanted = "one class, whose reset(**row) can choose by a column" if classes else "a function"
-        raise UserError(f"{what}: {attribute} is {type(function).__name__}; wanted {wanted}")
+        expected = "one class, whose reset(**row) can choose by a column" if classes else "a function"
+        raise UserError(f"{what}: expected {expected}, found {type(function).__name__}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -64,8 +64,8 @@ def resolve_function(
         try:
             signature.bind(*takes)
         except TypeError as error:
-            wanted = f"{attribute}({', '.join(takes)})"
-            raise UserError(f"{what}: the signature is {attribute}{signature}; wanted {wanted}") from error
+            expected = f"{attribute}({', '.join(takes)})"
+            raise UserError(f"{what}: expected {expected}, found {attribute}{signature}") from error
     return function
 
 
@@ -84,7 +84,7 @@ def public_functions(
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
     if not found:
-        raise UserError(f"{what}: the file defines no function; wanted one at least, or file.py:function")
+        raise UserError(f"{what}: expected a function at least, or file.py:function, found none")
     return found
 
 

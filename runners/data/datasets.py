@@ -214,7 +214,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     if config.prompt and (fault := prompt_fault(question)):
         return f"{field} {fault}"
     if not config.prompt and not isinstance(question, str):
-        return f"{field} is {type(question).__name__}; wanted text"
+        return f"{field}: expected text, found {type(question).__name__}"
     if isinstance(question, str) and not question.strip():
         return f"{field} is blank"
     gold = gold_answer(answer) if config.answer else ""
@@ -231,7 +231,9 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 def _held_out(rows: Rows, where: str) -> tuple[Rows, Rows]:
     if len(rows) < 2:
-        raise UserError(f"{where} has one usable row; wanted two at least, as one is held out for evaluation")
+        raise UserError(
+            f"{where}: expected two usable rows at least, as one is held out for evaluation, found one"
+        )
     count = min(max(len(rows) // 10, 1), _MAX_HELD_OUT)
     evaluation = Rows(rows[-count:])
     del rows[-count:]

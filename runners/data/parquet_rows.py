@@ -48,19 +48,13 @@ def table_rows(table: Any) -> Iterator[tuple[dict[str, Any], str]]:
     types = dict(zip(table.schema.names, table.schema.types, strict=True))
     try:
         rows = table.to_pylist()
-    except _UNFIT:
-        yield from (_row(table.slice(number, 1)) for number in range(table.num_rows))
+    except _UNFIT as error:
+        if table.num_rows == 1:
+            yield {}, first_line(error)
+        for number in range(table.num_rows if table.num_rows > 1 else 0):
+            yield from table_rows(table.slice(number, 1))
     else:
         yield from ((widened(values, types), "") for values in rows)
-
-
-def _row(table: Any) -> tuple[dict[str, Any], str]:
-    """The one row of a table."""
-    try:
-        (values,) = table.to_pylist()
-    except _UNFIT as error:
-        return {}, first_line(error)
-    return values, ""
 
 
 def _check_size(path: Path) -> None:
@@ -82,8 +76,7 @@ def _check_size(path: Path) -> None:
                     break
     if taken > most:
         raise UserError(
-            f"{path}: its {size:,} bytes unpack to more than {most:,}; a file that repeats itself so often "
-            "is not read"
+            f"{path}: expected {size:,} bytes to unpack to at most {most:,}, found more: it repeats itself"
         )
 
 

@@ -62,7 +62,7 @@ def _messages(value: Any, place: str, system: str) -> list[Message]:
         return [*start, {"role": "user", "content": value}]
     if not isinstance(value, list) or not all(_is_message(message) for message in value):
         raise UserError(
-            f"{place}: found {show(value)}, wanted a text or a list of messages with role and content"
+            f"{place}: expected a text or a list of messages with role and content, found {show(value)}"
         )
     if not value or value[-1]["role"] != "user":
         raise UserError(f"{place}: the last message is not the user's, so there is nothing to answer")

@@ -158,16 +158,16 @@ def prompt_fault(value: Any) -> str:
     if isinstance(value, str):
         return "" if value.strip() else "is blank"
     if not isinstance(value, list | tuple) or not value:
-        return f"is {type(value).__name__}; wanted a text or a list of messages"
+        return f"expected a text or a list of messages, found {type(value).__name__}"
     for number, message in enumerate(value):
         if not isinstance(message, Mapping) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, Mapping) else message
-            return f"message {number} has the role {show(role)}; wanted one of {', '.join(ROLES)}"
+            return f"message {number}: expected a role of {', '.join(ROLES)}, found {show(role)}"
         content = message.get("content")
         if isinstance(content, list) and content and all(map(_is_text_part, content)):
             continue
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"message {number} has {type(content).__name__} as its content; wanted text"
+            return f"message {number}: expected text as its content, found {type(content).__name__}"
     if value[-1]["role"] == "assistant":
         return "ends with the assistant's turn, which the model has to write"
     return ""

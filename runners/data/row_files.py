@@ -5,6 +5,7 @@ row and continue after it, they guess no types, and they leave no second copy of
 """
 
 import csv
+import io
 import json
 import re
 from collections import Counter
@@ -24,7 +25,6 @@ MAX_COLUMNS = 10_000
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
-_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
 
 
@@ -64,8 +64,8 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if not paths:
         only = f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
         raise UserError(
-            f"{key} is {show(split)}, but {folder} holds {', '.join(found) or 'no data file'}; wanted "
-            f"{split}.jsonl, .json, .csv or .parquet{did_you_mean(split, found) or only}"
+            f"{key}: expected {split}.jsonl, .json, .csv or .parquet in {folder}, found "
+            f"{', '.join(found) or 'no data file'}{did_you_mean(split, found) or only}"
         )
     shards = [_SHARD.search(path.stem) for path in paths]
     kinds = {
@@ -74,9 +74,9 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     }
     if len(kinds) > 1 or len(paths) > len({shard and int(shard[1]) for shard in shards}):
         names = ", ".join(path.name for path in paths)
-        raise UserError(f"{key} is {show(split)}, which {folder} holds more than once ({names}); wanted one")
+        raise UserError(f"{key}: expected the split {show(split)} once in {folder}, found {names}")
     if shards[0] and len(paths) < (wanted := int(shards[0][2])):
-        raise UserError(f"{key} is {show(split)}: expected {wanted} shards in {folder}, found {len(paths)}")
+        raise UserError(f"{key}: expected {wanted} shards of {show(split)} in {folder}, found {len(paths)}")
     check_links(folder, paths)
     return sorted(paths, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
 
@@ -89,7 +89,7 @@ def read_file(path: Path) -> list[RawRow]:
     """
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
-        raise UserError(f"{path} ends in {show(suffix)}; wanted {', '.join(SUFFIXES)}")
+        raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {show(suffix)}")
     try:
         if suffix == ".parquet":
             from runners.data.parquet_rows import parquet_rows  # pyarrow takes half a second to import
@@ -109,7 +109,7 @@ def measured(raw: RawRow) -> RawRow:
     """The row, with a fault if it is larger than MAX_ROW; the bytes of images do not count."""
     if raw.fault or _size(raw.values) <= MAX_ROW:
         return raw
-    return RawRow(raw.place, fault=f"a row of more than {MAX_ROW:,} bytes; wanted fewer")
+    return RawRow(raw.place, fault=f"expected at most {MAX_ROW:,} bytes a row, found more")
 
 
 def _size(value: Any) -> int:
@@ -150,7 +150,7 @@ def _line_rows(path: Path) -> Iterator[RawRow]:
             if len(line) > MAX_ROW:
                 while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW)):
                     pass
-                yield RawRow(place, fault=f"a line of more than {MAX_ROW:,} bytes; wanted fewer")
+                yield RawRow(place, fault=f"expected at most {MAX_ROW:,} bytes a row, found more")
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -192,49 +192,31 @@ def _as_row(place: str, value: Any) -> RawRow:
         return RawRow(place, fault="two fields of one name")
     if isinstance(value, dict):
         return RawRow(place, value)
-    return RawRow(place, fault=f"{type(value).__name__} instead of an object with named fields")
+    return RawRow(place, fault=f"expected an object with named fields, found {type(value).__name__}")
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
     csv.field_size_limit(_LARGEST_CELL)  # by default 131,072 characters
-    long: list[int] = []
-    reader = csv.reader(_csv_lines(text, long), strict=True)
-    done = 0
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
         if len(header) > MAX_COLUMNS:
-            raise UserError(f"{path} has {len(header):,} columns, wanted {MAX_COLUMNS:,} at most")
-        twice = [name for name, count in Counter(header).items() if count > 1]
-        if twice:
+            raise UserError(f"{path}: expected at most {MAX_COLUMNS:,} columns, found {len(header):,}")
+        if twice := [name for name, count in Counter(header).items() if count > 1]:
             raise UserError(f"{path} has two columns named {show(twice[0])}")
         while True:
-            cells, fault = [], ""
             try:
-                cells = next(reader)
+                cells, fault = next(reader), ""
             except StopIteration:
                 return
             except csv.Error as error:
                 if "end of data" in str(error):  # a quote that never ends: all rows after it are lost
                     raise
-                fault = f"not CSV: {error}"
-            if long and long[-1] > done:
-                fault = f"a line of more than {MAX_ROW:,} characters; wanted fewer"
-            elif cells and len(cells) != len(header):
-                fault = f"{len(cells)} cells under a header of {len(header)}"
-            done = reader.line_num
+                cells, fault = [], f"not CSV: {error}"
+            if cells and len(cells) != len(header):
+                fault = f"expected {len(header)} cells, as in the header, found {len(cells)}"
             if cells or fault:
                 values = {} if fault else dict(zip(header, cells, strict=True))
-                yield RawRow(f"{path}, line {done}", values, fault)
+                yield RawRow(f"{path}, line {reader.line_num}", values, fault)
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
-
-
-def _csv_lines(text: str, long: list[int]) -> Iterator[str]:
-    """The lines with their line breaks, which may be inside quotes. Of a line that is too long for a row only
-    an open quote is left; its number goes into `long`."""
-    for number, found in enumerate(_LINES.finditer(text), 1):
-        if found.end() - found.start() > MAX_ROW:
-            long.append(number)
-            yield '"' * (text.count('"', *found.span()) % 2) + "\n"
-        else:
-            yield found[0]

@@ -37,7 +37,7 @@ def transformed(raw: RawRow, transform: Transform) -> RawRow | None:
         return None
     if not isinstance(values, Mapping):
         found = type(values).__name__
-        return attrs.evolve(raw, fault=f"data.transform returned {found}; wanted a row (a dict) or None")
+        return attrs.evolve(raw, fault=f"data.transform: expected a row (a dict) or None, found {found}")
     if other := next((name for name in values if not isinstance(name, str)), None):
-        return attrs.evolve(raw, fault=f"data.transform returned a column {show(other)}; wanted names")
+        return attrs.evolve(raw, fault=f"data.transform: expected names of columns, found {show(other)}")
     return attrs.evolve(raw, values=dict(values))

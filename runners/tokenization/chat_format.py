@@ -59,8 +59,8 @@ class ChatFormat:
         for message in messages:
             if message.get("role") not in SPEAKERS or not isinstance(message.get("content"), str):
                 raise ValueError(
-                    f"found the message {dict(message)!r:.200}, wanted a role of {', '.join(SPEAKERS)} and a "
-                    "text as its content"
+                    f"expected a message with a role of {', '.join(SPEAKERS)} and a text as its content, "
+                    f"found {dict(message)!r:.200}"
                 )
         start = [Piece(_BOS, special=True)] if self.bos else []
         if not self.marked:
@@ -93,7 +93,7 @@ def merge_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
         return list(messages)
     system, *rest = messages
     if system["role"] != "system" or any(message["role"] == "system" for message in rest):
-        raise ValueError("a system message stands in the midst of the conversation, wanted one at its head")
+        raise ValueError("expected a system message at the start of the conversation only, found one later")
     if not rest or rest[0]["role"] != "user":
         raise ValueError("no user message follows the system message")
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]

@@ -25,7 +25,7 @@ def encode(tokenizer: Any, text: str, **options: Any) -> tuple[int, ...]:
     Raises UserError for a text of more than MAX_TEXT characters, and if the tokenizer fails on it.
     """
     if len(text) > MAX_TEXT:
-        raise UserError(f"a prompt has {len(text):,} characters, wanted {MAX_TEXT:,} at most")
+        raise UserError(f"expected a prompt of at most {MAX_TEXT:,} characters, found {len(text):,}")
     with _foreign("a text"):
         return tuple(tokenizer.encode(text, **options))
 

@@ -69,7 +69,7 @@ def encoding_state(content: bytes) -> dict[str, Any]:
     except Exception as error:  # a broken pickle can fail with any error
         raise UserError(f"this is no pickle that can be read: {error_line(error)}") from error
     if not isinstance(found, reader.stand_in):
-        raise UserError(f"found a pickled {type(found).__name__}, wanted tiktoken's Encoding")
+        raise UserError(f"expected tiktoken's Encoding, found a pickled {type(found).__name__}")
     return _checked(found.__dict__.get("state"))
 
 
@@ -136,7 +136,7 @@ def _make_latin1() -> Callable[[str, str], bytes]:
     def encode(text: str, encoding: str) -> bytes:
         """Bytes in the form of protocol 2: their values as characters."""
         if type(text) is not str or encoding != "latin1":
-            raise UserError(f'the pickle calls _codecs.encode with {_shown(encoding)}, wanted "latin1"')
+            raise UserError(f'_codecs.encode: expected "latin1", found {_shown(encoding)}')
         return text.encode("latin-1")
 
     return encode
@@ -151,15 +151,15 @@ def _checked(state: object) -> dict[str, Any]:
     """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
     if isinstance(state, str):
         raise UserError(
-            f"it only names the encoding {show(state)}, without its vocabulary; wanted a trained one"
+            f"expected a trained encoding, found only the name {show(state)}, without its vocabulary"
         )
     if not isinstance(state, Mapping):
-        raise UserError(f"the Encoding's state is {type(state).__name__}, wanted its vocabulary")
+        raise UserError(f"the Encoding's state: expected its vocabulary, found {type(state).__name__}")
     kinds = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
     for key, kind in kinds.items():
         if type(state.get(key)) is not kind:
             found = type(state[key]).__name__ if key in state else "nothing"
-            raise UserError(f"the Encoding's {key} is {found}, wanted {kind.__name__}")
+            raise UserError(f"the Encoding's {key}: expected {kind.__name__}, found {found}")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     for key, table, kind in (("mergeable_ranks", ranks, bytes), ("special_tokens", special, str)):
         if set(map(type, table)) - {kind} or set(map(type, table.values())) - {int}:

@@ -123,10 +123,10 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     assert train.skipped == 1
     assert "train-00000-of-00002.jsonl, line 11: no answer" in train.first_fault
     jsonl(tmp_path / "train.jsonl", ROWS)
-    assert "more than once (train-00000-of-00002.jsonl" in refused(tmp_path)
+    assert 'expected the split "train" once in' in refused(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
-    assert refused(tmp_path) == f'data.split is "train": expected 2 shards in {tmp_path}, found 1'
+    assert refused(tmp_path) == f'data.split: expected 2 shards of "train" in {tmp_path}, found 1'
 
 
 def test_shards_as_they_are_found_elsewhere(tmp_path: Path) -> None:
@@ -140,16 +140,16 @@ def test_shards_as_they_are_found_elsewhere(tmp_path: Path) -> None:
 
 def test_missing_splits_list_those_found(tmp_path: Path) -> None:
     """A split that is not there is answered with those that are, under the key that asked for it."""
-    assert "holds no data file" in refused(tmp_path)
+    assert "found no data file" in refused(tmp_path)
     jsonl(tmp_path / "train.jsonl", ROWS)
     jsonl(tmp_path / "tests.jsonl", ROWS)
     message = refused(tmp_path)
-    assert 'data.eval_split is "test"' in message
-    assert "holds tests, train;" in message
+    assert "data.eval_split: expected test.jsonl" in message
+    assert "found tests, train;" in message
     assert "did you mean tests?" in message
     (tmp_path / "tests.jsonl").unlink()
     assert refused(tmp_path).endswith('; "train" for both splits holds out a tenth')
-    assert 'data.split is "trian"' in refused(tmp_path, split="trian", eval_split="train")
+    assert "data.split: expected trian.jsonl" in refused(tmp_path, split="trian", eval_split="train")
     assert 'is a file, which is the split "train"' in refused(tmp_path / "train.jsonl", split="test")
 
 
@@ -169,7 +169,7 @@ def test_held_out_rows_are_never_trained_on(
 
 def test_a_single_row_cannot_be_split(tmp_path: Path) -> None:
     """One usable row is too little to train on and to evaluate."""
-    assert "one usable row; wanted two at least" in refused(jsonl(tmp_path / "rows.jsonl", ROWS[:1]))
+    assert "expected two usable rows at least" in refused(jsonl(tmp_path / "rows.jsonl", ROWS[:1]))
 
 
 GOOD = {"question": "1+1?", "answer": "2"}
@@ -181,12 +181,12 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter at column 30"),
         ("[" * 100_000, "not usable JSON"),
         ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not usable JSON"),
-        ('["question"]', "list instead of an object"),
-        ("null", "NoneType instead of an object"),
+        ('["question"]', "expected an object with named fields, found list"),
+        ("null", "named fields, found NoneType"),
         ({"answer": "2"}, "no question"),
         ({"question": None, "answer": "2"}, "no question"),
         ({"question": " \n", "answer": "2"}, "question is blank"),
-        ({"question": 7, "answer": "2"}, "question is int; wanted text"),
+        ({"question": 7, "answer": "2"}, "question: expected text, found int"),
         ({"question": "a"}, "no answer in answer"),
         ({"question": "a", "answer": None}, "no answer in answer"),
         ({"question": "a", "answer": ""}, "no answer in answer"),
@@ -214,7 +214,7 @@ def test_bad_csv_rows(tmp_path: Path) -> None:
     """A row with too few cells is a bad row of its line; a quote that never ends spoils the file."""
     path = tmp_path / "rows.csv"
     path.write_text('question,answer\n"a\nb",1\nlonely\n\nc,2\nd,3\n', encoding="utf-8")
-    assert f"{path}, line 4: 1 cells under a header of 2" in refused(path)
+    assert f"{path}, line 4: expected 2 cells, as in the header, found 1" in refused(path)
     train, evaluation = load(path, on_bad_row="skip")
     assert train.skipped == 1
     assert [*train, *evaluation] == [
@@ -243,7 +243,7 @@ def test_bad_csv_rows(tmp_path: Path) -> None:
         ("rows.jsonl", '{"question": "a"}'.encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
         ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),
         ("rows.parquet", b"PAR1 no", "is not a Parquet file"),
-        ("rows.txt", b"a", 'ends in ".txt"; wanted .jsonl, .json, .csv, .parquet'),
+        ("rows.txt", b"a", 'expected one of .jsonl, .json, .csv, .parquet, found ".txt"'),
     ],
 )
 def test_unusable_files(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
@@ -272,15 +272,15 @@ CELL = "y" * 200_000  # beyond the limit that Python's csv has by default
     ("name", "content", "kept", "fault"),
     [
         ("cell.csv", f'question,answer\n"{CELL}",1\nb,2\n', [CELL, "b"], ""),
-        ("big.csv", f'question,answer\n"{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 2: a line of more than"),
-        ("lines.csv", f'question,answer\n"a\n{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 3: a line of more"),
+        ("big.csv", f'question,answer\n"{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 2: expected at most"),
+        ("lines.csv", f'question,answer\n"a\n{BIG}",1\nb,2\nc,3\n', ["b", "c"], "line 3: expected at most"),
         ("blank.csv", "\n\nquestion,answer\na,1\nb,2\n", ["a", "b"], ""),
         ("broken.csv", 'question,answer\na,1\n"b" x,2\nc,3\n', ["a", "c"], "line 3: not CSV: ',' expected"),
-        ("big.json", json.dumps([{"question": BIG, "answer": 1}, GOOD, GOOD]), ["1+1?"] * 2, "row 1: a row"),
+        ("big.json", json.dumps([{**GOOD, "question": BIG}, GOOD, GOOD]), ["1+1?"] * 2, "row 1: expected"),
         ("two.jsonl", '{"question": "a", "answer": 1, "answer": 2}\n' + f"{json.dumps(GOOD)}\n" * 2,
          ["1+1?"] * 2, "line 1: two fields of one name"),
         ("long.jsonl", json.dumps({"question": BIG, "answer": 1}) + f"\n{json.dumps(GOOD)}" * 2,
-         ["1+1?"] * 2, "line 1: a line of more than 16,777,216 bytes"),
+         ["1+1?"] * 2, "line 1: expected at most 16,777,216 bytes a row"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 12 else "",
 )  # fmt: skip
@@ -301,7 +301,7 @@ def test_a_parquet_row_that_is_too_large(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     train, evaluation = load(tmp_path / "rows.parquet", on_bad_row="skip")
     assert [row["question"] for row in (*train, *evaluation)] == ["a", "c"]
-    assert "row 2: a row of more than 16,777,216 bytes" in train.first_fault
+    assert "row 2: expected at most 16,777,216 bytes a row" in train.first_fault
     twice = pyarrow.Table.from_arrays([table[1]] * 2, names=["answer", "answer"])
     pyarrow.parquet.write_table(twice, tmp_path / "rows.parquet")
     assert refused(tmp_path / "rows.parquet").endswith('has two columns named "answer"')

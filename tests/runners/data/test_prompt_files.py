@@ -39,9 +39,9 @@ def test_rows_with_texts_or_conversations(tmp_path):
     [
         (['{"questoin": "x"}'], r'no column "question".*found questoin; did you mean questoin\?'),
         (['{"question": "x"}', "{"], r"line 2"),
-        (['{"question": 7}'], r"found 7, wanted a text or a list of messages"),
-        (['{"question": " "}'], r"wanted a text"),
-        (['{"question": [{"role": "bot", "content": "x"}]}'], r"wanted a text or a list of messages"),
+        (['{"question": 7}'], r"expected a text or a list of messages with role and content, found 7"),
+        (['{"question": " "}'], r"expected a text"),
+        (['{"question": [{"role": "bot", "content": "x"}]}'], r"expected a text or a list of messages"),
         (['{"question": [{"role": "assistant", "content": "x"}]}'], r"not the user's"),
         (['{"question": []}'], r"not the user's"),
         (

@@ -198,7 +198,7 @@ def test_messages_as_arrow_gives_them() -> None:
         {"role": "tool", "content": "2", "name": "add"},
     )
     talk[0]["content"] = [{"type": "image"}]
-    assert prompt_fault(talk) == "message 0 has list as its content; wanted text"
+    assert prompt_fault(talk) == "message 0: expected text as its content, found list"
 
 
 def test_columns_have_names_that_rewards_can_have() -> None:

@@ -58,18 +58,21 @@ def test_a_fault_has_the_rows_place_and_the_functions_line(folder):
     ):
         load(folder)
     (folder / "own.py").write_text(TRANSFORM.replace("== 5", "== 55"))
-    with pytest.raises(UserError, match=r"rows.jsonl, line 8: data.transform returned str; wanted a row"):
+    with pytest.raises(UserError, match=r"rows.jsonl, line 8: data.transform: expected a row"):
         load(folder)
 
 
 @pytest.mark.parametrize(
     ("code", "fault"),
-    [("raise SystemExit(0)", "failed: line 2: SystemExit: 0"), ("return {5: row}", "returned a column 5")],
+    [
+        ("raise SystemExit(0)", "failed: line 2: SystemExit: 0"),
+        ("return {5: row}", "expected names of columns, found 5"),
+    ],
 )
 def test_what_a_transform_may_not_do(folder, code, fault):
     """To end the process is a fault of the row, as is a column without a name."""
     (folder / "odd.py").write_text(f"def odd(row):\n    {code}\n")
-    with pytest.raises(UserError, match=f"rows.jsonl, line 1: data.transform {fault}"):
+    with pytest.raises(UserError, match=f"rows.jsonl, line 1: data.transform:? {fault}"):
         load(folder, "odd.py:odd")
 
 

@@ -582,7 +582,7 @@ def test_plain_functions_are_tools(built):
     [
         ({"factory": "shop.py:Shops"}, "did you mean Shop?"),
         ({"factory": "shop.py:NoReset"}, "has no method reset"),
-        ({"factory": "shop.py:SHOPS"}, "SHOPS is dict; wanted one class, whose reset(**row) can choose by a"),
+        ({"factory": "shop.py:SHOPS"}, "expected one class, whose reset(**row) can choose by a"),
         ({"factory": "shop.py:Untyped"}, "expected type hints"),
         ({"factory": "shop.py:Needs"}, "no server at localhost:1"),
         ({"factory": "", "tools": ("shop.py:nothing",)}, "has no nothing"),

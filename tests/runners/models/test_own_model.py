@@ -113,7 +113,7 @@ def test_the_forecast_says_what_it_does_not_know(folder):
     [
         (
             "def load(folder):\n    pass",
-            r"own.py:load.*: the signature is load\(folder\); wanted load\(folder, c",
+            r"own.py:load.*: expected load\(folder, c",
         ),
         (
             "def load(folder, config):\n    return {}",
@@ -151,6 +151,9 @@ def test_a_folder_for_a_loader_still_needs_config_and_tokenizer(folder):
 @pytest.mark.parametrize("key", ["model.loader", "data.transform"])
 def test_a_function_is_looked_at_before_anything_is_loaded(folder, key):
     """A missing file, or what is no function's name, is a fault of the config."""
-    for value, message in (("nope.py:load", 'no such file: "nope.py"'), ("load", "want package.module:func")):
+    for value, message in (
+        ("nope.py:load", 'no such file: "nope.py"'),
+        ("load", "expected package.module:func"),
+    ):
         with pytest.raises(ConfigError, match=rf"--set: {key}: .*{message}"):
             load_config("train.toml", [f"{key}={value}"])

@@ -78,7 +78,7 @@ def test_instances_can_be_rewards(tmp_path: Path) -> None:
     text = "class Length:\n    def __call__(self, completions):\n        return [1.0]\nlength = Length()\n"
     write(tmp_path / "mine.py", text)
     assert resolve_reward("mine.py:length", [tmp_path]).function(completions=[0]) == [1.0]
-    assert "Length is a class" in refused("mine.py:Length", tmp_path)
+    assert "found the class Length" in refused("mine.py:Length", tmp_path)
 
 
 def test_missing_file_and_module(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_missing_file_and_module(tmp_path: Path) -> None:
     assert str(tmp_path) in message
     write(tmp_path / "notes.txt", "")
     assert "must end in .py" in refused("./notes.txt:f", tmp_path)
-    assert "wanted package.module:function" in refused("mine.py:", tmp_path)
-    assert "wanted package.module:function" in refused(":f", tmp_path)
+    assert "expected package.module:function" in refused("mine.py:", tmp_path)
+    assert "expected package.module:function" in refused(":f", tmp_path)
 
 
 def test_failing_imports_name_the_line(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_failing_imports_name_the_line(tmp_path: Path) -> None:
     ("attribute", "expected"),
     [
         ("lenght", "has no lenght; did you mean length?"),
-        ("LIMIT", "LIMIT is int; wanted a function"),
+        ("LIMIT", "expected a function, found int"),
         ("texts_only", "the signature is texts_only(texts, answer)"),
         ("by_position", "the signature is by_position(completions, /)"),
         ("half", "the signature is half(first, /, completions)"),

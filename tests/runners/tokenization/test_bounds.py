@@ -293,7 +293,7 @@ def test_what_is_not_the_tokenizers_passes(error):
 
 def test_long_prompts_are_not_tokenized():
     """A tokenizer takes hundreds of bytes a character."""
-    with pytest.raises(UserError, match=f"a prompt has {MAX_TEXT + 1:,} characters, wanted {MAX_TEXT:,}"):
+    with pytest.raises(UserError, match=f"at most {MAX_TEXT:,} characters, found {MAX_TEXT + 1:,}"):
         encode(Failing(AssertionError()), "x" * (MAX_TEXT + 1))
 
 
@@ -361,7 +361,7 @@ def nested(path):
     write_parquet(path, table)
 
 
-REPEATS = "unpack to more than"
+REPEATS = "to unpack to at most"
 ROW = json.dumps({"question": "1", "answer": "2"}) + "\n"
 
 
@@ -383,19 +383,23 @@ def text(content):
             lambda path: path.write_text(
                 json.dumps({"question": "x " * 50_000_000, "answer": 1}) + "\n" + ROW
             ),
-            "line 1: a line of more than 16,777,216 bytes",
+            "line 1: expected at most 16,777,216 bytes a row",
         ),
         (
             "a.jsonl",
             lambda path: path.write_text(ROW + '{"question": "1", "z": [' + "[]," * 30_000_000 + "0]}\n"),
-            "line 2: a line of more than 16,777,216 bytes",
+            "line 2: expected at most 16,777,216 bytes a row",
         ),
         (
             "a.csv",
             text(",".join(f"c{i}" for i in range(100_000)) + "\n" + ",".join("1" * 100_000) + "\n"),
-            "a.csv has 100,000 columns, wanted 10,000 at most",
+            "a.csv: expected at most 10,000 columns, found 100,000",
         ),
-        ("a.csv", text("question,answer\n" + "1," * 20_000_000 + "\n"), "line 2: a line of more than"),
+        (
+            "a.csv",
+            text("question,answer\n" + "1," * 20_000_000 + "\n"),
+            "line 2: expected 2 cells, as in the header, found 20000001",
+        ),
     ],
     ids=["one string", "deltas", "a page", "nulls", "in lists", "a text", "lists", "columns", "cells"],
 )

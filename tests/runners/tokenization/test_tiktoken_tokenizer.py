@@ -160,9 +160,9 @@ def test_without_turn_marks_the_form_is_plain():
 @pytest.mark.parametrize(
     ("messages", "options", "message"),
     [
-        ([{"role": "tool", "content": "x"}], {}, "wanted a role of system, user, assistant"),
+        ([{"role": "tool", "content": "x"}], {}, "expected a message with a role of system, user, assistant"),
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "a text as its content"),
-        ([*HELLO, {"role": "system", "content": "x"}], {}, "in the midst"),
+        ([*HELLO, {"role": "system", "content": "x"}], {}, "at the start of the conversation only"),
         ([{"role": "system", "content": "x"}], {}, "no user message follows"),
         (HELLO, {"tools": [{}]}, "tools, return_dict"),
         (HELLO, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
