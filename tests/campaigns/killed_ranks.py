@@ -3,8 +3,8 @@
 `python -m tests.campaigns.killed_ranks --kills 40` starts 2, 3 or 4 ranks under `mlx.launch --backend ring`
 and kills a random one at a random moment, mostly while rank 0 saves. It measures the seconds from the kill to
 the end of the last process, looks at what lies in the run's folder, and goes on with `--resume`; a run has to
-end with the weights, logs and completions of one that nobody killed. `--hangs 6` does the same with ranks
-that are stopped by SIGSTOP, and with rewards that sleep for ever or raise on one rank.
+end with the weights, logs and completions of one that nobody killed. `--stops 6` does the same with ranks
+that are stopped by SIGSTOP.
 """
 
 from __future__ import annotations
@@ -38,30 +38,11 @@ SETTINGS = [
     "eval.every=0",
     "eval.at_start=false",
     "log.report=false",
-    "reward.on_error=raise",
     "system.compile=false",  # a process lives for a few steps only
     "rollout.check_every=8",
     "rollout.max_batch=64",
     f"system.collective_timeout={TIMEOUT}",
 ]
-HANGS = ("stop", "sleep", "raise")
-FAULT = """
-import os
-import time
-
-from letters import letters
-
-calls = []
-
-
-def fault(completions, **_):
-    calls.append(1)
-    if os.environ["MLX_RANK"] == os.environ.get("FAULT_RANK") and len(calls) == int(os.environ["FAULT_CALL"]):
-        if os.environ["FAULT"] == "raise":
-            raise ValueError("the grader has no more paper")
-        time.sleep(100_000)
-    return letters(completions)
-"""
 
 
 @attrs.frozen
@@ -90,10 +71,8 @@ class RankHarness(Harness):
     def __init__(self, number: int, folder: Path, chance: random.Random) -> None:
         """Makes the straight run in `folder`."""
         self.kind, self.number, self.folder, self.chance = f"{number} ranks", number, folder, chance
-        self.ends: list[End] = []
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
-        (folder / "fault.py").write_text(FAULT)
         (folder / "train.toml").write_text(embedded_config(folder))
         around = self._surroundings("straight")
         started, saving = time.monotonic(), 0.0
@@ -127,26 +106,13 @@ class RankHarness(Harness):
             self._note(end, name, around, tally)
         self._to_the_end(name, around, tally)
 
-    def hang(self, name: str, how: str, tally: Tally) -> None:
-        """One run of which a rank hangs in this way, and which is then gone on with."""
+    def stop(self, name: str, tally: Tally) -> None:
+        """One run of which a rank is stopped, and which is then gone on with."""
         around, rank = self._surroundings(name), self.chance.randrange(self.number)
-        if how == "stop":
-            run = self._begin(name)
-            if not self._moment(run, self.folder / name / "tiny", around):
-                raise RuntimeError(f"{self.kind}: the run ended before its moment: {run.said()[-2000:]}")
-            end = self._strike_rank(run, rank, how, around)
-        else:
-            call = self.chance.randrange(1, 5)
-            told = {"FAULT": how, "FAULT_RANK": str(rank), "FAULT_CALL": str(call)}
-            run = self._begin(name, **told)
-            latest = time.monotonic() + PATIENCE
-            log = self.folder / name / "tiny" / "completions.jsonl"
-            run.wait_until(lambda: log.exists() and _steps(log) >= call - 1, PATIENCE)
-            started = time.monotonic()
-            while run.process.poll() is None and time.monotonic() < latest:
-                time.sleep(0.01)
-            end = self._end_of(run, rank, how, started, saving=False, met=True)
-        self._note(end, name, around, tally)
+        run = self._begin(name)
+        if not self._moment(run, self.folder / name / "tiny", around):
+            raise RuntimeError(f"{self.kind}: the run ended before its moment: {run.said()[-2000:]}")
+        self._note(self._strike_rank(run, rank, "stop", around), name, around, tally)
         self._to_the_end(name, around, tally)
 
     def look(self, run: Path) -> list[str]:
@@ -164,9 +130,8 @@ class RankHarness(Harness):
 
     def _note(self, end: End, name: str, around: Surroundings, tally: Tally) -> None:
         """What is wrong after a strike."""
-        self.ends.append(end)
         click.echo(str(end))
-        most = SECONDS if end.how in ("kill", "raise") else SECONDS + TIMEOUT
+        most = SECONDS if end.how == "kill" else SECONDS + TIMEOUT
         problems = [*self.look(self.folder / name / "tiny"), *around.problems()]
         if end.seconds > most:
             problems.append(f"the last process ended after {end.seconds:.1f} s")
@@ -193,17 +158,15 @@ class RankHarness(Harness):
         problems += [*self.look(target), *around.problems(), *around.left(tally)]
         _tell([f"{self.kind}, {name}: {problem}" for problem in problems], tally)
 
-    def _begin(self, name: str, **environ: str) -> Launched:
+    def _begin(self, name: str) -> Launched:
         output = self.folder / name
         settings = [f"run.output_dir={output}", *COMMON, *SETTINGS]
-        settings.append(f'reward.functions=["{self.folder}/fault.py:fault"]')
         words = [word for setting in settings for word in ("--set", setting)]
-        environ = {"FAULT": "", "FAULT_CALL": "0", "GRPO_FN_CACHE": str(self.folder / "cache"), **environ}
         return begin(
             self.number,
             self.folder / f"{name}-ranks",
             [str(self.folder / "train.toml"), "--resume", *words],
-            **environ,
+            GRPO_FN_CACHE=str(self.folder / "cache"),
         )
 
     def _moment(self, run: Launched, folder: Path, around: Surroundings) -> bool:
@@ -254,42 +217,24 @@ def _tell(problems: list[str], tally: Tally) -> None:
     tally.problems += problems
 
 
-def _steps(log: Path) -> int:
-    """Batch steps of which all completions are in the log, about."""
-    return log.read_bytes().count(b"\n") // 16
-
-
 def _lines(said: str) -> str:
     """What was printed, without the lines of a run that goes well."""
     progress = re.compile(r"^(run|model|data|each update|writes to|update|saved|eval|completion|going on) ")
     return "\n".join(line for line in said.splitlines() if line.strip() and not progress.match(line))
 
 
-def table(ends: list[End]) -> str:
-    """Seconds from the strike to the end of the last process."""
-    lines = []
-    for how in dict.fromkeys(end.how for end in ends):
-        seconds = sorted(end.seconds for end in ends if end.how == how)
-        lines.append(
-            f"{how}: {len(seconds)} times, to the end of the last process {seconds[len(seconds) // 2]:.1f} s "
-            f"(median), {seconds[-1]:.1f} s at most"
-        )
-    return "\n".join(lines)
-
-
 @click.command()
 @click.option("--kills", default=40, show_default=True)
-@click.option("--hangs", default=6, show_default=True, help="Ranks that are stopped, sleep or raise.")
+@click.option("--stops", default=6, show_default=True, help="Ranks that are stopped.")
 @click.option("--ranks", "numbers", multiple=True, type=int, help="[2, 3 and 4]")
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the runs, which then stay.")
-def main(kills: int, hangs: int, numbers: tuple[int, ...], seed: int, keep: Path | None) -> None:
+def main(kills: int, stops: int, numbers: tuple[int, ...], seed: int, keep: Path | None) -> None:
     """Strike one rank of several again and again, and compare.
 
     Exit code 1 where anything was lost, differs, was touched, or took too long to end.
     """
     started, chance, tally = time.monotonic(), random.Random(seed), Tally()
-    ends: list[End] = []
     numbers = numbers or NUMBERS
     with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder:
         for place, number in enumerate(numbers):
@@ -300,13 +245,9 @@ def main(kills: int, hangs: int, numbers: tuple[int, ...], seed: int, keep: Path
             while tally.kills - before < wanted:
                 harness.run(f"run-{rounds}", min(wanted - tally.kills + before, 7), tally)
                 rounds += 1
-            for hang in range(place, hangs, len(numbers)):
-                harness.hang(f"hang-{hang}", HANGS[(hang // len(numbers) + place) % len(HANGS)], tally)
-            for end in harness.ends:
-                (harness.folder / f"said-{harness.ends.index(end)}.txt").write_text(f"{end}\n{end.said}\n")
-            ends += harness.ends
+            for stopped in range(place, stops, len(numbers)):
+                harness.stop(f"stop-{stopped}", tally)
     lost = sum(": lost" in problem for problem in tally.problems)
-    click.echo(table(ends))
     click.echo(
         f"{tally.kills} kills in {(time.monotonic() - started) / 60:.0f} minutes, {tally.while_saving} of "
         f"them while something was saved; {tally.runs} runs brought to their end; {lost} lost, "

@@ -251,7 +251,7 @@ def hunt(chosen: list[Mutant], report=print) -> list[str]:
             (folder / file).write_text(text, encoding="utf-8")
             result = run_tests(folder, mutant.tests, "-x")
             shutil.copy(ROOT / file, folder / file)
-            failed = re.findall(r"^FAILED (\S+)", result.stdout, re.MULTILINE)
+            failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
             # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
             verdict = {0: "SURVIVED", 1: " ".join(failed)}.get(result.returncode, result.stdout[-300:])
             if result.returncode == 1 and failed:
@@ -281,9 +281,8 @@ def main() -> int:
     if options.some:
         chosen = random.Random(options.seed).sample(chosen, min(options.some, len(chosen)))
     wrong = hunt(chosen, functools.partial(print, flush=True))
-    print(
-        f"{len(chosen) - len(wrong)} of {len(chosen)} mutants were caught; not: {', '.join(wrong) or 'none'}"
-    )
+    caught = len({mutant.name for mutant in chosen}.difference(wrong))
+    print(f"{caught} of {len(chosen)} mutants were caught", *(f"wrong: {each}" for each in wrong), sep="\n")
     return 1 if wrong else 0
 
 
