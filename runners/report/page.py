@@ -6,8 +6,6 @@ import base64
 import hashlib
 import html
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -17,6 +15,7 @@ from typing import Any
 import attrs
 
 from runners.errors import UserError
+from runners.files.durable import save_text
 from runners.report.live_run import LiveRun
 from runners.report.page_json import packed
 
@@ -114,27 +113,13 @@ def _printable(text: str) -> str:
 
 
 def _save(out: Path, text: str) -> int:
-    """Writes a temporary file beside `out` and renames it; returns its size in bytes."""
+    """Writes the page; returns its size in bytes. A lone surrogate becomes an escape."""
     content = text.encode("utf-8", "backslashreplace")
     try:
-        number, name = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=out.parent)
-        try:
-            with open(number, "wb") as stream:
-                stream.write(content)
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, out)
-        except BaseException:
-            os.unlink(name)
-            raise
+        save_text(out, content.decode("utf-8"))
     except OSError as error:
         raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
     return len(content)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 @cache
