@@ -3,11 +3,7 @@
 Importing it has one effect: on a Linux CPU it loads the machine's BLAS, which must be loaded before MLX.
 """
 
-from importlib.util import find_spec
-
-if find_spec("grpo_fn.backends.cpu"):
-    import grpo_fn.backends.cpu  # noqa: F401 (first: all others import MLX)
-
+import grpo_fn.backends  # noqa: F401 (first: it loads the BLAS before MLX)
 from grpo_fn.algorithm import (
     PRESETS,
     LossSpec,

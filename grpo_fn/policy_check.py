@@ -34,7 +34,7 @@ EXACT, ROUNDED = 5e-3, 0.1  # of models that compute in float32, and in 16 bits 
 
 # The fast paths in the order in which they are given up, with the words of the notice.
 DECODING_PATHS = {
-    "takes_program": "without compiled decoding steps",
+    "supports_compiled_decode": "without compiled decoding steps",
     "shares_prefix": "with a copy of the prompt for each completion",
     "takes_ragged": "with prompts of one length in a batch",
     "joins_weights": "with the weights as they are trained",
@@ -105,7 +105,7 @@ def without_paths(policy: Policy, given_up: Collection[str]) -> Policy:
     """The policy without some of `PATHS`."""
     off = {name: False for name in DECODING_PATHS if name in given_up and name != "plain_forward"}
     if "shares_prefix" in off:
-        off["takes_program"] = False
+        off["supports_compiled_decode"] = False
     over_caches = policy.split.over_caches or "plain_forward" in given_up
     return attrs.evolve(policy, split=attrs.evolve(policy.split, over_caches=over_caches), **off)
 

@@ -2,55 +2,26 @@
 
 `find(name, *arguments)` gives this machine's fast function for a named operation, or None: the caller then
 computes the composed form. Code outside this folder imports neither `backends.cpu` nor `backends.cuda`, and
-does not ask for the device; this folder imports only the root helpers. Importing it does not load MLX: on
-Linux the BLAS of `backends.cpu` has to come first.
+does not ask for the device; this folder imports only the root helpers. Either folder may be deleted.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
 
-if TYPE_CHECKING:
-    from grpo_fn.backends.cpu.blas import Blas, load_blas, processor_flags
+if find_spec("grpo_fn.backends.cpu"):
+    # First: on Linux its BLAS has to be loaded before MLX, which all others import.
+    from grpo_fn.backends.cpu import Blas, load_blas, processor_flags
+if find_spec("grpo_fn.backends.cuda"):
+    from grpo_fn.backends.cuda.programs import compile_program as compile_cuda_program
     from grpo_fn.backends.cuda.programs import names as cuda_programs
-    from grpo_fn.backends.mechanisms import (
-        OPERATIONS,
-        SWITCHES,
-        check_mechanism,
-        disable,
-        disabled,
-        disabled_names,
-        enabled,
-        find,
-        number,
-        substituted,
-    )
-
-__all__ = [
-    "OPERATIONS",
-    "SWITCHES",
-    "Blas",
-    "check_mechanism",
-    "cuda_programs",
-    "disable",
-    "disabled",
-    "disabled_names",
-    "enabled",
-    "find",
-    "load_blas",
-    "number",
-    "processor_flags",
-    "substituted",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "cuda_programs":
-        from grpo_fn.backends.cuda.programs import names
-
-        return names
-    if name in ("Blas", "load_blas", "processor_flags"):
-        import grpo_fn.backends.cpu as owner
-    else:
-        import grpo_fn.backends.mechanisms as owner
-    return getattr(owner, name)
+from grpo_fn.backends.mechanisms import (
+    OPERATIONS,
+    SWITCHES,
+    check_mechanism,
+    disable,
+    disabled,
+    disabled_names,
+    enabled,
+    find,
+    number,
+    substituted,
+)

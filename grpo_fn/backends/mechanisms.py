@@ -1,9 +1,10 @@
 """The only interface of the backends: finds this machine's fast function for a named operation.
 
 A backend is a folder beside this file, named after its device. Its `__init__` has two tables: MECHANISMS,
-from the name of an operation to (submodule, attribute, predicate), and NUMBERS, its measured constants. The
-predicate is a function of the submodule that checks whether the mechanism supports the arguments of `find`;
-"" means that it supports all. Submodules are imported at their first use.
+from the name of an operation to (submodule, attribute, predicate), and NUMBERS, the constants that were
+measured on it as other ones than those below. The predicate is a function of the submodule that checks
+whether the mechanism supports the arguments of `find`; "" means that it supports all. Submodules are imported
+at their first use.
 """
 
 import difflib
@@ -50,7 +51,7 @@ SWITCHES = {
     "background_saving": "a checkpoint is written while training goes on",
     "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",
 }
-# The constants of a device without a folder here.
+# The constants of a device for which none was measured.
 NUMBERS: dict[str, int] = {
     "unpack_rows": 0,  # rows of a product from which a packed weight is unpacked first; 0: never
     "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
@@ -115,7 +116,7 @@ def find(name: str, *arguments: Any) -> Any:
 def number(name: str) -> int:
     """A constant measured on this kind of device; `NUMBERS` lists the names."""
     folder = _folder(backend())
-    return (NUMBERS if folder is None else folder.NUMBERS)[name]
+    return {**NUMBERS, **({} if folder is None else folder.NUMBERS)}[name]
 
 
 def enabled(name: str) -> bool:

@@ -19,8 +19,7 @@ from grpo_fn.images import ImageRows
 from grpo_fn.layers import empty, parameters_replaced
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
-from grpo_fn.policy.decoding.decode_programs import takes_program
-from grpo_fn.policy.decoding.decode_weights import decode_weights
+from grpo_fn.policy.decoding.decode_weights import decode_weights, supports_compiled_decode
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.image_forward import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learned_positions import bound_positions
@@ -45,7 +44,7 @@ class Policy:
     split: HeadSplit  # the backbone and the head of this architecture
     takes_ragged: bool  # whether rows of different lengths can be decoded together
     shares_prefix: bool  # whether completions can be decoded over one copy of their prompt
-    takes_program: bool  # whether the backend's compiled decoding steps support it: see `decode_programs`
+    supports_compiled_decode: bool  # whether the backend's compiled decoding steps support it
     joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     positions: int | None = attrs.field(default=None, kw_only=True)  # learned ones; None: any number
@@ -81,7 +80,7 @@ class Policy:
             split=split_head(module, tuple(trainable)),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            takes_program=shares and takes_program(module, compute_dtype),
+            supports_compiled_decode=shares and supports_compiled_decode(module, compute_dtype),
             vocabulary=_embedding_rows(module),
             positions=bound_positions(module),
         )
@@ -100,7 +99,7 @@ class Policy:
             split=split_head(module, ()),
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
-            takes_program=shares and takes_program(module),
+            supports_compiled_decode=shares and supports_compiled_decode(module),
             vocabulary=_embedding_rows(module),
             positions=bound_positions(module),
         )

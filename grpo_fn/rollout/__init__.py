@@ -10,22 +10,3 @@ from grpo_fn.rollout.generation import Interrupted, decode, decode_after, genera
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
 from grpo_fn.rollout.sampling import FindStop, Sampling, draw, draw_bits
 from grpo_fn.rollout.turns import Replies, Respond
-
-__all__ = [
-    "EXTEND_TOKENS",
-    "LEAST_EXTENSION",
-    "PREFILL_TOKENS",
-    "Column",
-    "Columns",
-    "Decoding",
-    "FindStop",
-    "Interrupted",
-    "Replies",
-    "Respond",
-    "Sampling",
-    "decode",
-    "decode_after",
-    "draw",
-    "draw_bits",
-    "generate",
-]

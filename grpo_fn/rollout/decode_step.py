@@ -14,7 +14,6 @@ from grpo_fn.backends import find
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
 from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows
-from grpo_fn.policy.decoding.decode_programs import PROGRAM
 from grpo_fn.policy.policy import Policy
 
 
@@ -77,8 +76,8 @@ def shared_steps(
         num_generations: rows of each prompt.
         room: tokens that a row may be fed.
     """
-    program = find(PROGRAM) if policy.takes_program else None
+    program = find("kernel_steps") if policy.supports_compiled_decode else None
     if program is not None:
-        step = policy.program(PROGRAM, program.forward)
+        step = policy.program("kernel_steps", program.forward)
         return program.steps(step, model.parameters(), caches, lengths, num_generations, room)
     return CacheSteps(model, fork(caches, list(lengths), num_generations), keep_prefix_rows)

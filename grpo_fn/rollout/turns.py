@@ -59,7 +59,7 @@ class Respond:
 
 
 @attrs.define(eq=False)
-class _Said:
+class _Conversation:
     """One conversation so far, without its prompt."""
 
     tokens: list[int] = attrs.field(factory=list)
@@ -88,19 +88,19 @@ class Transcript:
     """All rows' conversations, in place of `Columns`, which are for completions of one turn."""
 
     def __init__(self, rows: int, with_entropy: bool) -> None:
-        """Nothing said."""
+        """No tokens yet."""
         names = ("logp", "entropy") if with_entropy else ("logp",)
-        self.rows = [_Said(drawn={name: [] for name in names}) for _ in range(rows)]
+        self.rows = [_Conversation(drawn={name: [] for name in names}) for _ in range(rows)]
 
     def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
         """Stores the batch's tokens since the last check, for rows that have not ended."""
         columns = {name: on_host(array) for name, array in stacked.items()}
         for place, row in enumerate(batch.rows):
             if row in batch.alive:
-                said = self.rows[row]
-                said.tokens += columns["tokens"][place]
-                said.sampled += [True] * len(columns["tokens"][place])
-                for name, values in said.drawn.items():
+                talk = self.rows[row]
+                talk.tokens += columns["tokens"][place]
+                talk.sampled += [True] * len(columns["tokens"][place])
+                for name, values in talk.drawn.items():
                     values += columns[name][place]
 
     def end(self, row: int, length: int, finished: bool) -> None:
@@ -110,24 +110,24 @@ class Transcript:
 
     def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
         """The rollout, as wide as its longest conversation, at least 1; zeros after the end of each."""
-        lengths = [len(said.tokens) for said in self.rows]
+        lengths = [len(talk.tokens) for talk in self.rows]
         width = max(1, *lengths)
 
         def array(columns: Sequence[Sequence[float]], dtype: mx.Dtype) -> mx.array:
             return mx.array([[*row, *[0] * (width - len(row))] for row in columns], dtype)
 
         drawn = {
-            name: array([said.drawn[name] for said in self.rows], mx.float32) for name in self.rows[0].drawn
+            name: array([talk.drawn[name] for talk in self.rows], mx.float32) for name in self.rows[0].drawn
         }
         return Rollout(
             prompts=tuple(tuple(prompt) for prompt in prompts),
             num_generations=num_generations,
-            tokens_bt=array([said.tokens for said in self.rows], mx.int32),
+            tokens_bt=array([talk.tokens for talk in self.rows], mx.int32),
             lengths_b=mx.array(lengths, mx.int32),
             logp_bt=drawn["logp"],
-            finished_b=mx.array([said.finished for said in self.rows]),
+            finished_b=mx.array([talk.finished for talk in self.rows]),
             entropy_bt=drawn.get("entropy"),
-            sampled_bt=array([said.sampled for said in self.rows], mx.bool_),
+            sampled_bt=array([talk.sampled for talk in self.rows], mx.bool_),
         )
 
 
@@ -177,11 +177,11 @@ class Turns:
         """Turns of a batch have ended: (place, row, tokens of the turn) each. Those that go on are parked."""
         going = []
         for place, row, length in ends:
-            said = self._transcript.rows[row]
+            talk = self._transcript.rows[row]
             if (
                 length
-                and len(said.tokens) < self._limit
-                and self._replies.begin(row, said.tokens[said.turn :])
+                and len(talk.tokens) < self._limit
+                and self._replies.begin(row, talk.tokens[talk.turn :])
             ):
                 going.append((place, row, length))
         if going:
@@ -209,17 +209,17 @@ class Turns:
         given: dict[int, list[int]] = {}
         for row in sorted(found):
             tokens = found[row]
-            said = self._transcript.rows[row]
+            talk = self._transcript.rows[row]
             if tokens is None:
                 self._extender.drop(row)
-            elif len(said.tokens) + len(tokens) >= self._limit:
-                said.finished = False  # no room for an answer to it
+            elif len(talk.tokens) + len(tokens) >= self._limit:
+                talk.finished = False  # no room for an answer to it
                 self._extender.drop(row)
             else:
                 check_token_ids([tokens], self._vocabulary)
-                given[row] = [said.tokens[-1], *tokens]
-                said.give(tokens)
-                said.finished = False
+                given[row] = [talk.tokens[-1], *tokens]
+                talk.give(tokens)
+                talk.finished = False
         if not given:
             return []
         batches = []

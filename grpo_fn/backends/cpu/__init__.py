@@ -26,16 +26,10 @@ MECHANISMS = {
 }
 NUMBERS = {
     "unpack_rows": 4,
-    "merged_16_bits": 0,
     "shares_prompts": 1,
     "metal_kernels": 0,
-    "gpu_collectives": 0,
-    "fuses_learner": 1,
     "logits": 2**22,
     "logit_rows": 96,
     "least_logits": 2**18,
     "trace": 2_500_000_000,
-    "gate_arrays": 0,
-    "keeps_scores": 1,
-    "product_arrays": 0,
 }

@@ -60,8 +60,8 @@ def load_blas() -> Blas:
     if not _found:
         _found.append(_search())
         if _found[0].reason == TOO_LATE:
-            # Level 4 is the line that imports grpo_fn.
-            warnings.warn(f"{TOO_LATE}; {_AS_IT_IS}", RuntimeWarning, stacklevel=4)
+            # Level 5 is the line that imports grpo_fn.
+            warnings.warn(f"{TOO_LATE}; {_AS_IT_IS}", RuntimeWarning, stacklevel=5)
     return _found[0]
 
 

@@ -20,8 +20,6 @@ NUMBERS = {
     "gpu_collectives": 1,
     "fuses_learner": 0,  # each fused kernel takes seconds to compile
     "logits": 2**27,
-    "logit_rows": 2**31,
-    "least_logits": 0,
     "trace": 15_000_000_000_000,
     # In a LoRA run on Qwen2.5-0.5B each token of a micro-batch takes 1.16 MB (H200, between 4,096 and 8,192
     # tokens).

@@ -223,8 +223,8 @@ def compiled_source(source: str, architecture: str) -> bytes:
         words = f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"
         options = (ctypes.c_char_p * len(words))(*(word.encode() for word in words))
         if call("nvrtcCompileProgram", program, len(options), options):
-            said = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{said}")
+            log = text("nvrtcGetProgramLogSize", "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            raise RuntimeError(f"NVRTC refused a kernel for {architecture}:\n{log}")
         return text("nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         call("nvrtcDestroyProgram", ctypes.byref(program))

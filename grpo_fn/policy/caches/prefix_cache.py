@@ -21,6 +21,8 @@ from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
 
+Pair = tuple[mx.array, mx.array]  # keys and values
+
 ROOM = 64  # tokens by which the rows' own part grows
 
 
@@ -112,30 +114,11 @@ class PrefixCache(OneTokenCache):
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] of one token a row over its prompt and its own tokens."""
         self.attended = True
-        layout = self._layout
-        rows, heads, _, width = queries.shape
-        shared = keys.shape[1]
-        prompt_keys, prompt_values = self._prompt
-        prompts, _, length, _ = prompt_keys.shape
-        q_bkrd = (queries * scale).reshape(rows, shared, heads // shared, width)
-        q_pgkrd = layout.by_prompt(q_bkrd)
-        q_pknd = q_pgkrd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
-        scores_pknl = q_pknd @ prompt_keys.swapaxes(-1, -2)
-        if layout.seen_p11l is not None:
-            scores_pknl = mx.where(layout.seen_p11l, scores_pknl, mx.finfo(scores_pknl.dtype).min)
-        grid = (prompts, shared, q_pgkrd.shape[1], heads // shared)
-        scores_bkrl = layout.by_row(scores_pknl.reshape(*grid, length).transpose(0, 2, 1, 3, 4))
-
-        own_bkrt = q_bkrd @ keys.swapaxes(-1, -2)
-        if layout.suffix_seen is not None:
-            own_bkrt = _masked_at_front(own_bkrt, layout.suffix_seen)
-        weights = softmax(mx.concatenate([scores_bkrl, own_bkrt], axis=-1))
-
-        w_pgkrl = layout.by_prompt(weights[..., :length])
-        w_pknl = w_pgkrl.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, length)
-        from_prompt = _mixed(w_pknl, prompt_values).reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
-        out = layout.by_row(from_prompt) + _mixed(weights[..., length:], values)
-        return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
+        seen = self._layout.suffix_seen
+        if seen is not None:  # all later places are valid
+            behind = keys.shape[2] - seen.shape[-1]
+            seen = mx.pad(seen, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
+        return attend_over_prompts(queries, self._prompt, self._layout, [(keys, values, seen)], scale)
 
     @property
     def prompt(self) -> tuple[mx.array, mx.array]:
@@ -157,6 +140,50 @@ class PrefixCache(OneTokenCache):
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
+
+
+def attend_over_prompts(
+    queries: mx.array,
+    prompt: Pair,
+    layout: Layout,
+    own: Sequence[tuple[mx.array, mx.array, mx.array | None]],
+    scale: float,
+) -> mx.array:
+    """Attention [B,H,E,D] of E tokens a row over its prompt and its own tokens.
+
+    Args:
+        queries: [B,H,E,D].
+        prompt: keys and values [P,K,L,D], one copy of each prompt.
+        layout: which rows continue which prompt.
+        own: parts of the rows' own tokens: keys and values [B,K,T,D], and which of them a query sees, of a
+            shape that broadcasts to [B,K,R·E,T], R = H / K; None: all.
+        scale: of the scores.
+    """
+    rows, heads, length, width = queries.shape
+    prompt_keys, prompt_values = prompt
+    prompts, shared, places, _ = prompt_keys.shape
+    # Heads that share keys are further rows of one product.
+    q_bknd = (queries * scale).reshape(rows, shared, heads // shared * length, width)
+    q_pgknd = layout.by_prompt(q_bknd)
+    grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
+    q_pkmd = q_pgknd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
+    scores_pkml = _only(q_pkmd @ prompt_keys.swapaxes(-1, -2), layout.seen_p11l)
+    scores = [layout.by_row(scores_pkml.reshape(*grid, places).transpose(0, 2, 1, 3, 4))]
+    scores += [_only(q_bknd @ keys.swapaxes(-1, -2), seen) for keys, _, seen in own]
+    weights = softmax(mx.concatenate(scores, axis=-1))
+
+    w_pkml = layout.by_prompt(weights[..., :places]).transpose(0, 2, 1, 3, 4)
+    from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, places), prompt_values)
+    out = layout.by_row(from_prompt.reshape(*grid, -1).transpose(0, 2, 1, 3, 4))
+    for keys, values, _ in own:
+        end = places + keys.shape[2]
+        out, places = out + _mixed(weights[..., places:end], values), end
+    return out.astype(queries.dtype).reshape(rows, heads, length, out.shape[-1])
+
+
+def _only(scores: mx.array, seen: mx.array | None) -> mx.array:
+    """The scores of what is seen; None: of all."""
+    return scores if seen is None else mx.where(seen, scores, mx.finfo(scores.dtype).min)
 
 
 def sharing_pays() -> bool:
@@ -220,13 +247,6 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
         layout = attrs.evolve(layout, start=start, suffix_seen=seen, later_turn=True)
     for cache in caches:
         cache.keep(index, prompts, layout)
-
-
-def _masked_at_front(scores_bkrt: mx.array, seen_b11t: mx.array) -> mx.array:
-    """Scores whose first places are masked; all later places are valid."""
-    behind = scores_bkrt.shape[-1] - seen_b11t.shape[-1]
-    seen_b11t = mx.pad(seen_b11t, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
-    return mx.where(seen_b11t, scores_bkrt, mx.finfo(scores_bkrt.dtype).min)
 
 
 def _mixed(weights: mx.array, values: mx.array) -> mx.array:

@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from grpo_fn.backends import find
 from grpo_fn.layers import empty
+from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.decoding.merged_adapters import mergeable, merged_adapters
 from grpo_fn.policy.decoding.unpacked_layers import unpacked_weights
 
@@ -44,3 +45,15 @@ def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> 
         merged = {id(layer) for layer in layers}
         layers += [layer for layer in plain if id(layer) not in merged]
         return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
+
+
+def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
+    """Whether this machine's compiled decoding steps support the model, which shares prefixes: by trying.
+
+    `compute` is its compute dtype; None: that of its weights.
+    """
+    program = find("kernel_steps")
+    if program is None:
+        return False
+    with unpacked_weights(module, compute):
+        return program.takes(module, plain_caches(module))

@@ -24,9 +24,9 @@ _at_exit = atexit.register
 _cache_of: dict[Path, Path] = {}  # this process's folder -> the permanent one
 _CODE = """
 import sys
-from grpo_fn.backends.cuda.programs import compile_program
+from grpo_fn.backends import compile_cuda_program
 for name in sys.argv[1:]:
-    compile_program(name)
+    compile_cuda_program(name)
 """
 
 

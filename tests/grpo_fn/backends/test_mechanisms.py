@@ -50,8 +50,8 @@ def test_every_operation_has_a_backend():
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_backend_has_the_same_numbers(folder):
-    assert importlib.import_module(f"grpo_fn.backends.{folder}").NUMBERS.keys() == mechanisms.NUMBERS.keys()
+def test_a_backends_numbers_are_known_ones(folder):
+    assert importlib.import_module(f"grpo_fn.backends.{folder}").NUMBERS.keys() < mechanisms.NUMBERS.keys()
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest():
@@ -100,7 +100,7 @@ def test_a_rollout_is_the_same_without_any_mechanism(name, prompts):
     ours = roll(policy, prompts, sampling=g.Sampling(min_p=1e-6), **options)
     with disabled(*OPERATIONS):
         plain = tiny_policy(name)
-        assert not plain.takes_program and type(plain.module) is type(policy.module)
+        assert not plain.supports_compiled_decode and type(plain.module) is type(policy.module)
         # Another sampling that draws the same: each distribution is compiled once a process.
         composed = roll(plain, prompts, sampling=g.Sampling(min_p=2e-6), **options)
         assert_teacher_forced(plain, composed)

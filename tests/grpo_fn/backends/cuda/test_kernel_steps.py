@@ -34,17 +34,17 @@ def kernel(monkeypatch):
 
 def with_kernel(name="llama"):
     """A tiny policy that takes the kernel."""
-    return attrs.evolve(tiny_policy(name), takes_program=True)
+    return attrs.evolve(tiny_policy(name), supports_compiled_decode=True)
 
 
 def both_steps(policy, prompts, generations, **options):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     made = []
-    for takes_program in (policy.takes_program, False):
+    for supports_compiled_decode in (policy.supports_compiled_decode, False):
         _, caches = result_of(prefill_once(policy, policy.module, prompts))
         made.append(
             shared_steps(
-                attrs.evolve(policy, takes_program=takes_program),
+                attrs.evolve(policy, supports_compiled_decode=supports_compiled_decode),
                 policy.module,
                 caches,
                 [len(prompt) for prompt in prompts],

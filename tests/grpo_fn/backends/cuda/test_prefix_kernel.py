@@ -55,7 +55,7 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
     monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 16)
     monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 8)
     policy = tiny_policy(name, hidden_size=64, head_dim=32)
-    assert policy.takes_program
+    assert policy.supports_compiled_decode
 
     def draw(seed, **options):
         return g.generate(
@@ -97,4 +97,4 @@ def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, messag
 @pytest.mark.skipif(ON_CUDA, reason="it is there")
 def test_elsewhere_it_is_not_used():
     """Without CUDA the products of `PrefixCache` serve."""
-    assert not has_cuda() and not tiny_policy().takes_program
+    assert not has_cuda() and not tiny_policy().supports_compiled_decode
