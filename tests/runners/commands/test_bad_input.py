@@ -113,12 +113,6 @@ LONG = "x" * 10_000_000
     ("name", "content", "line"),
     [
         ("a.jsonl", "", "has no usable row"),
-        ("a.jsonl", "\n \n", "has no usable row"),
-        (
-            "a.jsonl",
-            '{"q": "1", "answer": "2"}\n' * 3,
-            'no field named "question" (data.question); found q, answer',
-        ),
         ("a.jsonl", "\n".join(BAD_MIDDLE), "a.jsonl, line 6: not JSON"),
         ("a.jsonl", '{"question": "1", "answer": "2"}\n{"question": "1"}\n', "line 2: no answer in answer"),
         ("a.jsonl", b'{"question": "1\xff", "answer": "2"}\n', "line 1: byte 0xff is not UTF-8"),
@@ -128,10 +122,7 @@ LONG = "x" * 10_000_000
         ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "has over 131,072 characters"),
         ("a.csv", "question,answer\n1\n", "line 2: expected 2 cells, as in the header, found 1"),
         ("a.json", "[1, 2]", "row 1: expected an object with named fields, found int"),
-        ("a.json", '{"question": "1", "answer": "2"', "line 1: not JSON"),
         ("a.parquet", b"PAR1" + b"\x00" * 50 + b"PAR1", "is not a Parquet file"),
-        ("a.parquet", b"", "is not a Parquet file"),
-        ("a.jsonl", json.dumps({"question": "\ud800", "answer": 1}) + "\n", "half of a surrogate pair"),
     ],
     ids=lambda part: str(part)[:30],
 )
@@ -170,12 +161,8 @@ def test_a_bad_row_may_be_skipped(place):
     ("content", "line"),
     [
         ("def good(completions)\n    pass\n", "importing .*line 1.*SyntaxError|SyntaxError"),
-        ("import no_such_module\n", "ModuleNotFoundError"),
         ("raise SystemExit(0)\n", "SystemExit"),
-        ("1 / 0\n", "ZeroDivisionError"),
-        ("good = 3\n", "expected a function, found int"),
         ("def god(completions, **_):\n    return []\n", "did you mean god?"),
-        ("def good(texts):\n    return []\n", "the signature is good"),
         ("def good(completions, solution):\n    return []\n", "needs the column solution"),
         ("class good:\n    pass\n", "found the class good"),
         ("\x00", "null bytes|source code"),
