@@ -31,27 +31,27 @@ class CompletionTable:
     def of(cls, records: Sequence[Mapping[str, Any]], most: int) -> CompletionTable:
         """From records of completions.jsonl; `most` of them go into the table."""
         rewards = list(dict.fromkeys(name for record in records for name in record.get("rewards", {})))
+        columns = {
+            "reward": [record["reward"] for record in records],
+            **{f"rewards/{name}": [record["rewards"].get(name) for record in records] for name in rewards},
+            "advantage": [record["advantage"] for record in records],
+            "tokens": [record["tokens"] for record in records],
+        }
+        columns = {name: list(map(_finite, values)) for name, values in columns.items()}
         rows = [
             {
                 "update": record["update"],
-                "prompt": _text(record["prompt"]),
-                "completion": _text(record["completion"]),
-                "answer": _text(record["answer"]),
-                "reward": _finite(record["reward"]),
-                **{f"rewards/{name}": _finite(record["rewards"].get(name)) for name in rewards},
-                "advantage": _finite(record["advantage"]),
-                "tokens": record["tokens"],
+                **{name: _text(record[name]) for name in ("prompt", "completion", "answer")},
+                **{name: values[row] for name, values in columns.items()},
                 "finished": record["finished"],
             }
-            for record in records[:most]
+            for row, record in enumerate(records[:most])
         ]
-        columns = {"reward": [r["reward"] for r in records], "advantage": [r["advantage"] for r in records]}
-        columns |= {f"rewards/{name}": [r["rewards"].get(name) for r in records] for name in rewards}
-        columns["tokens"] = [r["tokens"] for r in records]
-        numbers = {
-            name: [v for v in map(_finite, values) if v is not None] for name, values in columns.items()
-        }
-        return cls(rows, numbers)
+        return cls(rows, {name: [v for v in values if v is not None] for name, values in columns.items()})
+
+    def columns(self) -> dict[str, Any]:
+        """The table as W&B and Trackio take it."""
+        return {"columns": list(self.rows[0]), "data": [list(row.values()) for row in self.rows]}
 
 
 class Sink(Protocol):
@@ -158,9 +158,7 @@ class _WandB:
 
     def completions(self, batch: CompletionTable, step: int) -> None:
         if batch.rows:
-            data: list[Any] = [list(row.values()) for row in batch.rows]
-            table = self._wandb.Table(columns=list(batch.rows[0]), data=data)
-            self._run.log({"completions": table, "update": step})
+            self._run.log({"completions": self._wandb.Table(**batch.columns()), "update": step})
 
     def close(self) -> None:
         self._run.finish()
@@ -182,9 +180,7 @@ class _Trackio:
 
     def completions(self, batch: CompletionTable, step: int) -> None:
         if batch.rows:
-            data: list[Any] = [list(row.values()) for row in batch.rows]
-            table = self._trackio.Table(columns=list(batch.rows[0]), data=data)
-            self._trackio.log({"completions": table}, step=step)
+            self._trackio.log({"completions": self._trackio.Table(**batch.columns())}, step=step)
 
     def close(self) -> None:
         self._trackio.finish()
@@ -210,7 +206,7 @@ def _text(value: Any) -> str:
 
 
 def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _quoted(text: str) -> str:
