@@ -171,7 +171,7 @@ def _relations(built: dict[str, Any], found: Settings) -> None:
         if value("optim.minibatches") > rows:
             expect("optim.minibatches", f"at most {rows}, the completions of a batch step")
     modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}
-    if value("rollout.group_size") and modes and not any(mode.startswith("affine") for mode in modes):
+    if value("rollout.group_size") and modes and not any(map(built["rollout"].group_size_of, modes)):
         expect("rollout.group_size", f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size")
     mixes = value("loss.ref_sync_every") and value("loss.ref_mixup") < 1
     if (reference := value("loss.ref_quantization")) not in ("none", None):

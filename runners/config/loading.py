@@ -175,7 +175,7 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_complete(config: Config) -> None:
-    """Raises ConfigError for what only the core can tell: the reference's keys without a reference, groups
+    """Raises ConfigError for what only the core knows: the reference's keys without a reference, groups
     without variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 

@@ -1,6 +1,6 @@
 """Keys of the config: a field's type, default, range and meaning, and the check of a value by them.
 
-Types are strict (through cattrs): only an integer is converted, if a number is wanted. "3" and 1.0 are not
+Types are strict (through cattrs): only an integer is converted, if a number is expected. "3" and 1.0 are not
 integers, and true is not a number.
 """
 

@@ -45,24 +45,13 @@ your working, step by step
 the final number, alone
 </answer>"""
 
-Tune = Literal["full", "lora", "dora"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Stored = Literal["float32", "bfloat16"]
 QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
-Launch = Literal["auto", "eval", "async"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
 Scale = Literal["group", "batch", "none"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-OnBadRow = Literal["raise", "skip"]
-SharePrompts = Literal["auto", "always", "never"]
-OnError = Literal["skip", "raise"]
-OnToolError = Literal["observation", "no_reward"]
-TurnSchedule = Literal["together", "arrival"]
-OnSaveError = Literal["continue", "stop"]
-TokenLog = Literal["none", "sampled", "moved"]
-JudgeKind = Literal["score", "ranking", "classifier"]
 
 JUDGE_PREFIX = "judge."
 """The prefix of a judge in `reward.functions`: the name of a table [judge.NAME] follows."""
@@ -121,9 +110,9 @@ class ModelConfig:
     """[model]: what is trained, and in which precision."""
 
     path: str = key(attrs.NOTHING, "`\"embedded\"` or `\"embedded-tools\"` (the small models in the package), an mlx-lm model folder ([nanochat](nanochat.md)'s as well), or a Hub name", "one line, not empty")
-    tune: Tune = key("full", "what is trained: all weights, or adapters")
+    tune: Literal["full", "lora", "dora"] = key("full", "what is trained: all weights, or adapters")
     lora: LoraConfig = attrs.field(factory=LoraConfig)
-    dtype: Dtype = key("auto", "dtype of the computation; auto: float32 on a CPU, else the model's own. On a CPU experts are multiplied in float32 in any case")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the computation; auto: float32 on a CPU, else the model's own. On a CPU experts are multiplied in float32 in any case")
     master: Stored = key("float32", "dtype of the weights that the optimizer changes; bfloat16 is rounded stochastically: [when to choose it](memory.md#weights-in-bfloat16)")
     trust_remote_code: bool = key(False, "run Python code that comes with a model")
     loader: str = key("", "your function that opens the folder, `package.module:function` or `path/to/file.py:function`: see [own model](own-model.md); empty: mlx-lm")
@@ -148,7 +137,7 @@ class DataConfig:
     chat_template_kwargs: dict[str, bool | int | float | str] = key(_NONE, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
     max_samples: int = key(0, "how many rows to train on, from the first; 0: all", ">= 0")
     max_prompt_length: int = key(512, "longer prompts (tokens) are left out and counted", ">= 1")
-    on_bad_row: OnBadRow = key("raise", "a row without a question or an answer ends the run, or is left out and counted")
+    on_bad_row: Literal["raise", "skip"] = key("raise", "a row without a question or an answer ends the run, or is left out and counted")
     transform: str = key("", "your function from a row to a row, named in the same way: see [own data](own-data.md); empty: none")
 
 
@@ -168,9 +157,13 @@ class RolloutConfig:
     group_size: int = key(0, "weights that share a scale, in affine modes, of sampler and reference; 0: 64", "0 or 32 or 64 or 128")
     quantize_head: bool = key(False, "round embeddings and head too, of sampler and reference")
     mismatch_limit: float = key(0.5, "if the log-probs of a quantized sampler differ more from the learner's (mean, nats a token), the run goes back to full precision; 0: never", ">= 0")
-    launch: Launch = key("auto", "wait for each decoding step (`eval`), or prepare the next step meanwhile (`async`, which copies the KV cache); auto: `eval` on a CPU, `async` on a GPU")
+    launch: Literal["auto", "eval", "async"] = key("auto", "wait for each decoding step (`eval`), or prepare the next step meanwhile (`async`, which copies the KV cache); auto: `eval` on a CPU, `async` on a GPU")
     check_every: int = key(8, "decoding steps between two checks which completions have ended", ">= 1")
     max_batch: int = key(0, "the largest number of rows decoded together, in whole groups; 0: as many as memory holds", ">= 0")
+
+    def group_size_of(self, quantization: str) -> int:
+        """The group size for a format: `group_size` where the format leaves the choice, else 0, the format's own."""
+        return self.group_size if quantization.startswith("affine") else 0
 
 
 @attrs.frozen(kw_only=True)
@@ -181,7 +174,7 @@ class RewardConfig:
     weights: tuple[float, ...] = key((), "weight of each function, not all 0; empty: 1.0 each")
     aggregate: Aggregate = key("sum_then_normalize", "add the rewards, then take advantages; or normalise each reward in its group first (GDPO)")
     timeout: float = key(60.0, "seconds that a call of one reward may take; 0: no limit, in the run's own process", LONG)
-    on_error: OnError = key("skip", "a reward that fails is left out and reported, or ends the run")
+    on_error: Literal["skip", "raise"] = key("skip", "a reward that fails is left out and reported, or ends the run")
     stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: a reward that fails for every completion of a batch step ends the run; see [faults.md](faults.md#rewards)')
 
 
@@ -189,7 +182,7 @@ class RewardConfig:
 class JudgeConfig:
     """[judge.NAME]: a model that rewards completions; `reward.functions` names it as "judge.NAME"."""
 
-    kind: JudgeKind = key("score", "a model that marks a completion or ranks a group of them, behind an API; or one in a folder")
+    kind: Literal["score", "ranking", "classifier"] = key("score", "a model that marks a completion or ranks a group of them, behind an API; or one in a folder")
     url: str = key("", "address (http or https, no password) of an API like OpenAI's, without `/chat/completions`; required but for a classifier")
     model: str = key("", "the model's name there; empty: none is sent")
     api_key_env: str = key("", "the variable of the environment that holds the key; empty: no key is sent")
@@ -275,8 +268,8 @@ class EnvConfig:
     max_observation_tokens: int = key(512, "a call's result is cut off after this many tokens", ">= 1")
     timeout: float = key(30.0, "seconds that the calls of a turn, or a `reset`, may take; 0: no limit", LONG)
     workers: int = key(32, "calls that run at a time, each in a thread; coroutines do not need one", ">= 1")
-    on_error: OnToolError = key("observation", "a call that fails or is late: the model sees the error, or the conversation ends without a reward")
-    schedule: TurnSchedule = key("together", "when turns continue: all together when no row decodes, with the same numbers each time; or each as soon as its reply is there")
+    on_error: Literal["observation", "no_reward"] = key("observation", "a call that fails or is late: the model sees the error, or the conversation ends without a reward")
+    schedule: Literal["together", "arrival"] = key("together", "when turns continue: all together when no row decodes, with the same numbers each time; or each as soon as its reply is there")
 
     @property
     def answers(self) -> bool:
@@ -301,7 +294,7 @@ class CheckpointConfig:
     every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
     keep_last: int = key(3, "how many of the newest stay; 0: all, whatever `keep_best` says", ">= 0")
     keep_best: int = key(1, "how many of the best stay besides: by exact match, then by reward", ">= 0")
-    on_error: OnSaveError = key("continue", "if a checkpoint or a line of a log cannot be written: train on and try again, or stop")
+    on_error: Literal["continue", "stop"] = key("continue", "if a checkpoint or a line of a log cannot be written: train on and try again, or stop")
 
 
 @attrs.frozen(kw_only=True)
@@ -311,7 +304,7 @@ class LogConfig:
     every: int = key(1, "updates between two lines; the last update always has one", ">= 1")
     jsonl: bool = key(True, "write `training_log.jsonl` and [`events.jsonl`](report.md#eventsjsonl)")
     completions: bool = key(True, "write [`completions.jsonl`](rewards.md#completionsjsonl): prompt, text, rewards, advantage and length of every completion; and [`evaluations.jsonl`](report.md#evaluationsjsonl)")
-    tokens: TokenLog = key("none", "also write [`tokens.jsonl`](report.md#tokensjsonl): each token's log-prob, and with `moved` how far each update moves it, which costs a forward pass an update")
+    tokens: Literal["none", "sampled", "moved"] = key("none", "also write [`tokens.jsonl`](report.md#tokensjsonl): each token's log-prob, and with `moved` how far each update moves it, which costs a forward pass an update")
     report: bool = key(True, "write [`report.html`](report.md) into the run's folder when the run ends")
     tensorboard: bool = key(False, "also to TensorBoard (needs `tensorboardX`)")
     wandb: bool = key(False, "also to Weights & Biases (needs `wandb`)")
@@ -346,7 +339,7 @@ class SystemConfig:
     grad_checkpoint: bool = key(False, "recompute each block in the backward pass: less memory, more time")
     memory_limit_gb: float = key(0.0, "MLX's memory limit, 10⁹ bytes; 0: MLX's own", LONG)
     micro_batch_tokens: int = key(0, "tokens that the learner computes at a time; changes memory and speed, not the update. 0: automatic. CPU: sized for 75 MB of activations, but at least a prompt with three completions and 256 tokens; Metal: 8,192; CUDA: 8,192 to 65,536, more for smaller models, while the gradient fills less than half of the memory; where 8,192 do not fit, halved until the gradient fills at most 85 %", ">= 0")
-    share_prompts: SharePrompts = key("auto", "compute the prompt of a group once in the learner, not once per completion; auto: on a CPU, where the model allows it (plain key-value caches, no `grad_checkpoint`); `always` is refused if it is impossible")
+    share_prompts: Literal["auto", "always", "never"] = key("auto", "compute the prompt of a group once in the learner, not once per completion; auto: on a CPU, where the model allows it (plain key-value caches, no `grad_checkpoint`); `always` is refused if it is impossible")
     collective_timeout: float = key(600.0, "seconds that ranks wait for each other before the run ends with a line that names who is missing; see [many devices](many-devices.md)", "0 < x <= 1e9")
     check_model: bool = key(True, "before the first rollout, compare what the model decodes with what it is trained on, on a few tokens of the run's prompts: [models](models.md#what-a-run-checks)")
     disable: tuple[str, ...] = key((), 'mechanisms for speed or memory to turn off, such as `["shared_prefix", "merged_adapters"]`: to find out what one brings, or whether one is at fault; results are the same to rounding. [architecture](architecture.md#speed-and-memory) has the names', "none twice")

@@ -75,8 +75,8 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if len(kinds) > 1 or len(paths) > len({shard and int(shard[1]) for shard in shards}):
         names = ", ".join(path.name for path in paths)
         raise UserError(f"{key}: expected the split {show(split)} once in {folder}, found {names}")
-    if shards[0] and len(paths) < (wanted := int(shards[0][2])):
-        raise UserError(f"{key}: expected {wanted} shards of {show(split)} in {folder}, found {len(paths)}")
+    if shards[0] and len(paths) < (expected := int(shards[0][2])):
+        raise UserError(f"{key}: expected {expected} shards of {show(split)} in {folder}, found {len(paths)}")
     check_links(folder, paths)
     return sorted(paths, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
 

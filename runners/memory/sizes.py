@@ -187,8 +187,7 @@ def _role_bytes(
     if storage != "packed":
         return sum(leaf.size for leaf in leaves.values()) * dtype.size
     try:
-        group = config.rollout.group_size if quantization.startswith("affine") else 0
-        mode = quant_mode(quantization, group)
+        mode = quant_mode(quantization, config.rollout.group_size_of(quantization))
     except ValueError as error:
         raise UserError(f"{config.where('rollout.group_size')}: {error}") from error
     head = config.rollout.quantize_head

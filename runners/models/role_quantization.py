@@ -15,7 +15,7 @@ def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, s
             policy,
             name,
             storage,
-            group_size=config.rollout.group_size if name.startswith("affine") else 0,
+            group_size=config.rollout.group_size_of(name),
             head=config.rollout.quantize_head,
         )
     except ValueError as error:

@@ -54,7 +54,7 @@ class TiktokenTokenizer:
             special.get(name or "") for name in (self.bos_token, self.eos_token, self.pad_token)
         )
         # The tokens that end a completion: <|bos|> would begin the next text.
-        self.end_ids = tuple(sorted({self.eos_token_id, self.bos_token_id} - {None}))
+        self.end_ids = tuple(sorted({i for i in (self.eos_token_id, self.bos_token_id) if i is not None}))
         self.all_special_tokens, self.all_special_ids = [*self._special], [*self._special.values()]
         self.added_tokens_decoder = {
             i: AddedToken(name, special=True, normalized=False) for name, i in special.items()

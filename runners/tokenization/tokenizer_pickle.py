@@ -10,7 +10,6 @@ import copyreg
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ _PLAIN = {
     *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "GLOBAL", "STACK_GLOBAL", "REDUCE"),
 }
 """Opcodes that leave a text, bytes, or one of the two admitted names on the stack."""
+_FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
 
 
 def find_pickle(folder: Path) -> Path | None:
@@ -43,14 +43,12 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
     message has the name; it is neither imported nor called), or if its content is not a vocabulary.
     """
     try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-    try:
-        state = encoding_state(content)
+        state = encoding_state(file.read_bytes())
         import tiktoken
 
         return tiktoken.Encoding(**state)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except ValueError as error:  # from tiktoken, for an invalid regular expression
@@ -98,12 +96,22 @@ class _Reader(pickle.Unpickler):
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
+
         # Made for each reading: BUILD may set attributes, which must be gone afterwards.
-        self.stand_in = _make_stand_in()
-        self._names = {
-            ("tiktoken.core", "Encoding"): self.stand_in,
-            ("_codecs", "encode"): _make_latin1(),
-        }
+        class Encoding:
+            """Keeps the state that the pickle gives it."""
+
+            def __setstate__(self, state: object) -> None:
+                self.__dict__["state"] = state
+
+        def encode(text: str, encoding: str) -> bytes:
+            """Bytes in the form of protocol 2: their values as characters."""
+            if type(text) is not str or encoding != "latin1":
+                raise UserError(f'_codecs.encode: expected "latin1", found {_shown(encoding)}')
+            return text.encode("latin-1")
+
+        self.stand_in = Encoding
+        self._names = {("tiktoken.core", "Encoding"): Encoding, ("_codecs", "encode"): encode}
         # Extension codes seen earlier in this process would be read from this cache and bypass find_class.
         copyreg.clear_extension_cache()
 
@@ -122,54 +130,29 @@ class _Reader(pickle.Unpickler):
         raise UserError(f"the pickle refers to something outside it ({_shown(pid)}), which is not admitted")
 
 
-def _make_stand_in() -> type:
-    class Encoding:
-        """Keeps the state that the pickle gives it."""
-
-        def __setstate__(self, state: object) -> None:
-            self.__dict__["state"] = state
-
-    return Encoding
-
-
-def _make_latin1() -> Callable[[str, str], bytes]:
-    def encode(text: str, encoding: str) -> bytes:
-        """Bytes in the form of protocol 2: their values as characters."""
-        if type(text) is not str or encoding != "latin1":
-            raise UserError(f'_codecs.encode: expected "latin1", found {_shown(encoding)}')
-        return text.encode("latin-1")
-
-    return encode
-
-
 def _shown(value: object) -> str:
     # A value made by the pickle may have any size, so only texts are shown.
     return show(value) if type(value) is str else type(value).__name__
 
 
-def _checked(state: object) -> dict[str, Any]:
+def _checked(state: Any) -> dict[str, Any]:
     """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
-    if isinstance(state, str):
-        raise UserError(
-            f"expected a trained encoding, found only the name {show(state)}, without its vocabulary"
-        )
-    if not isinstance(state, Mapping):
-        raise UserError(f"the Encoding's state: expected its vocabulary, found {type(state).__name__}")
-    kinds = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
-    for key, kind in kinds.items():
+    if type(state) is not dict:
+        raise UserError(f"the Encoding's state: expected its vocabulary, found {_shown(state)}")
+    for key, kind in _FIELDS.items():
         if type(state.get(key)) is not kind:
             found = type(state[key]).__name__ if key in state else "nothing"
             raise UserError(f"the Encoding's {key}: expected {kind.__name__}, found {found}")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     for key, table, kind in (("mergeable_ranks", ranks, bytes), ("special_tokens", special, str)):
-        if set(map(type, table)) - {kind} or set(map(type, table.values())) - {int}:
+        if {*map(type, table)} - {kind} or {*map(type, table.values())} - {int}:
             raise UserError(f"the Encoding's {key} is not a table from {kind.__name__} to int")
     ids = [*ranks.values(), *special.values()]
-    if len(set(ids)) != len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _MAX_ID:
+    if len(set(ids)) != len(ids) or not all(0 <= number <= _MAX_ID for number in ids):
         raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")
-    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lacking:
+    lacking = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if lacking is not None:
         raise UserError(
-            f"the Encoding has no token for the byte {lacking[0]:#04x}, so not every text has tokens"
+            f"the Encoding has no token for the byte {lacking:#04x}, so not every text has tokens"
         )
-    return {key: state[key] for key in kinds}
+    return {key: state[key] for key in _FIELDS}

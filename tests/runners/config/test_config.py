@@ -212,7 +212,7 @@ def test_the_resolved_config_is_on_the_disk_before_it_takes_its_name(write, monk
 
 
 def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
-    """config.resolved.json gives the very config that wrote it; what is no JSON object is told."""
+    """config.resolved.json gives the very config that wrote it; anything but a JSON object is refused."""
     monkeypatch.chdir(tmp_path)
     config = load_config("quickstart", ["run.name=again", "rollout.stop=['x']"]).check()
     assert load_config(str(write_resolved(config))) == config

@@ -1,4 +1,4 @@
-"""Faulty configs: one line for each fault: file, key, what was found, what is wanted, what is near."""
+"""Faulty configs: one line for each fault: file, key, what was expected, what was found, what is near."""
 
 import attrs
 import pytest
@@ -160,7 +160,7 @@ def test_a_missing_file_is_looked_for_beside_the_config_too(tmp_path, monkeypatc
     )
 
 
-def test_all_faults_are_told_at_once_in_the_order_of_the_file(faults):
+def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
     """Four faults of the file, then one of the command line, each with its source; the missing model last."""
     text = (
         "optim.lr = 1\noptim.batch_size = 0\nrollout.top_p = true\ndata.source = 'x.csv'\nmodel.tune = 'full'"
@@ -201,7 +201,7 @@ def test_all_faults_are_told_at_once_in_the_order_of_the_file(faults):
     ],
 )
 def test_faults_of_the_command_line_are_named_so(faults, override, line):
-    """A bad --set is told as one, not as a fault of the file."""
+    """A bad --set is reported as one, not as a fault of the file."""
     assert faults(MODEL, override) == [line]
     assert faults(MODEL + "optim.eps = 1e-6", override) == [line]
 
@@ -261,7 +261,7 @@ def test_a_config_that_is_not_there(tmp_path, monkeypatch, name, line):
     assert caught.value.problems[0].startswith(line)
 
 
-def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
+def test_an_unreadable_file_is_reported(tmp_path, monkeypatch):
     """What the operating system says, with the file."""
     (tmp_path / "a.toml").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
@@ -297,7 +297,7 @@ def test_an_unreadable_file_is_told(tmp_path, monkeypatch):
     ],
 )
 def test_a_loss_without_meaning_is_refused_by_check(tmp_path, monkeypatch, text, overrides, start):
-    """What only the core can tell comes as a ConfigError that names the key and its source."""
+    """What only the core knows comes as a ConfigError that names the key and its source."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.toml").write_text(MODEL + text)
     config = load_config("train.toml", overrides)

@@ -84,7 +84,7 @@ def test_a_config_without_judges_has_an_empty_section(load):
     ],
 )
 def test_keys_that_do_not_fit_are_told(load, keys, line):
-    """File, key, what was found, what is wanted; never what may be a key or a password."""
+    """File, key, what was expected and found; never what may be a key or a password."""
     with pytest.raises(ConfigError) as caught:
         load(with_keys(**keys))
     assert f"train.toml: judge.kind-one.{line}" in str(caught.value) or line in str(caught.value)

@@ -1,4 +1,4 @@
-"""Rows from files, folders and the Hub: what is read, what is held out, and what a fault is told as."""
+"""Rows from files, folders and the Hub: what is read, what is held out, and how faults are reported."""
 
 import json
 from collections.abc import Callable

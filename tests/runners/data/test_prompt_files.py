@@ -51,8 +51,8 @@ def test_rows_with_texts_or_conversations(tmp_path):
         ([], r"there is no prompt in it"),
     ],
 )
-def test_what_is_no_prompt_is_told(tmp_path, rows, message):
-    """With the line; a file without any is told as well."""
+def test_what_is_no_prompt_is_reported(tmp_path, rows, message):
+    """With the line; a file without any is refused as well."""
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(UserError, match=message):
         read_prompts(str(tmp_path / "p.jsonl"), "question", "Be brief.")

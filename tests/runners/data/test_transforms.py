@@ -76,7 +76,7 @@ def test_what_a_transform_may_not_do(folder, code, fault):
         load(folder, "odd.py:odd")
 
 
-def test_a_transform_that_leaves_nothing_is_told(folder):
+def test_a_transform_that_leaves_nothing_is_reported(folder):
     """How many it left out."""
     (folder / "none.py").write_text("def none(row):\n    return None\n")
     with pytest.raises(UserError, match=r"no usable row; data\.transform left out 12"):

@@ -278,7 +278,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("error", [Panic("broken\nmore"), ValueError("broken")])
-def test_a_tokenizer_that_fails_later_is_told_in_a_line(error):
+def test_a_tokenizer_that_fails_later_is_reported_in_a_line(error):
     """On a text that the check did not have."""
     with pytest.raises(UserError, match=r"^the tokenizer fails on a text: broken$"):
         encode(Failing(error), "hello")

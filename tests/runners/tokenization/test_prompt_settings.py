@@ -97,7 +97,7 @@ def test_what_is_written_is_read(tmp_path):
     ],
 )
 def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
-    """In one line with the file, the key, what was found and what is wanted."""
+    """In one line with the file, the key, what was expected and found."""
     write_prompt(tmp_path, SETTINGS)
     file = tmp_path / PROMPT_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

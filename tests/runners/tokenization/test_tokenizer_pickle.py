@@ -207,7 +207,7 @@ def test_the_bytes_of_protocol_2_are_latin_1_only():
         (b"\x80\x04\x95\xff", "no pickle that can be read"),
         (b"\x80\x63.", "no pickle that can be read: ValueError: unsupported pickle protocol"),
         (pickle.dumps({"a": 1}), "expected tiktoken's Encoding, found a pickled dict"),
-        (pickled("gpt2"), 'found only the name "gpt2", without its vocabulary'),
+        (pickled("gpt2"), 'expected its vocabulary, found "gpt2"'),
         (pickled(None), "the Encoding's state: expected its vocabulary, found NoneType"),
         (b"\x80\x02" + ENCODING + b")\x81.", "the Encoding's state: expected its vocabulary, found NoneType"),
         (pickled({**STATE, "pat_str": b"x"}), "pat_str: expected str, found bytes"),
@@ -219,7 +219,7 @@ def test_the_bytes_of_protocol_2_are_latin_1_only():
         (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "no token for the byte 0x00"),
     ],
 )
-def test_what_is_no_vocabulary_is_told(content, message):
+def test_what_is_no_vocabulary_is_reported(content, message):
     """One line that says what was found; broken pickles end in the same way."""
     with pytest.raises(UserError) as caught:
         encoding_state(content)
