@@ -139,7 +139,7 @@ def test_no_system_prompt() -> None:
 
 
 def test_long_prompts_are_left_out_and_counted() -> None:
-    """A prompt at the limit stays, one token more goes; when all go, the shortest one's length is reported."""
+    """A prompt at the limit stays, one token more goes; if all go, the shortest length is reported."""
     rows = [{"question": "x" * n, "answer": "1"} for n in (5, 6, 7)]
     fit = len(render(tokenizer(TEMPLATE), ({"role": "user", "content": "x" * 6},), "<r>")[1])
     config = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit)
