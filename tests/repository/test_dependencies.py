@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
-NEEDED_BY_OTHERS = {"jinja2"}  # by transformers, for chat templates
+NEEDED_BY_OTHERS = {"jinja2", "mlx-vlm"}  # for chat templates; runners.images imports it by name
 FOR_USERS = ("math", "vlm", "torch", "dashboards", "watch")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
 BACKENDS = ("cpu", "cuda12", "cuda13")

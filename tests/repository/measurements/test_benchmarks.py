@@ -141,7 +141,11 @@ def test_what_was_measured_before_the_end_is_kept(tmp_path):
                 raise UserError("ended")
 
     def values(repeats):
-        code = CliRunner().invoke(measured, ["--out", str(tmp_path), "--repeats", str(repeats)]).exit_code
+        code = (
+            CliRunner()
+            .invoke(measured, ["--quick", "--out", str(tmp_path), "--repeats", str(repeats)])
+            .exit_code
+        )
         (found,) = record.load_records(tmp_path / "made.json").values()
         return code, {figure.name: figure.value for figure in found.figures}
 
