@@ -92,7 +92,8 @@ def load_by_mlx_lm(
             raise
         message = f"config.json has no key {error}" if isinstance(error, KeyError) else str(error)
         if "trust_remote_code" in message:
-            message = "it brings its own model code, which runs only with model.trust_remote_code = true"
+            how = "model.trust_remote_code = true, or --trust-remote-code"
+            message = f"it brings its own model code, which runs only with {how}"
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
 
 

@@ -99,6 +99,23 @@ def test_a_folder_with_nanochats_tokenizer_keeps_it(convert, tmp_path, options):
     mlx_lm.utils.load_model(tmp_path / "out")
 
 
+def test_own_code_runs_only_when_trusted_and_is_copied(convert, source, tmp_path):
+    """A fault of that code is one line."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    code = "from mlx_lm.models.llama import Model, ModelArgs\n"
+    for text, options, message in (
+        (code, (), "brings its own model code"),
+        (f"{code}1 / 0\n", ("--trust-remote-code",), "division by zero"),
+    ):
+        (source / "own.py").write_text(text)
+        result = convert("model", "out", *options)
+        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+    (source / "own.py").write_text(code)
+    assert convert("model", "out", "--trust-remote-code").exit_code == 0
+    assert (tmp_path / "out" / "own.py").read_text() == code
+
+
 def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path):
     """Refused, untouched; with --force the new one stands there whole."""
     (tmp_path / "out").mkdir()
