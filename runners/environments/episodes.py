@@ -84,7 +84,7 @@ class Session:
         mode = TOGETHER if tools and all(tool and tool.is_async for tool in tools) else THREAD
         self._calls.submit(
             row,
-            f"runners.environments.instances:{'call_together' if mode == TOGETHER else 'call'}",
+            "runners.environments.instances:call",
             episode.environment,
             made,
             limits.max_observation_tokens * 32,

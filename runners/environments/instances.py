@@ -104,26 +104,22 @@ def call(
     Each is a name and its arguments, or a name and, as a text, why it cannot be made.
     """
     functions = [_function(store, number, name) for name, _ in calls]
+
+    async def together() -> list[Result]:
+        found = []
+        for function, (name, arguments) in zip(functions, calls, strict=True):
+            if not inspect.iscoroutinefunction(function) or isinstance(arguments, str):
+                found.append(_done(function, (name, arguments), characters))
+                continue
+            try:
+                found.append(_shown(name, await function(**arguments), characters))
+            except (Exception, SystemExit) as error:
+                found.append(failure(name, _error_text(error)))
+        return found
+
     if any(map(inspect.iscoroutinefunction, functions)):
-        return call_together(store, number, calls, characters)
+        return together()
     return [_done(*each, characters) for each in zip(functions, calls, strict=True)]
-
-
-async def call_together(
-    store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
-) -> list[Result]:
-    """The same with coroutines, in an event loop."""
-    found = []
-    for name, arguments in calls:
-        function = _function(store, number, name)
-        if not inspect.iscoroutinefunction(function) or isinstance(arguments, str):
-            found.append(_done(function, (name, arguments), characters))
-            continue
-        try:
-            found.append(_shown(name, await function(**arguments), characters))
-        except (Exception, SystemExit) as error:
-            found.append(failure(name, _error_text(error)))
-    return found
 
 
 def drop(store: Store, numbers: Sequence[int]) -> None:

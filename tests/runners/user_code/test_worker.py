@@ -248,8 +248,7 @@ def test_calls_that_hang_are_counted_until_the_process_is_new(monkeypatch, folde
     calls, started = Calls(worker, workers=2), time.monotonic()
     for _ in range(3):
         for row, (name, mode) in enumerate([("block", TOGETHER), ("nap", THREAD), ("nap", THREAD)]):
-            what = "call_together" if mode == TOGETHER else "call"
-            name = f"runners.environments.instances:{what}", None, [(name, {"n": 1})], 100
+            name = "runners.environments.instances:call", None, [(name, {"n": 1})], 100
             calls.submit(row, *name, timeout=0.3, mode=mode)
         found = {}
         while len(found) < 3:
@@ -320,9 +319,9 @@ def test_calls_of_many_rows_run_side_by_side(worker, folder, tool, rows, workers
     (folder / "meeting.py").write_text(TOOLS)
     worker.load("runners.environments.instances:load", "", ("meeting.py",), (str(folder),))
     calls, found = Calls(worker, workers=workers), {}
-    mode, name = (TOGETHER, "call_together") if tool == "meet_later" else (THREAD, "call")
+    mode = TOGETHER if tool == "meet_later" else THREAD
     for row in range(rows):
-        what = f"runners.environments.instances:{name}", None, [(tool, {})], 100
+        what = "runners.environments.instances:call", None, [(tool, {})], 100
         calls.submit(row, *what, timeout=HANGS, mode=mode)
     while len(found) < rows:
         found |= calls.collect(1)
