@@ -2,11 +2,7 @@
 
 import io
 import math
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +17,7 @@ from runners.telemetry.events import Evaluated, Finished, Note, Started, Status,
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
-from tests.support.processes.terminal import RICH_READS
+from tests.support.processes.terminal import Session
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -233,30 +229,10 @@ with make_report() as report:
 
 
 def on_a_terminal(**environment):
-    """Runs the report in a process whose stdout is a pseudo-terminal; what arrives there."""
-    leader, follower = pty.openpty()
-    plain = {name: value for name, value in os.environ.items() if name not in RICH_READS}
-    settings = {
-        **plain,
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm-256color",
-        "COLUMNS": "80",
-        **environment,
-    }
-    with subprocess.Popen(
-        [sys.executable, "-c", TERMINAL], stdout=follower, stderr=subprocess.DEVNULL, env=settings
-    ) as child:
-        os.close(follower)
-        output = b""
-        while select.select([leader], [], [], 240)[0]:
-            try:
-                output += os.read(leader, 65536)
-            except OSError:  # Linux's way of saying that the other side has closed
-                break
-            if child.poll() is not None and not select.select([leader], [], [], 0)[0]:
-                break
-    os.close(leader)
-    return output.decode()
+    """Runs the report in a process on a pseudo-terminal; what arrives there."""
+    with Session([sys.executable, "-c", TERMINAL], 80, PYTHONPATH=str(ROOT), **environment) as session:
+        session.read_until()
+        return session.output
 
 
 def test_an_interrupt_leaves_the_terminal_as_it_was():
