@@ -11,19 +11,19 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: far outside any trust region, far ins
 def check_shape(name: str, array: mx.array, wanted: tuple[int, ...]) -> None:
     """Raise ValueError unless `array` has exactly the shape `wanted`."""
     if tuple(array.shape) != wanted:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, wanted {wanted}")
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {wanted}")
 
 
 def check_rank(name: str, array: mx.array, rank: int) -> None:
     """Raise ValueError unless `array` has `rank` axes."""
     if array.ndim != rank:
-        raise ValueError(f"{name} has shape {tuple(array.shape)}, wanted {rank} axes")
+        raise ValueError(f"{name} has shape {tuple(array.shape)}, expected {rank} axes")
 
 
 def check_dtype(name: str, array: mx.array, wanted: mx.Dtype) -> None:
     """Raise ValueError unless `array` has the dtype `wanted`."""
     if array.dtype != wanted:
-        raise ValueError(f"{name} is {array.dtype}, wanted {wanted}")
+        raise ValueError(f"{name} is {array.dtype}, expected {wanted}")
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) -> None:
@@ -36,7 +36,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], vocabulary: int | None) ->
         bad = low if low < 0 else high
         if bad < 0 or (vocabulary is not None and bad >= vocabulary):
             bound = "" if vocabulary is None else f" < {vocabulary}, the rows of the model's token embedding"
-            raise ValueError(f"prompt {number} has the token id {bad}: wanted 0 <= id{bound}")
+            raise ValueError(f"prompt {number} has the token id {bad}: expected 0 <= id{bound}")
 
 
 class TooLong(ValueError):

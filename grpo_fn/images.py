@@ -23,12 +23,12 @@ class PromptImages:
     def __attrs_post_init__(self) -> None:
         if self.features_fd.ndim != 2 or self.features_fd.shape[0] != len(self.places):
             raise ValueError(
-                f"features_fd has shape {tuple(self.features_fd.shape)}: wanted [F,D] with F = "
+                f"features_fd has shape {tuple(self.features_fd.shape)}: expected [F,D] with F = "
                 f"{len(self.places)}, the image tokens of the prompt"
             )
         if len(self.positions) != 3 or len(set(map(len, self.positions))) != 1:
             raise ValueError(
-                f"positions has rows of {[len(row) for row in self.positions]}: wanted three of one length"
+                f"positions has rows of {[len(row) for row in self.positions]}: expected three of one length"
             )
 
     @property
@@ -74,7 +74,7 @@ def image_rows(
     """
     found = [each for each in images if each is not None]
     if not found:
-        raise ValueError("wanted at least one prompt with images")
+        raise ValueError("expected at least one prompt with images, found none")
     feature_rl, positions_r3l, shifts, count = [], [], [], 0
     for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
         feature, positions, shift = [-1] * length, [list(range(length))] * 3, 0

@@ -41,7 +41,7 @@ def combine_rewards(
         functions, size = rewards_kb.shape
         if group_size is None or group_size < 2 or size % group_size:
             raise ValueError(
-                f"aggregate = 'normalize_then_sum' normalises within groups: wanted group_size >= 2 that "
+                f"aggregate = 'normalize_then_sum' normalises within groups: expected group_size >= 2 that "
                 f"divides {size} completions, found {group_size}"
             )
         shape_rows = (functions * size // group_size, group_size)
@@ -109,7 +109,7 @@ def overlong_penalty(
         ValueError: the buffer is not within 1 … max_length.
     """
     if not 1 <= buffer <= max_length:
-        raise ValueError(f"buffer = {buffer}: wanted 1 <= buffer <= max_length = {max_length}")
+        raise ValueError(f"buffer = {buffer}: expected 1 <= buffer <= max_length = {max_length}")
     free = max_length - buffer
     penalty_b = mx.minimum((free - lengths_b.astype(mx.float32)) / buffer, 0.0)
     return factor * (mx.maximum(penalty_b, -1.0) if saturate else penalty_b)

@@ -27,7 +27,7 @@ def expert_shares(logits_ne: mx.array, mask_n: mx.array, experts_per_token: int)
     tokens, experts = logits_ne.shape
     check_shape("mask_n", mask_n, (tokens,))
     if not 1 <= experts_per_token <= experts:
-        raise ValueError(f"experts_per_token = {experts_per_token}: wanted 1 to {experts}, the experts")
+        raise ValueError(f"experts_per_token = {experts_per_token}: expected 1 to {experts}, the experts")
     order_ne = mx.argpartition(-mx.stop_gradient(logits_ne), kth=experts_per_token - 1, axis=-1)
     weight_nk = mx.broadcast_to(mask_n.astype(mx.float32)[:, None], (tokens, experts_per_token))
     counts_e = mx.zeros((experts,)).at[order_ne[:, :experts_per_token]].add(weight_nk)

@@ -34,7 +34,7 @@ class OneTokenCache:
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
         """No mask: a new token sees all earlier ones."""
         if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: wanted 1 and no window")
+            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
 
 
 def halve_down_to(least: int, number: int) -> int:

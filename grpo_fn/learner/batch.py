@@ -86,7 +86,7 @@ def make_batch(
     check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations))
     width = rollout.tokens_bt.shape[1]
     if width == 0:
-        raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: wanted at least one column")
+        raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: expected at least one column")
     vocabulary = _token_bound(rollout)
     lengths = [len(prompt) for prompt in rollout.prompts]
     longest = max(lengths)
@@ -131,7 +131,7 @@ def check_fits(batch: Batch, policy: Policy) -> None:
     rows = policy.vocabulary
     if rows is not None and batch.vocabulary is not None and batch.vocabulary > rows:
         raise ValueError(
-            f"the batch has token ids up to {batch.vocabulary - 1}: wanted ids < {rows}, the rows of the "
+            f"the batch has token ids up to {batch.vocabulary - 1}: expected ids < {rows}, the rows of the "
             "model's token embedding"
         )
     if policy.positions is not None and batch.mask_bt.size:
@@ -163,7 +163,7 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
     """
     rows = batch.mask_bt.shape[0]
     if not 1 <= number <= rows:
-        raise ValueError(f"number = {number}: wanted 1 <= number <= {rows}, the rows of the batch")
+        raise ValueError(f"number = {number}: expected 1 <= number <= {rows}, the rows of the batch")
     bounds = [rows * i // number for i in range(number + 1)]
     parts = [take_rows(batch, range(low, high)) for low, high in pairwise(bounds)]
     return [
@@ -232,14 +232,14 @@ def _token_bound(rollout: Rollout) -> int:
     tokens_bt = rollout.tokens_bt
     low, high = on_host(mx.stack([tokens_bt.min(), tokens_bt.max()]))
     if low < 0:
-        raise ValueError(f"tokens_bt has the token id {low}: wanted 0 <= id")
+        raise ValueError(f"tokens_bt has the token id {low}: expected 0 <= id")
     return 1 + max(high, *map(max, rollout.prompts))
 
 
 def _most_uncertain(entropy_bt: mx.array | None, mask_bt: mx.array, quantile: float) -> mx.array | None:
     """True on the tokens whose entropy is among the `quantile` largest of the counted ones."""
     if not 0 < quantile <= 1:
-        raise ValueError(f"top_entropy_quantile = {quantile}: wanted 0 < quantile <= 1")
+        raise ValueError(f"top_entropy_quantile = {quantile}: expected 0 < quantile <= 1")
     if quantile == 1:
         return None
     if entropy_bt is None:

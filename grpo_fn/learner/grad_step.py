@@ -66,7 +66,7 @@ class GradStep:
         """
         parts = list(batch) if isinstance(batch, Iterable) else [batch]
         if not parts:
-            raise ValueError("wanted a batch, or at least one micro-batch; found an empty list")
+            raise ValueError("expected a batch, or at least one micro-batch, found an empty list")
         accum = state.accum_grads, state.accum_weight
         stats: list[LossStats] = []
         for number, part in enumerate(parts, 1):

@@ -39,7 +39,7 @@ def split_batch(
         ValueError: max_tokens < 1, or prompts cannot be shared as the batch has no groups.
     """
     if max_tokens < 1:
-        raise ValueError(f"max_tokens = {max_tokens}: wanted at least 1")
+        raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")
     if share_prompts and batch.group_b is None:
         raise ValueError("share_prompts needs group_b, the number of each row's prompt; make_batch gives it")
     if batch.mask_bt.shape[0] == 0:

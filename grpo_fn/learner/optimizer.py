@@ -68,11 +68,13 @@ def adamw(
         ValueError: a value is out of range.
     """
     if not (0 <= betas[0] < 1 and 0 <= betas[1] < 1):
-        raise ValueError(f"betas = {betas}: wanted each in [0, 1)")
+        raise ValueError(f"betas = {betas}: expected each in [0, 1)")
     if not (weight_decay >= 0 and eps > 0):
-        raise ValueError(f"weight_decay = {weight_decay}, eps = {eps}: wanted weight_decay >= 0 and eps > 0")
+        raise ValueError(
+            f"weight_decay = {weight_decay}, eps = {eps}: expected weight_decay >= 0 and eps > 0"
+        )
     if moment_dtype not in (mx.float32, mx.bfloat16):
-        raise ValueError(f"moment_dtype = {moment_dtype}: wanted float32 or bfloat16")
+        raise ValueError(f"moment_dtype = {moment_dtype}: expected float32 or bfloat16")
     schedule = learning_rate if callable(learning_rate) else constant(learning_rate)
 
     def init(params: Tree) -> Tree:
@@ -147,7 +149,7 @@ def constant(learning_rate: float) -> Schedule:
         ValueError: it is negative.
     """
     if not learning_rate >= 0:
-        raise ValueError(f"learning_rate = {learning_rate}: wanted >= 0")
+        raise ValueError(f"learning_rate = {learning_rate}: expected >= 0")
     return lambda update_step: mx.array(learning_rate, mx.float32)
 
 
@@ -165,8 +167,8 @@ def warmup_schedule(
     check_choice("schedule", kind, SCHEDULES)
     if total_updates < 1 or not 0 <= warmup_ratio <= 1:
         raise ValueError(
-            f"total_updates = {total_updates}, warmup_ratio = {warmup_ratio}: wanted total_updates >= 1 and "
-            "0 <= warmup_ratio <= 1"
+            f"total_updates = {total_updates}, warmup_ratio = {warmup_ratio}: expected total_updates >= 1 "
+            "and 0 <= warmup_ratio <= 1"
         )
     base = constant(learning_rate)
     warmup = round(total_updates * warmup_ratio)

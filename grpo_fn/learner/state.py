@@ -74,13 +74,13 @@ def sync_ref(
     if state.ref_params is None:
         raise ValueError("the state has no ref_params to sync: it was made without a reference (beta = 0)")
     if not 0 < mixup <= 1:
-        raise ValueError(f"mixup = {mixup}: wanted 0 < mixup <= 1")
+        raise ValueError(f"mixup = {mixup}: expected 0 < mixup <= 1")
     if mixup == 1:
         return attrs.evolve(state, ref_params=state.params if transform is None else transform(state.params))
     if transform is not None:
         raise ValueError(
             f"mixup = {mixup}: a transformed reference is not what could be mixed with the policy's "
-            "weights; wanted 1"
+            "weights; expected 1"
         )
 
     store = storing(state.ref_params, fold_in(state.key, REFERENCE_ROUNDING, state.update_step))

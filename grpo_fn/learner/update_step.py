@@ -44,7 +44,7 @@ def norm_and_factor(
 def check_max_norm(max_grad_norm: float | None) -> None:
     """ValueError unless the bound is positive, or None."""
     if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm}: wanted > 0, or None for no clipping")
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: expected > 0, or None for no clipping")
 
 
 def make_update_step(

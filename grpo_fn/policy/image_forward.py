@@ -39,10 +39,10 @@ def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
     for layer in cast("list[nn.Module]", module.layers):
         rope = getattr(getattr(layer, "self_attn", None), "rope", None)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.scale != 1:
-            raise ValueError(f"its layers rotate by {type(rope).__name__}: wanted a plain mlx.nn.RoPE")
+            raise ValueError(f"its layers rotate by {type(rope).__name__}: expected a plain mlx.nn.RoPE")
         if len(sections) != 3 or 2 * sum(sections) != rope.dims:
             raise ValueError(
-                f"mrope_section is {list(sections)}: wanted three numbers that add up to {rope.dims // 2}, "
+                f"mrope_section is {list(sections)}: expected three numbers that add up to {rope.dims // 2}, "
                 "half a head's width"
             )
         rope.__class__ = _multimodal(tuple(sections))  # type: ignore[assignment]

@@ -119,12 +119,12 @@ def quant_mode(name: str, group_size: int = 0) -> QuantMode:
         return mode
     if mode.mode != "affine":
         raise ValueError(
-            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; wanted 0"
+            f"group_size = {group_size}: {name} has groups of {mode.group_size} by definition; expected 0"
         )
     if group_size not in GROUP_SIZES:
         raise ValueError(
-            f"group_size = {group_size}: mlx packs groups of {', '.join(map(str, GROUP_SIZES))}; wanted one "
-            "of these, or 0 for the mode's own"
+            f"group_size = {group_size}: mlx packs groups of {', '.join(map(str, GROUP_SIZES))}; expected "
+            "one of these, or 0 for the mode's own"
         )
     return attrs.evolve(mode, group_size=group_size)
 

@@ -243,13 +243,13 @@ def _check_images(
     policy: Policy, images: Sequence[PromptImages | None], prompts: int, replies: Replies | None
 ) -> None:
     if len(images) != prompts:
-        raise ValueError(f"images has {len(images)} entries: wanted {prompts}, one a prompt")
+        raise ValueError(f"images has {len(images)} entries: expected {prompts}, one a prompt")
     if replies is not None:
-        raise ValueError("images and replies do not go together: wanted one of them")
+        raise ValueError("images and replies do not go together: expected one of them")
     if not takes_prompt_images(policy):
         raise ValueError(
-            "this policy takes no images: wanted a module with `use_multimodal_rope`, whose completions can "
-            "be decoded over one copy of their prompt"
+            "this policy takes no images: expected a module with `use_multimodal_rope`, whose completions "
+            "can be decoded over one copy of their prompt"
         )
 
 

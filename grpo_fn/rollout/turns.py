@@ -202,7 +202,7 @@ class Turns:
         found = self._replies.collect(least)
         if not found.keys() <= self._waiting or len(found) < least:
             raise ValueError(
-                f"replies came of rows {sorted(found)}: wanted at least {least} of the rows "
+                f"replies came of rows {sorted(found)}: expected at least {least} of the rows "
                 f"{sorted(self._waiting)}"
             )
         self._waiting -= found.keys()

@@ -145,9 +145,9 @@ def test_a_key_decides_and_neighbouring_draws_are_independent():
 
 def test_other_dtypes_are_refused():
     """The message names what was found and what is wanted."""
-    with pytest.raises(ValueError, match=r"x is mlx.core.float16, wanted mlx.core.float32"):
+    with pytest.raises(ValueError, match=r"x is mlx.core.float16, expected mlx.core.float32"):
         stochastic_round(mx.zeros((2,), mx.float16), KEY)
-    with pytest.raises(ValueError, match=r"the result is mlx.core.float32, wanted mlx.core.bfloat16"):
+    with pytest.raises(ValueError, match=r"the result is mlx.core.float32, expected mlx.core.bfloat16"):
         stochastic_round(mx.zeros((2,)), KEY, mx.float32)
 
 

@@ -83,7 +83,7 @@ def _search() -> Blas:
             return Blas(name)
     if wish:
         wanted = "a library with 32-bit cblas_sgemm that can be loaded, or none"
-        raise ImportError(f"{_VARIABLE}={wish}: wanted {wanted}", name=_VARIABLE)
+        raise ImportError(f"{_VARIABLE}={wish}: expected {wanted}", name=_VARIABLE)
     return Blas(None, "no OpenBLAS or MKL was found")
 
 

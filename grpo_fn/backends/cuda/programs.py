@@ -59,7 +59,7 @@ def compile_program(name: str) -> None:
         return
     kind, *parts = name.split("_")
     if kind not in ("gather", "scatter") or len(parts) not in (3, 4):
-        raise ValueError(f"found {name!r}, wanted one of names(dtype)")
+        raise ValueError(f"found {name!r}, expected one of names(dtype)")
     table = mx.zeros((4, 4), _DTYPES[parts[0]])
     index = mx.zeros((2,), _DTYPES[parts[1]])
     at = index if parts[-1] == "1" else (index, index)

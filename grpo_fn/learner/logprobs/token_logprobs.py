@@ -89,15 +89,15 @@ def _apply(
     batch, length, width = hidden_btd.shape
     check_shape("targets_bt", targets_bt, (batch, length))
     if not mx.issubdtype(targets_bt.dtype, mx.integer):
-        raise ValueError(f"targets_bt has dtype {targets_bt.dtype}, wanted integers (token ids)")
+        raise ValueError(f"targets_bt has dtype {targets_bt.dtype}, expected integers (token ids)")
     if isinstance(head, mx.array):
         check_rank("head", head, 2)
         check_shape("head", head, (head.shape[0], width))
         head = linear_head(head)
     if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(f"temperature = {temperature}: wanted > 0 (greedy choice has no distribution)")
+        raise ValueError(f"temperature = {temperature}: expected > 0 (greedy choice has no distribution)")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk = {chunk}: wanted at least 1 position")
+        raise ValueError(f"chunk = {chunk}: expected at least 1 position")
     if batch * length == 0:
         return [mx.zeros((batch, length)) for _ in range(1 if entropy is None else 2)]
     if chunk is None:

@@ -6,7 +6,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch, take_part, take_rows
-from grpo_fn.learner.micro_batches import halve_batch
+from grpo_fn.learner.micro_batches import halve_batch, shape_of
 from grpo_fn.trees import on_host
 
 
@@ -21,7 +21,7 @@ def deal(batch: Batch, number: int) -> list[Batch]:
         ValueError: number < 1.
     """
     if number < 1:
-        raise ValueError(f"number = {number}: wanted at least 1")
+        raise ValueError(f"number = {number}: expected at least 1")
     if number == 1:
         return [batch]
     rows = batch.mask_bt.shape[0]
@@ -62,26 +62,19 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         return list(pieces)
     cutting = list(pieces)
     while len(cutting) < size:
-        widest = max(range(len(cutting)), key=lambda place: _cost(cutting[place]))
+        widest = max(range(len(cutting)), key=lambda place: shape_of(cutting[place]).tokens)
         halves = halve_batch(cutting[widest])
         if len(halves) == 1:
             break
         cutting[widest : widest + 1] = halves
     owners: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
-    for place in sorted(range(len(cutting)), key=lambda place: -_cost(cutting[place])):
+    for place in sorted(range(len(cutting)), key=lambda place: -shape_of(cutting[place]).tokens):
         owner = loads.index(min(loads))
         owners[owner].append(place)
-        loads[owner] += max(_cost(cutting[place]), 1)
+        loads[owner] += max(shape_of(cutting[place]).tokens, 1)
     mine = [cutting[place] for place in sorted(owners[rank])]
     if not mine:  # a micro-batch without rows that counts nothing
         none = take_part(cutting[0], [], [])
         mine = [attrs.evolve(none, num_sequences=mx.array(0.0), num_tokens=mx.array(0.0))]
     return mine
-
-
-def _cost(piece: Batch) -> int:
-    """Tokens that the learner computes for a micro-batch."""
-    if piece.mask_bt.shape[0] == 0:
-        return 0
-    return piece.tokens_bl.size + (0 if piece.prompt_index_b is None else piece.targets_bt.size)

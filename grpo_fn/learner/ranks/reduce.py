@@ -126,7 +126,7 @@ def all_reduce(
         RuntimeError: a rank is gone; from MLX.
     """
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes = {bucket_bytes}: wanted at least 1")
+        raise ValueError(f"bucket_bytes = {bucket_bytes}: expected at least 1")
     ranks = collectives(group)
     if ranks.size() == 1:
         return state

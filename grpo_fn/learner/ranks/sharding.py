@@ -231,6 +231,6 @@ def _check(state: TrainState) -> None:
     dtypes = {str(leaf.dtype) for leaf in (*arrays_of(state.params), *arrays_of(state.opt_state))}
     if dtypes - {str(mx.float32), str(mx.int32)}:
         raise ValueError(
-            f"found {', '.join(sorted(dtypes))}: wanted masters and moments in float32; bfloat16 is not "
+            f"found {', '.join(sorted(dtypes))}: expected masters and moments in float32; bfloat16 is not "
             "sharded"
         )

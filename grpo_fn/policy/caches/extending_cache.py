@@ -34,7 +34,7 @@ class ExtendingCache:
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
         """No mask: `attend` has its own."""
         if window_size is not None:
-            raise ValueError(f"window_size = {window_size}: wanted no window")
+            raise ValueError(f"window_size = {window_size}: expected no window")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Take the new keys and values [B,K,E,D]."""

@@ -226,7 +226,7 @@ def _check_shapes(
     if q.ndim != 4 or k.shape != q.shape:
         raise ValueError(f"q and k are [B,T,Hk,Dk]; found {q.shape} and {k.shape}")
     if q.shape[1] == 0:
-        raise ValueError(f"wanted at least one token; found q {q.shape}")
+        raise ValueError(f"expected at least one token; found q {q.shape}")
     if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
         raise ValueError(f"v is [B,T,Hv,Dv], Hv a multiple of Hk, beside q {q.shape}; found {v.shape}")
     rows, length, heads, value_width = v.shape

@@ -67,7 +67,7 @@ def replayed_routing(module: nn.Module, experts_blnk: mx.array) -> Iterator[None
     wanted = len(blocks), int(getattr(blocks[0][0], blocks[0][2]))
     if experts_blnk.ndim != 4 or tuple(experts_blnk.shape[2:]) != wanted:
         raise ValueError(
-            f"experts_blnk has shape {tuple(experts_blnk.shape)}: wanted [B,L,{wanted[0]},{wanted[1]}]"
+            f"experts_blnk has shape {tuple(experts_blnk.shape)}: expected [B,L,{wanted[0]},{wanted[1]}]"
         )
     check_replay(module)
     with _in_place_of(blocks, lambda gate, number: _Replayer(gate, experts_blnk[:, :, number])):

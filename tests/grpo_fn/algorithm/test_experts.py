@@ -58,7 +58,7 @@ def test_even_is_one_and_all_on_one_is_e():
 
 def test_arguments_are_checked():
     """k beyond the experts, and a mask of another length."""
-    with pytest.raises(ValueError, match="experts_per_token = 5: wanted 1 to 4"):
+    with pytest.raises(ValueError, match="experts_per_token = 5: expected 1 to 4"):
         expert_shares(mx.eye(4), mx.ones((4,)), 5)
     with pytest.raises(ValueError, match="mask_n"):
         expert_shares(mx.eye(4), mx.ones((3,)), 1)

@@ -6,9 +6,28 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.backends import OPERATIONS, disable, disabled, find, mechanisms, number, substituted
+from benchmarks.architectures.small_models import small_model
+from grpo_fn.backends import (
+    OPERATIONS,
+    SWITCHES,
+    disable,
+    disabled,
+    disabled_names,
+    enabled,
+    find,
+    mechanisms,
+    number,
+    substituted,
+)
+from grpo_fn.learner import optimizer
+from grpo_fn.learner.logprobs.token_logprobs import chunk_rows
+from grpo_fn.policy.caches import prefix_cache
+from grpo_fn.policy.decoding.merged_adapters import mergeable
+from grpo_fn.policy.decoding.unpacked_layers import unpackable
+from grpo_fn.policy.layers import gated_delta, patched_layers, quantized_layers
+from grpo_fn.rollout import decode_loop
 from grpo_fn.trees import map_arrays
-from tests.support.closeness import assert_same_figures, assert_same_gradients
+from tests.support.closeness import assert_same_figures, assert_same_gradients, assert_same_weights
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.naive_learner import (
     SPECS,
@@ -18,7 +37,7 @@ from tests.support.naive_learner import (
     mean_gradient,
     near_policy,
 )
-from tests.support.tiny_policies import tiny_policy
+from tests.support.tiny_policies import lora_policy, tiny_policy, token_rows
 
 FOLDERS = ("cpu", "cuda")
 
@@ -58,6 +77,9 @@ def test_an_unknown_name_is_an_error_with_the_nearest():
     for call in (find, disable, lambda name: disabled(name).__enter__()):
         with pytest.raises(ValueError, match="no mechanism 'softmx'; the nearest name is 'softmax'"):
             call("softmx")
+    with pytest.raises(ValueError, match="no mechanism 'row_compation'; the nearest name is 'row_compac"):
+        enabled("row_compation")
+    assert not SWITCHES.keys() & OPERATIONS.keys()
 
 
 def test_a_device_without_a_folder_has_the_composed_forms(monkeypatch):
@@ -91,36 +113,133 @@ def test_a_predicate_decides_by_the_arguments():
     assert find("exp", mx.zeros(3)) is not None and find("exp", mx.zeros(3, mx.float16)) is None
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat", "cohere"])
+def packed_policy():
+    """Adapters over a base of four bits."""
+    return lora_policy(packed=True, intermediate_size=64)
+
+
+MODELS = {name: lambda name=name: tiny_policy(name) for name in ("llama", "qwen2", "nanochat", "cohere")}
+MODELS |= {"lora": lora_policy, "packed": packed_policy}
+OFF = pytest.mark.parametrize("off", [OPERATIONS, SWITCHES], ids=["operations", "switches"])
+
+
+@OFF
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-def test_a_rollout_is_the_same_without_any_mechanism(name, prompts):
+def test_a_rollout_is_the_same_without_mechanisms(make, prompts, off):
     """Tokens, ends and log-probs to rounding."""
     options = {"generations": 4, "limit": 10, "eos_ids": EOS, "check_every": 1}
-    policy = tiny_policy(name)
+    policy = make()
     ours = roll(policy, prompts, sampling=g.Sampling(min_p=1e-6), **options)
-    with disabled(*OPERATIONS):
-        plain = tiny_policy(name)
-        assert not plain.supports_compiled_decode and type(plain.module) is type(policy.module)
+    with disabled(*off):
+        plain = make()
         # Another sampling that draws the same: each distribution is compiled once a process.
         composed = roll(plain, prompts, sampling=g.Sampling(min_p=2e-6), **options)
         assert_teacher_forced(plain, composed)
     assert_same(ours, composed)
 
 
+@OFF
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "nanochat"])
-def test_a_gradient_is_the_same_without_any_mechanism(name, compile):
-    """Of the whole loss, in every leaf, and the statistics beside it."""
-    policy, spec = tiny_policy(name), SPECS["token_mean"]
-    batch = near_policy(make_batch(), policy)
+def test_a_gradient_and_its_update_are_the_same_without_mechanisms(make, compile, off):
+    """Of the whole loss over micro-batches, in every leaf, and the statistics beside it."""
+    policy, spec = make(), SPECS["token_mean"]
+    batch = near_policy(make_batch(zeros=True), policy)
 
     def gradient(policy):
-        state, stats = grad_step_of(policy, spec, compile=compile)(make_state(policy), batch)
-        mx.eval(state.accum_grads)
-        return mean_gradient(state), map_arrays(lambda a: a.item(), stats)
+        pieces = g.split_batch(g.drop_inactive(batch, spec), max_tokens=40)
+        state, stats = grad_step_of(policy, spec, compile=compile)(make_state(policy), pieces)
+        after, _ = g.make_update_step(g.adamw(1e-3), compile=compile)(state)
+        mx.eval(state.accum_grads, after.params)
+        return mean_gradient(state), after.params, map_arrays(lambda a: a.item(), stats)
 
-    wanted, wanted_stats = gradient(policy)
-    with disabled(*OPERATIONS):
-        found, stats = gradient(tiny_policy(name))
-    assert_same_gradients(found, wanted)
-    assert_same_figures(stats, wanted_stats, ["loss"])
+    expected, expected_params, expected_stats = gradient(policy)
+    with disabled(*off):
+        found, params, stats = gradient(make())
+    assert_same_gradients(found, expected)
+    assert_same_weights(params, expected_params, policy.params)
+    assert_same_figures(stats, expected_stats, ["loss"])
+
+
+ON_CPU = mx.default_device() == mx.cpu
+
+
+def calls(monkeypatch, owner, name):
+    """The calls of a function from here on, in a list that grows."""
+    real, found = getattr(owner, name), []
+    monkeypatch.setattr(owner, name, lambda *a, **k: found.append(1) or real(*a, **k))
+    return found
+
+
+def gradient(policy, **split):
+    """Of a loss, over the batch's micro-batches."""
+    batch = near_policy(make_batch(zeros=True), policy)
+    pieces = g.split_batch(g.drop_inactive(batch, SPECS["grpo"]), max_tokens=40, **split)
+    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), pieces)
+    mx.eval(state.accum_grads)
+    return state
+
+
+def decoder():
+    """What decodes, with the settings of a run."""
+    return decode_loop.Decoder(g.Sampling(), g.Decoding())
+
+
+def acts(name, monkeypatch):
+    """Whether the mechanism does something now."""
+    if name == "patched_layers":
+        return patched_layers.patch_layers(tiny_policy().module) > 0
+    if name == "shared_prefix":
+        return prefix_cache.sharing_pays()
+    if name == "row_compaction":
+        return decoder()._compact
+    if name == "merged_adapters":
+        return bool(mergeable(lora_policy().module))
+    if name == "unpacked_weights":
+        return bool(unpackable(packed_policy().module))
+    if name == "unpacked_products":
+        return quantized_layers.unpack_rows() > 0
+    if name == "logit_chunks":
+        return chunk_rows(50_000) < 10_000
+    if name == "inactive_rows":
+        batch = make_batch(zeros=True)
+        return g.drop_inactive(batch, SPECS["grpo"]).mask_bt.shape[0] < batch.mask_bt.shape[0]
+    if name == "leafwise_update":
+        found = calls(monkeypatch, optimizer.mx, "depends")
+        state = gradient(tiny_policy())
+        found.clear()
+        mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(state)[0].params)
+        return bool(found)
+    if name == "chunked_gated_delta":
+        found = calls(monkeypatch, gated_delta, "chunked_gated_delta")
+        policy = g.Policy.from_module(small_model("qwen3_next"))
+        mx.eval(policy.hidden(policy.params, token_rows(1, 4)))
+        return bool(found)
+    raise ValueError(name)
+
+
+# Those of the shell have their tests beside their code.
+OF_THE_SHELL = {"background_saving", "programs_ahead"}
+BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a CPU and CUDA do
+
+
+@pytest.mark.parametrize("name", sorted(SWITCHES.keys() - OF_THE_SHELL))
+def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
+    """It acts; inside of the block it does not."""
+    if ON_CPU or name not in BY_DEVICE:
+        assert enabled(name) and acts(name, monkeypatch)
+    monkeypatch.undo()
+    with disabled(name):
+        assert not enabled(name) and disabled_names() == (name,) and not acts(name, monkeypatch)
+    assert enabled(name) and disabled_names() == ()
+
+
+def test_inactive_rows_count_in_the_denominators_either_way():
+    """Left out or not, the update is the same."""
+    policy = tiny_policy()
+    wanted = gradient(policy)
+    with disabled("inactive_rows"):
+        found = gradient(policy)
+    assert_same_gradients(mean_gradient(found), mean_gradient(wanted))
+    assert found.accum_weight.item() == wanted.accum_weight.item() > 0

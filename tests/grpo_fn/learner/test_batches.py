@@ -128,7 +128,7 @@ def test_truncated_completions_take_no_place_among_the_most_uncertain(quantile):
     ({"top_entropy_quantile": 0.0}, "top_entropy_quantile = 0.0"),
     ({"top_entropy_quantile": 1.5}, "top_entropy_quantile = 1.5"),
     ({"top_entropy_quantile": 0.5}, "needs the rollout's entropies"),
-    ({"adv_pg": mx.zeros((3, 2))}, r"adv_pg has shape \(3, 2\), wanted \(2, 3\)"),
+    ({"adv_pg": mx.zeros((3, 2))}, r"adv_pg has shape \(3, 2\), expected \(2, 3\)"),
 ])  # fmt: skip
 def test_make_batch_refuses(options, message):
     """Shares out of range, missing entropies, advantages of another shape."""
@@ -184,7 +184,7 @@ def test_minibatches_are_the_rows_in_order_with_counts_of_their_own(number):
 @pytest.mark.parametrize("number", [0, -1, 7])
 def test_minibatches_refuse_more_parts_than_rows(number):
     """The message gives the range."""
-    with pytest.raises(ValueError, match=f"number = {number}: wanted 1 <= number <= 6"):
+    with pytest.raises(ValueError, match=f"number = {number}: expected 1 <= number <= 6"):
         g.minibatches(make(), number)
 
 

@@ -65,7 +65,7 @@ def test_the_first_update_moves_and_the_peak_is_the_rate():
         (lambda: g.adamw(1e-3, eps=0.0), "eps = 0.0"),
         (
             lambda: g.adamw(1e-3, moment_dtype=mx.float16),
-            "moment_dtype = mlx.core.float16: wanted float32 or",
+            "moment_dtype = mlx.core.float16: expected float32 or",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_what_cannot_be_replayed():
             check_replay(small_model(name, **settings))
     check_replay(small_model("olmoe", norm_topk_prob=True))
     policy = g.Policy.from_module(small_model("mixtral"))
-    with pytest.raises(ValueError, match=r"experts_blnk has shape \(3, 8, 4, 1\): wanted \[B,L,4,2\]"):
+    with pytest.raises(ValueError, match=r"experts_blnk has shape \(3, 8, 4, 1\): expected \[B,L,4,2\]"):
         policy.hidden(
             policy.params, batch_of().tokens_bl, experts_blnk=mx.zeros((3, LENGTH, 4, 1), mx.uint16)
         )

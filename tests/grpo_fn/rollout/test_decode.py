@@ -130,19 +130,13 @@ def test_the_cache_is_freed():
         ({"generations": 0}, "num_generations: expected at least 1, found 0"),
         ({"limit": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"top_p": 0.0}, "top_p: expected 0 < top_p <= 1, found 0.0"),
+        *[({"repetition_penalty": bad}, "repetition_penalty") for bad in (0.0, -1.0, float("nan"))],
     ],
 )
 def test_wrong_arguments_are_refused(change, message):
     """Before anything is computed, with what was found."""
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), **change)
-
-
-def test_a_penalty_of_nothing_is_refused():
-    """Division by 0, and a sign that turns round."""
-    for penalty in (0.0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="repetition_penalty"):
-            roll(tiny_policy("llama"), repetition_penalty=penalty)
 
 
 def test_prompts_with_numbers_of_their_own_draw_as_in_the_whole():

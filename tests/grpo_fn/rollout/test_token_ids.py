@@ -64,7 +64,7 @@ def test_other_embeddings():
 @pytest.mark.parametrize("token", OUTSIDE)
 def test_generate_refuses(token):
     """The prompt's number, the id, and the rows; nothing is computed."""
-    message = rf"prompt 1 has the token id {token}: wanted 0 <= id < {VOCAB}, the rows of the model's"
+    message = rf"prompt 1 has the token id {token}: expected 0 <= id < {VOCAB}, the rows of the model's"
     with pytest.raises(ValueError, match=message):
         roll(tiny_policy(), [[1, 2], [3, token, 4]])
     assert roll(tiny_policy(), [[0], [VOCAB - 1]]).vocabulary == VOCAB
@@ -77,11 +77,11 @@ def test_rollouts_of_one_s_own_are_refused(token):
     prompts = (rollout.prompts[0], (3, token))
     for bad in (with_token(rollout, token), attrs.evolve(rollout, prompts=prompts)):
         if token < 0:
-            with pytest.raises(ValueError, match="the token id -1: wanted 0 <= id"):
+            with pytest.raises(ValueError, match="the token id -1: expected 0 <= id"):
                 batch_of(bad)
             continue
         batch = batch_of(bad)
-        message = rf"token ids up to {token}: wanted ids < {VOCAB}, the rows"
+        message = rf"token ids up to {token}: expected ids < {VOCAB}, the rows"
         pieces = g.split_batch(batch, max_tokens=30)
         for parts in (batch, pieces, [half for piece in pieces for half in halve_batch(piece)]):
             with pytest.raises(ValueError, match=message):
@@ -94,7 +94,7 @@ def test_rollouts_of_one_s_own_are_refused(token):
 def test_prompts_of_a_rollout_are_looked_at_again(token):
     """They may have been changed after `generate`."""
     rollout = roll(tiny_policy(), [[1, 2], [3]])
-    with pytest.raises(ValueError, match=rf"prompt 0 has the token id {token}: wanted"):
+    with pytest.raises(ValueError, match=rf"prompt 0 has the token id {token}: expected"):
         batch_of(attrs.evolve(rollout, prompts=((1, token), (3,))))
 
 

@@ -140,7 +140,7 @@ def test_tokens_that_the_model_has_no_embedding_for(place):
     """Added tokens may lie beyond it, as the default nudge does here: a prompt with one is refused."""
     make_model_folder(place / "model", vocab_size=316, tokenizer_size=320)
     write_config(model="model")
-    line = "prompt 0 has the token id 316: wanted 0 <= id < 316, the rows of the model's token embedding"
+    line = "prompt 0 has the token id 316: expected 0 <= id < 316, the rows of the model's token embedding"
     assert f"train data, {place}/model: {line}" in refused("run", "train.toml")
     for command in (["generate", "model", "2"], ["chat", "model"]):
         assert f"{place}/model: {line}" in refused(*command, "--nudge", "<reasoning>")

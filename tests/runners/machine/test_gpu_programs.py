@@ -36,7 +36,7 @@ def test_every_name_is_a_computation(dtype):
 @pytest.mark.parametrize("name", ["", "gather", "sort_float32_int32_1", "gather_int32"])
 def test_other_names_are_refused(name):
     """With what is wanted."""
-    with pytest.raises(ValueError, match="wanted one of names"):
+    with pytest.raises(ValueError, match="expected one of names"):
         compile_program(name)
 
 

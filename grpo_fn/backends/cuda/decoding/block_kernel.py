@@ -59,13 +59,15 @@ class BlockShape:
         }
         for name, size in sizes.items():
             if size % 64:
-                return f"{name} of {size}: wanted a multiple of 64"
+                return f"{name} of {size}: expected a multiple of 64"
         if self.width > MOST_WIDTH:
-            return f"width of {self.width}: wanted at most {MOST_WIDTH}"
+            return f"width of {self.width}: expected at most {MOST_WIDTH}"
         if self.head_width not in HEAD_WIDTHS:
-            return f"heads of {self.head_width}: wanted 64 or 128"
+            return f"heads of {self.head_width}: expected 64 or 128"
         if self.heads % self.shared or self.heads // self.shared > MOST_SHARING:
-            return f"{self.heads} query heads over {self.shared}: wanted at most {MOST_SHARING} to share keys"
+            return (
+                f"{self.heads} query heads over {self.shared}: expected at most {MOST_SHARING} to share keys"
+            )
         return None
 
 

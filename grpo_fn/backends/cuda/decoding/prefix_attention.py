@@ -183,11 +183,11 @@ def append_and_attend(
     shared = own_keys.shape[1]
     dtypes = {a.dtype for a in (queries, new_keys, new_values, own_keys, own_values, prompt_keys)}
     if width not in (32, 64, 128) or own_keys.shape[-1] != width or own_values.shape[-1] != width:
-        raise ValueError(f"heads of {width}: wanted 32, 64 or 128 numbers in queries, keys and values")
+        raise ValueError(f"heads of {width}: expected 32, 64 or 128 numbers in queries, keys and values")
     if heads // shared > MOST_SHARING:
-        raise ValueError(f"{heads // shared} query heads share keys: wanted at most {MOST_SHARING}")
+        raise ValueError(f"{heads // shared} query heads share keys: expected at most {MOST_SHARING}")
     if len(dtypes) > 1 or queries.dtype not in (mx.float16, mx.bfloat16, mx.float32):
-        raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: wanted one, of 16 or 32 bits")
+        raise ValueError(f"dtypes {', '.join(map(str, dtypes))}: expected one, of 16 or 32 bits")
     group = heads // shared
     if queries.dtype in MMA and width in HEAD_WIDTHS and compiles("sm_80"):
         device = device_limits()

@@ -152,7 +152,7 @@ def test_a_misnamed_blas_is_an_import_error_and_a_line_of_the_commands():
     """A library without BLAS in it is named; the command line says it in one line."""
     core = in_new_process("import grpo_fn", GRPO_FN_BLAS="libm.so.6")
     last = core.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: GRPO_FN_BLAS=libm.so.6: wanted a library with 32-bit cblas_sgemm")
+    assert last.startswith("ImportError: GRPO_FN_BLAS=libm.so.6: expected a library with 32-bit cblas_sgemm")
     code = "from runners.cli import main; main(['run', 'quickstart'])"
     command = in_new_process(code, GRPO_FN_BLAS="libm.so.6")
     assert command.returncode == 2

@@ -90,10 +90,10 @@ def test_blocks_with_other_parts_are_not_taken(change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"width": 100}, "width of 100: wanted a multiple of 64"),
-        ({"width": 8192}, "width of 8192: wanted at most 4096"),
-        ({"head_width": 32}, "heads of 32: wanted 64 or 128"),
-        ({"heads": 18}, "18 query heads over 2: wanted at most 8 to share keys"),
+        ({"width": 100}, "width of 100: expected a multiple of 64"),
+        ({"width": 8192}, "width of 8192: expected at most 4096"),
+        ({"head_width": 32}, "heads of 32: expected 64 or 128"),
+        ({"heads": 18}, "18 query heads over 2: expected at most 8 to share keys"),
         ({}, None),
     ],
 )

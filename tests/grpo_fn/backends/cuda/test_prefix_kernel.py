@@ -79,9 +79,9 @@ def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypa
 @pytest.mark.parametrize(
     "heads, shared, width, dtypes, message",
     [
-        (4, 2, 48, ("float32", "float32"), "heads of 48: wanted 32, 64 or 128"),
+        (4, 2, 48, ("float32", "float32"), "heads of 48: expected 32, 64 or 128"),
         (9, 1, 64, ("float32", "float32"), "9 query heads share keys"),
-        (2, 2, 64, ("float16", "float32"), "dtypes .*: wanted one"),
+        (2, 2, 64, ("float16", "float32"), "dtypes .*: expected one"),
     ],
 )
 def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, message):

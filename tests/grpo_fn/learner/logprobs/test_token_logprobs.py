@@ -298,10 +298,10 @@ def test_no_rows_give_no_logprobs():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"hidden": mx.zeros((4, WIDTH))}, r"hidden_btd has shape \(4, 6\), wanted 3 axes"),
-        ({"targets": mx.zeros((2, 3), mx.int32)}, r"targets_bt has shape \(2, 3\), wanted \(2, 4\)"),
-        ({"targets": mx.zeros((2, 4))}, "wanted integers"),
-        ({"head": mx.zeros((VOCAB, WIDTH + 1))}, r"head has shape \(11, 7\), wanted \(11, 6\)"),
+        ({"hidden": mx.zeros((4, WIDTH))}, r"hidden_btd has shape \(4, 6\), expected 3 axes"),
+        ({"targets": mx.zeros((2, 3), mx.int32)}, r"targets_bt has shape \(2, 3\), expected \(2, 4\)"),
+        ({"targets": mx.zeros((2, 4))}, "expected integers"),
+        ({"head": mx.zeros((VOCAB, WIDTH + 1))}, r"head has shape \(11, 7\), expected \(11, 6\)"),
         ({"head": mx.zeros((WIDTH,))}, "head has shape"),
         ({"temperature": 0.0}, "temperature = 0.0"),
         ({"temperature": -1}, "temperature = -1"),

@@ -95,7 +95,7 @@ def test_few_large_buckets_go_over_the_wire():
 
     assert [size for _, size in calls(2**30)] == [sum(leaf.size for leaf in leaves), 1]
     assert len(calls(1)) == len(leaves) + 1
-    with pytest.raises(ValueError, match="bucket_bytes = 0: wanted at least 1"):
+    with pytest.raises(ValueError, match="bucket_bytes = 0: expected at least 1"):
         all_reduce(state, mx.distributed.init(), bucket_bytes=0)
 
 
@@ -155,7 +155,7 @@ def test_every_row_is_on_one_rank(ranks):
     assert sum(rows) == batch.mask_bt.shape[0]
     assert sum(p.num_sequences.item() for own in mine for p in own) == batch.num_sequences.item()
     assert max(rows) - min(rows) <= batch.mask_bt.shape[0] // 3  # a group
-    with pytest.raises(ValueError, match="number = 0: wanted at least 1"):
+    with pytest.raises(ValueError, match="number = 0: expected at least 1"):
         deal(batch, 0)
 
 
