@@ -138,7 +138,7 @@ def _import_transformers_without_torch() -> None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
     try:
-        from transformers.utils import is_torch_available
+        from transformers.utils.import_utils import is_torch_available
 
         is_torch_available()  # remembers its answer
     finally:
