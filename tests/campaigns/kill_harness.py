@@ -10,7 +10,6 @@ of the user's, of many shapes, lie around all targets and have to be untouched a
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -176,20 +175,15 @@ def hunt(
     kinds=ALL,
     seed: int = 0,
     most: int = 12,
-    seconds: float = math.inf,
     say=print,
 ) -> Tally:
-    """Kills so many processes, spread over the kinds; each run or folder sees up to `most` of them.
-
-    No run begins after so many `seconds`.
-    """
-    end = time.monotonic() + seconds
+    """Kills so many processes, spread over the kinds; each run or folder sees up to `most` of them."""
     chance, tally, rounds = random.Random(seed), Tally(), 0
     harnesses = [
         (Harness if kind in KINDS else Conversions)(kind, folder / kind, chance)
         for kind in dict.fromkeys(kinds)
     ]
-    while tally.kills < kills and time.monotonic() < end:
+    while tally.kills < kills:
         harness = harnesses[rounds % len(harnesses)]
         share = -(-(kills - tally.kills) // max(len(harnesses) - rounds, 1))
         harness.run(f"run-{rounds}", min(share, most, kills - tally.kills), tally)
@@ -207,8 +201,7 @@ def hunt(
 @click.option("--kind", "kinds", multiple=True, type=click.Choice(ALL), help="[all]")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the runs, which then stay.")
 @click.option("--jobs", default=1, show_default=True, help="Side by side; with six and more one kind each.")
-@click.option("--minutes", default=math.inf, help="Ends after this time, whatever the kills [never].")
-def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None, jobs: int, minutes: float) -> None:
+def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None, jobs: int) -> None:
     """Kill runs, conversions and exports again and again, and compare.
 
     Exit code 1 where anything was lost, differs, or was touched.
@@ -223,7 +216,6 @@ def main(kills: int, seed: int, kinds: tuple[str, ...], keep: Path | None, jobs:
                 kills // jobs + (job < kills % jobs),
                 kinds=kinds if jobs < len(kinds) else kinds[job % len(kinds) :][:1],
                 seed=seed + job,
-                seconds=60 * minutes,
                 say=click.echo,
             )
             for job in range(jobs)
