@@ -5,23 +5,25 @@ Norms keep their precision. `dequantized` storage rounds the weights at each syn
 full speed; `packed` keeps them small (see `packed`). Both compute with the same rounded weights.
 """
 
+import copy
 from collections.abc import Callable
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from grpo_fn.checks import check_choice
+from grpo_fn.layers import parameters_replaced
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.layers.learned_positions import is_position_table
+from grpo_fn.policy.layers.patched_layers import packed_layer
 from grpo_fn.policy.layers.quantized_layers import (
     QuantMode,
     dequantize,
-    packed_module,
     packed_names,
     quantize,
 )
-from grpo_fn.policy.layers.quantized_layers import unpack_rows as usual_unpack_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, from_names, named_leaves
 
@@ -55,7 +57,6 @@ def quantized_role(
     *,
     group_size: int = 0,
     head: bool = False,
-    unpack_rows: int | None = None,
 ) -> QuantizedRole:
     """A policy of the same model whose block weights are quantized.
 
@@ -65,8 +66,6 @@ def quantized_role(
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
-        unpack_rows: for packed storage: rows of a product from which its weight is unpacked first; 0: never;
-            None: this machine's measured number.
 
     Raises:
         ValueError: a name is unknown, the mode has no such group, the model is quantized already, or none of
@@ -97,13 +96,8 @@ def quantized_role(
 
     role = attrs.evolve(policy, params=None, frozen=transform(policy.frozen) if policy.frozen else {})
     if packed:
-        rows = usual_unpack_rows() if unpack_rows is None else unpack_rows
-        module = packed_module(policy.module, names, leaves, mode, dtype, rows)
-        role = attrs.evolve(
-            role,
-            module=module,
-            split=_packed_split(policy.split, names, mode),
-        )
+        module = _packed_module(policy.module, names, leaves, mode, dtype)
+        role = attrs.evolve(role, module=module, split=_packed_split(policy.split, names, mode))
     return QuantizedRole(role, transform, names, tuple(name for name in wanted if name not in names))
 
 
@@ -142,6 +136,25 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
         return not is_position_table(module)
     inside = head or any(part.isdigit() for part in path.split("."))
     return inside and isinstance(module, nn.Linear | SwitchLinear)
+
+
+def _packed_module(
+    module: nn.Module, names: tuple[str, ...], leaves: Tree, mode: QuantMode, dtype: mx.Dtype | None
+) -> nn.Module:
+    """A copy of the module's structure, without weights, with packed layers in place of the named ones."""
+    with parameters_replaced(module, from_names({name: mx.zeros(()) for name in leaves})):
+        structure = copy.deepcopy(module)
+    parts = dict(structure.named_modules())
+    paths = {name: name.removesuffix(".weight") for name in names}
+    structure.update_modules(
+        tree_unflatten(
+            [
+                (path, packed_layer(parts[path], mode, dtype or leaves[name].dtype))
+                for name, path in paths.items()
+            ]
+        )
+    )
+    return structure
 
 
 def _packed_split(split: HeadSplit, names: tuple[str, ...], mode: QuantMode) -> HeadSplit:

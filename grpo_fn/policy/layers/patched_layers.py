@@ -19,7 +19,14 @@ from grpo_fn.backends.composed import relu2, rms_norm, swiglu
 from grpo_fn.layers import with_globals
 from grpo_fn.policy.layers.gated_delta import gated_delta_update
 from grpo_fn.policy.layers.model_fixes import fix_known_faults
-from grpo_fn.policy.layers.quantized_layers import QuantMode, is_unpacked, unpack_rows, unpacked_product
+from grpo_fn.policy.layers.quantized_layers import (
+    QuantMode,
+    dequantize,
+    is_unpacked,
+    packed_names,
+    unpack_rows,
+    unpacked_product,
+)
 
 
 def patch_layers(module: nn.Module) -> int:
@@ -138,6 +145,37 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return _packed_product(self, x) if _is_unpacked(x) else super().as_linear(x)
+
+
+class _PackedLinear(_QuantizedLinear):
+    """Of a quantized role; without `computes_as`, so that no rollout unpacks it."""
+
+
+class _PackedEmbedding(_QuantizedEmbedding):
+    """Of a quantized role; its rows have the role's dtype."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        mode = QuantMode(self.mode, self.bits, self.group_size)
+        rows = {name: self[name][tokens] for name in packed_names("weight", mode)}
+        return dequantize(rows, mode, self.dtype)
+
+
+def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Module:
+    """A packed layer without weights, in place of an `nn.Linear`, `nn.Embedding` or mlx-lm's experts.
+
+    `dtype` is that of an embedding's rows.
+    """
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    linear = QuantizedSwitchLinear if isinstance(plain, SwitchLinear) else _PackedLinear
+    kind = _PackedEmbedding if isinstance(plain, nn.Embedding) else linear
+    layer: Any = kind.__new__(kind)  # its constructor would draw from the global random state
+    nn.Module.__init__(layer)
+    layer.mode, layer.bits, layer.group_size = mode.mode, mode.bits, mode.group_size
+    layer.dtype, layer.global_scale = dtype, None
+    for name in packed_names("weight", mode) + ["bias"] * ("bias" in plain):
+        layer[name] = mx.zeros(())
+    return layer
 
 
 def _is_unpacked(x: mx.array) -> bool:

@@ -5,20 +5,15 @@ mlx's quantized products read little memory, but on a CPU and on CUDA their time
 part of one layer at a time, and a cost that does not grow with the rows.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
 from grpo_fn.backends import enabled, number
 from grpo_fn.backends.recomputing import recomputed
-from grpo_fn.layers import parameters_replaced
-from grpo_fn.trees import from_names
 
 PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
 
@@ -104,97 +99,3 @@ def packed_names(name: str, mode: QuantMode) -> list[str]:
     """The names of the leaves that replace the weight `name` when it is packed."""
     stem = name.removesuffix("weight")
     return [stem + part for part in ("weight", "scales", *(["biases"] if mode.mode == "affine" else []))]
-
-
-def packed_module(
-    module: nn.Module,
-    names: Iterable[str],
-    leaves: Mapping[str, mx.array],
-    mode: QuantMode,
-    dtype: mx.Dtype | None,
-    unpack_rows: int,
-) -> nn.Module:
-    """A copy of the module's structure, without weights, with packed layers in place of the named ones.
-
-    Args:
-        module: stays as it is.
-        names: of the weights that are packed, each of an `nn.Linear`, `nn.Embedding` or mlx-lm's experts.
-        leaves: the module's parameters by name.
-        mode: their format.
-        dtype: of an unpacked embedding; None: its own dtype.
-        unpack_rows: see the module's docstring; 0: never.
-    """
-    with parameters_replaced(module, from_names({name: mx.zeros(()) for name in leaves})):
-        structure = copy.deepcopy(module)
-    parts = dict(structure.named_modules())
-    replaced = []
-    for name in names:
-        path = name.removesuffix(".weight")
-        plain = _PackedEmbedding if isinstance(parts[path], nn.Embedding) else _PackedLinear
-        kind = _PackedExperts if leaves[name].ndim == 3 else plain
-        layer = kind(mode, dtype or leaves[name].dtype, unpack_rows, f"{path}.bias" in leaves)
-        replaced.append((path, layer))
-    structure.update_modules(tree_unflatten(replaced))
-    return structure
-
-
-class _Packed(nn.Module):
-    """The common part of packed linear layers and embeddings; mlx-lm recognizes such layers by `bits`."""
-
-    def __init__(self, mode: QuantMode, dtype: mx.Dtype, unpack_rows: int, bias: bool) -> None:
-        super().__init__()
-        self.mode, self.bits, self.group_size = mode.mode, mode.bits, mode.group_size
-        self._mode, self._dtype, self._unpack_rows = mode, dtype, unpack_rows
-        for name in packed_names("weight", mode) + ["bias"] * bias:
-            self[name] = mx.zeros(())
-
-    def product(self, x: mx.array) -> mx.array:
-        """x [..., in] times the weight's transpose."""
-        if is_unpacked(x.size // x.shape[-1], x.shape[-1], self._unpack_rows):
-            parts = [self[name] for name in packed_names("weight", self._mode)]
-            return unpacked_product(self._mode)(x, *parts)
-        return mx.quantized_matmul(
-            x,
-            self["weight"],
-            scales=self["scales"],
-            biases=self.get("biases"),
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
-
-
-class _PackedLinear(_Packed):
-    def __call__(self, x: mx.array) -> mx.array:
-        y = self.product(x)
-        return y + self["bias"] if "bias" in self else y
-
-
-class _PackedExperts(_Packed):
-    """Weights [E,out,in] of E experts."""
-
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = mx.gather_qmm(
-            x,
-            self["weight"],
-            self["scales"],
-            self.get("biases"),
-            rhs_indices=indices,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-            sorted_indices=sorted_indices,
-        )
-        return y + self["bias"][indices][..., None, :] if "bias" in self else y
-
-
-class _PackedEmbedding(_Packed):
-    def __call__(self, tokens: mx.array) -> mx.array:
-        rows = {name: self[name][tokens] for name in packed_names("weight", self._mode)}
-        return dequantize(rows, self._mode, self._dtype)
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """The head of a model that ties it to its embedding."""
-        return self.product(x)

@@ -6,7 +6,9 @@ from mlx.utils import tree_flatten
 
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
-from grpo_fn.policy.quantized_role import MODES, quantized_role
+from grpo_fn.backends import disabled
+from grpo_fn.policy.layers.quantized_layers import unpack_rows
+from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import map_arrays, named_leaves
 from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_module, tiny_policy, token_rows
 
@@ -271,31 +273,22 @@ def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
     )
 
 
+@pytest.mark.skipif(not unpack_rows(), reason="packed products take many rows well here")
 def test_from_unpack_rows_on_a_product_is_dense():
     """The numbers of dequantized storage, bit for bit, from that many rows on; mlx's product below them."""
     policy = wide_policy()
-    dense, packed = quantized_role(policy, "affine-4", head=True), {}
-    want = {n: dense.policy.logits(dense.transform(policy.params), token_rows(1, n)) for n in (3, 4)}
-    for rows in (0, 4):
-        role = quantized_role(policy, "affine-4", "packed", head=True, unpack_rows=rows)
-        params = role.transform(policy.params)
-        packed[rows] = {n: role.policy.logits(params, token_rows(1, n)) for n in (3, 4)}
-    assert bool((packed[4][4] == want[4]).all())
-    assert bool((packed[4][3] == packed[0][3]).all())
-    assert not bool((packed[0][4] == want[4]).all())
+    few, many = (token_rows(1, n) for n in (unpack_rows() - 1, unpack_rows()))
+    dense, packed = (quantized_role(policy, "affine-4", kind, head=True) for kind in STORAGES)
+    expected = dense.policy.logits(dense.transform(policy.params), many)
+    params = packed.transform(policy.params)
 
+    def logits(tokens):
+        return packed.policy.logits(params, tokens)
 
-@pytest.mark.parametrize("rows", [0, 4])
-def test_a_role_unpacks_from_where_the_machine_gains_by_it(rows, monkeypatch):
-    """Where no number of rows is given: the machine's own."""
-    monkeypatch.setitem(quantized_role.__globals__, "usual_unpack_rows", lambda: rows)
-    policy = wide_policy()
-    found = []
-    for options in ({}, {"unpack_rows": rows}, {"unpack_rows": 4 - rows}):
-        role = quantized_role(policy, "affine-4", "packed", head=True, **options)
-        found.append(role.policy.logits(role.transform(policy.params), token_rows(1, 4)))
-    usual, same, other = found
-    assert bool((usual == same).all()) and not bool((usual == other).all())
+    assert bool((logits(many) == expected).all())
+    with disabled("unpacked_products"):
+        by_mlx = logits(few), logits(many)
+    assert bool((logits(few) == by_mlx[0]).all()) and not bool((by_mlx[1] == expected).all())
 
 
 def test_making_a_role_draws_no_random_numbers():
