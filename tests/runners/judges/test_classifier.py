@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -56,13 +57,18 @@ def rewards_of(folder, texts=TEXTS, **settings):
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3"])
-def test_a_reward_model_gives_its_score(tmp_path, arch):
+def test_a_reward_model_gives_its_score(tmp_path, monkeypatch, arch):
     """Padding, order and batches change nothing; reward.timeout is not its limit."""
     head = make_classifier(tmp_path / "rm", arch)
     scores = rewards_of(tmp_path / "rm")
     assert scores.problems == []
     np.testing.assert_allclose(scores.values_kb[0], by_hand(tmp_path / "rm", head, TEXTS)[:, 0], atol=1e-4)
+    rows, plain = [], nn.Embedding.__call__
+    monkeypatch.setattr(
+        nn.Embedding, "__call__", lambda table, ids: rows.append(len(ids)) or plain(table, ids)
+    )
     alone = rewards_of(tmp_path / "rm", batch_tokens=8).values_kb
+    assert max(rows) == 1 and len(rows) >= len(TEXTS)
     np.testing.assert_allclose(alone, scores.values_kb, atol=1e-5)
 
 
