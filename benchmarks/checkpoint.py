@@ -26,8 +26,7 @@ from grpo_fn.trees import arrays_of
 from runners.config.loading import Config, load_config
 from runners.telemetry.events import Event, Status
 from runners.telemetry.report import Quiet
-from runners.training.loop import RunResult
-from runners.training.train import run_training
+from runners.training.train import RunResult, run_training
 
 SHARE = 3.0  # per cent of the quickstart's time at most
 EVERY = 10

@@ -87,14 +87,6 @@ def system_fault(error: BaseException) -> str | None:
     return next((line[-_QUOTED:] for line in lines for sign in _OF_THE_SYSTEM if sign in line), None)
 
 
-def count_in(facts: Mapping[str, Any], name: str, default: int) -> int:
-    """A count from a checkpoint's facts; `default` if it is missing. Raises UserError for any other value."""
-    found = facts.get(name, default)
-    if type(found) is not int or found < 0:
-        raise UserError(f"trainer_state.json: {name}: found {show(found)}, expected a number of at least 0")
-    return found
-
-
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None if none is close."""
     if len(name) > _SHOWN:

@@ -131,7 +131,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
     from runners.config.loading import load_config
-    from runners.training import train
+    from runners.training import start, train
 
     work = Path(settings.work)
     config = settings.config or str(work / "train.toml")
@@ -167,7 +167,7 @@ def ours(settings: Settings, out: int) -> None:
         every = 0
         """
     )
-    build = train.build_run
+    build = start.build_run
 
     def gated(*args: Any) -> Any:
         run = build(*args)
@@ -178,7 +178,7 @@ def ours(settings: Settings, out: int) -> None:
         engine.generate = gate.timed(engine.generate, lambda rollout: rollout.lengths_b.tolist())
         return attrs.evolve(run, stream=_Gated(run.stream, gate))
 
-    train.build_run = gated
+    start.build_run = gated
     train.run_training(load_config(config, settings.overrides))
 
 

@@ -23,7 +23,6 @@ from grpo_fn.learner.ranks.reduce import (
     MlxCollectives,
     all_reduce,
     collectives,
-    only_on_first,
     share,
 )
 from grpo_fn.learner.ranks.sharding import Sharding, make_sharded_update_step

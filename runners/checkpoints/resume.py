@@ -11,14 +11,14 @@ import attrs
 
 from runners.checkpoints.manifest import Damaged, check_manifest
 from runners.checkpoints.run_folder import interrupted, run_file_in
-from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
+from runners.checkpoints.snapshot import checkpoint_folders
 from runners.checkpoints.state_files import STATE_FILE
+from runners.checkpoints.trainer_state import TRAINER_STATE, TrainerState, read_trainer_state
 from runners.config.loading import Config
 from runners.config.recorded import recorded_in
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.data.prompts import Example
 from runners.errors import UserError, show
-from runners.files.json_files import read_json
 
 # Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = (
@@ -54,17 +54,12 @@ class Origin:
     """A checkpoint to resume from, checked file by file."""
 
     folder: Path
-    step: int
-    facts: dict[str, Any]  # trainer_state.json
+    facts: TrainerState
 
-    def table(self, name: str) -> dict[str, Any]:
-        """A table of the facts. Raises UserError if it is missing."""
-        found = self.facts.get(name)
-        if not isinstance(found, dict):
-            raise UserError(
-                f"{self.folder / TRAINER_STATE}: {name}: found {show(found)}, wanted a JSON object"
-            )
-        return found
+    @property
+    def step(self) -> int:
+        """Its batch step."""
+        return self.facts.step
 
 
 def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
@@ -79,7 +74,7 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
     """
     if wish is not None and not checkpoint_folders(wish):
         check_manifest(wish, (TRAINER_STATE, STATE_FILE))
-        return _opened(wish)
+        return Origin(wish, read_trainer_state(wish))
     searched = folder if wish is None else wish
     damaged: list[Damaged] = []
     for path in reversed(checkpoint_folders(searched).values()):
@@ -89,7 +84,7 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
             damaged.append(error)
             note(f"{error}; {path.name} is skipped")
             continue
-        return _opened(path)
+        return Origin(path, read_trainer_state(path))
     if damaged:
         raise UserError(
             f"{searched}: none of its {len(damaged)} checkpoints is whole; --overwrite starts over"
@@ -118,7 +113,7 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
 def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
     """The keys in which the config differs from the checkpoint's: name, was, is."""
     defaults = _flat(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
-    was, now = _flat(origin.table("config")), _flat(config.to_dict())
+    was, now = _flat(origin.facts.config), _flat(config.to_dict())
     resolved = _resolved(origin)
     found = []
     for key in sorted(was.keys() | now.keys()):
@@ -146,11 +141,10 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
     """The decisions of an earlier process for this config; None if their keys of [rollout] have changed."""
-    asked = origin.table("config").get("rollout")
+    asked = origin.facts.config.get("rollout")
     if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in DECIDED):
         return None
-    found = origin.table("decided")
-    return {name: found[name] for name in DECIDED if name in found}
+    return attrs.asdict(origin.facts.decided)
 
 
 def decisions(config: Config) -> dict[str, Any]:
@@ -164,14 +158,6 @@ def data_digest(examples: Sequence[Example]) -> str:
     for example in examples:
         whole.update(repr((example.tokens, example.answer)).encode("utf-8", "backslashreplace"))
     return whole.hexdigest()
-
-
-def _opened(folder: Path) -> Origin:
-    facts = read_json(folder / TRAINER_STATE)
-    step = facts.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise UserError(f"{folder / TRAINER_STATE}: step: found {show(step)}, wanted a number of batch steps")
-    return Origin(folder, step, facts)
 
 
 def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -76,11 +76,7 @@ def tell_differences(
     found = _changed(inputs, origin)
     if found:
         note(f"{', '.join(found)}: not what {origin.folder} was trained with")
-    if "inputs" not in origin.facts:
-        note(
-            f"{origin.folder} says nothing of columns, rewards' files and base weights: they are not compared"
-        )
-    was = _stated(origin, "arithmetic", computing)
+    was = origin.facts.arithmetic
     rows = [
         f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
         for key in _differing(was, computing)
@@ -110,14 +106,8 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _changed(inputs: Mapping[str, Any], origin: Origin) -> list[str]:
-    """The inputs that differ. Only a column may be new: earlier versions did not compare everything else."""
-    was = _stated(origin, "inputs", inputs)
-    return _differing(was, {k: v for k, v in inputs.items() if k in was or k.startswith("the column ")})
-
-
-def _stated(origin: Origin, name: str, now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint's table, or the current one if an earlier version of the program wrote none."""
-    return origin.table(name) if name in origin.facts else now
+    """The inputs that differ."""
+    return _differing(origin.facts.inputs, inputs)
 
 
 def _columns(examples: Sequence[Example]) -> list[str]:

@@ -14,7 +14,8 @@ import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.checkpoints.run_folder import interrupted
-from runners.checkpoints.snapshot import TRAINER_STATE, checkpoint_folders
+from runners.checkpoints.snapshot import checkpoint_folders
+from runners.checkpoints.trainer_state import TRAINER_STATE
 from runners.config.recorded import Recorded, recorded_in
 from runners.errors import UserError
 from runners.files.json_files import finite_number, whole_number

@@ -17,6 +17,7 @@ import mlx.core as mx
 from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.state_files import PackedState, pack_state, save_state
+from runners.checkpoints.trainer_state import TRAINER_STATE, VERSION
 from runners.errors import UserError
 from runners.files.durable import new_folder, remove_folder, save_text
 from runners.files.json_files import read_json
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 
 LATEST = "latest"  # a file with the name of the newest checkpoint
-TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -74,7 +74,9 @@ def take_snapshot(
     packed = pack_state(state, weights, loop or {})
     weights = {name: mx.contiguous(array) for name, array in weights.items()}
     mx.eval(weights)
-    return Snapshot(step, weights, packed, {"step": step, **trainer_state}, loaded, prompt)
+    return Snapshot(
+        step, weights, packed, {"version": VERSION, "step": step, **trainer_state}, loaded, prompt
+    )
 
 
 def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:

@@ -131,7 +131,7 @@ def words(kind: Any) -> str:
     return words(arguments[0])  # T | None: absent or a T
 
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
 
 
 def is_text(kind: Any) -> bool:
@@ -187,11 +187,13 @@ def _structure_tuple(value: object, kind: Any) -> tuple:
 def _structure_dict(value: object, kind: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(type(x) in (bool, int, float, str) for x in value.values()):
         raise Mismatch(value, words(kind))
-    return {str(name): structure(entry, type(entry)) for name, entry in value.items()}
+    values = get_args(kind)[1]
+    exact = values in (int, float)
+    return {str(name): structure(entry, values if exact else type(entry)) for name, entry in value.items()}
 
 
 _converter = cattrs.Converter(detailed_validation=False)
-for _kind in (bool, int, str):
+for _kind in (bool, int, str, dict):
     _converter.register_structure_hook(_kind, _structure_exact)
 _converter.register_structure_hook(float, _structure_float)
 for _origin, _hook in ((Literal, _structure_exact), (tuple, _structure_tuple), (dict, _structure_dict)):

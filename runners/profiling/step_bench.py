@@ -19,7 +19,9 @@ from runners.machine.memory_readings import read_memory, usable_memory
 from runners.memory.forecast import forecast
 from runners.memory.sizes import ModelSizes, model_sizes
 from runners.profiling.rates import MachineRates, measure_rates
-from runners.training.loop_state import LoopState
+from runners.telemetry.diary import Diary
+from runners.telemetry.report import Silent
+from runners.training.run_state import RunState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
 
@@ -97,30 +99,34 @@ def bench_steps(
     together = config.optim.gradient_accumulation_steps
     config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
     run = build_run(config, machine, say)
-    at, state = LoopState(), run.learner.state
-    assert state is not None
+    train = run.learner.state
+    assert train is not None
+    run.learner.engine.load(train.old_params, 0)
+    state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
     run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
     say("measuring the machine")
     dtype = run.loaded.compute_dtype
     rates = measure_rates(dtype or mx.float32)
     sizes = _sizes(config, machine)
-    taken = TrainSteps(run, state, at, say)
-    del state
+    taken = TrainSteps(run, Diary(Silent()))
+    del train
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     floors: list[dict[str, float]] = []
     for number in range(steps + 1):
         say(f"step {number + 1} of {steps + 1}")
         tokens, learned, floor = 0.0, 0.0, {"rollout": 0.0, "learner": 0.0}
-        while not taken.update_due():
-            experience = taken.roll_out()
-            taken.accept(experience, taken.cut(experience))
+        while not taken.update_due(state):
+            experience = taken.roll_out(state)
+            state = taken.accept(state, experience, taken.cut(state, experience))
             tokens += experience.sampled_tokens
             learned += _learned(experience.rollout)
             floor["rollout"] += _rollout_floor(experience.rollout, sizes, rates, config)
         for _ in range(taken.uses):
-            taken.update(*taken.gradients_of_update())
-            taken.finish_update()
+            sums = taken.gradients(taken.free_sampler(state))
+            state = attrs.evolve(state, train=None)
+            state, *_ = taken.update(sums)
+            state = taken.sync(state)
         times = taken.times.take()
         floor["learner"] = _learner_floor(learned, sizes, rates, config)
         rows.append({**times, "tokens": tokens, "learned": learned})

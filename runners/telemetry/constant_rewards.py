@@ -2,71 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 
-from runners.errors import UserError, count_in, show
+from runners.config import rules
 
 BATCH_STEPS = 10
-_FACTS = "constant_rewards"  # in trainer_state.json
 
 
-@attrs.define(eq=False)
+@attrs.frozen
 class ConstantRewards:
-    """Watches a run's first batch steps, including those before a resume, and then warns once."""
+    """What a run's first batch steps have shown; a part of its state."""
 
-    names: Sequence[str]
-    after: int = BATCH_STEPS
-    _steps: int = attrs.field(default=0, init=False)
-    _completions: int = attrs.field(default=0, init=False)
-    _first: dict[str, float] = attrs.field(factory=dict, init=False)  # the first value of each reward
-    _varied: set[str] = attrs.field(factory=set, init=False)  # rewards that gave more than one value
+    steps: int = rules.key(0, "batch steps seen", ">= 0")
+    completions: int = rules.key(0, "in them", ">= 0")
+    first: dict[str, float] = attrs.field(factory=dict)  # the first value of each reward
+    varied: tuple[str, ...] = ()  # rewards that gave more than one value
 
-    def read(self, values_kb: np.ndarray) -> list[str]:
-        """At batch step number `after`, a line for each reward that has given only one value; else no lines.
+    def read(
+        self, names: Sequence[str], values_kb: np.ndarray, after: int = BATCH_STEPS
+    ) -> tuple[ConstantRewards, list[str]]:
+        """With one batch step more; at number `after` a line for each reward that has given only one value.
 
         `values_kb` holds the values that the rewards gave at a batch step, NaN for none.
         """
-        if self._steps >= self.after:
-            return []
-        self._steps += 1
-        self._completions += values_kb.shape[1]
-        for name, values_b in zip(self.names, values_kb, strict=True):
+        if self.steps >= after:
+            return self, []
+        first, varied = dict(self.first), set(self.varied)
+        for name, values_b in zip(names, values_kb, strict=True):
             given = values_b[~np.isnan(values_b)].tolist()
-            if given and any(value != self._first.setdefault(name, given[0]) for value in given):
-                self._varied.add(name)
-        if self._steps < self.after:
-            return []
-        return [self._line(name) for name in self.names if name not in self._varied]
-
-    def facts(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        counts = {"steps": self._steps, "completions": self._completions}
-        return {_FACTS: {**counts, "first": dict(self._first), "varied": sorted(self._varied)}}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's facts; an old checkpoint without them is past the first batch steps.
-
-        Raises UserError if they are not what `facts` gave.
-        """
-        found = facts.get(_FACTS, {"steps": self.after})
-        if not isinstance(found, dict):
-            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, expected a JSON object")
-        first, varied = found.get("first", {}), found.get("varied", [])
-        numbers = isinstance(first, dict) and all(isinstance(value, int | float) for value in first.values())
-        if not numbers or not isinstance(varied, list):
-            raise UserError(f"trainer_state.json: {_FACTS}: found {show(found)}, expected what a run saves")
-        self._steps, self._completions = count_in(found, "steps", 0), count_in(found, "completions", 0)
-        self._first, self._varied = first, set(map(str, varied))
+            if given and any(value != first.setdefault(name, given[0]) for value in given):
+                varied.add(name)
+        seen = ConstantRewards(
+            self.steps + 1, self.completions + values_kb.shape[1], first, tuple(sorted(varied))
+        )
+        lines = [seen._line(name) for name in names if name not in varied] if seen.steps == after else []
+        return seen, lines
 
     def _line(self, name: str) -> str:
-        to_all = f"of {self._completions:,} completions in the first {self.after} batch steps"
-        if name not in self._first:
+        to_all = f"of {self.completions:,} completions in the first {self.steps} batch steps"
+        if name not in self.first:
             return f"reward {name} returned None for each {to_all}; check the columns it reads"
         return (
-            f"reward {name} gave {self._first[name]:g} to each {to_all}, so nothing is learned from it; look "
+            f"reward {name} gave {self.first[name]:g} to each {to_all}, so nothing is learned from it; look "
             "at completions.jsonl, and see with `grpo check` what it gives a right answer"
         )

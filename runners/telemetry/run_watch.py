@@ -1,6 +1,6 @@
 """Checks each update's metrics: warns when training goes wrong, and decides when a run may end early.
 
-It depends only on what is logged, so that a resumed run warns and ends at the same updates.
+It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same updates.
 """
 
 from __future__ import annotations
@@ -11,62 +11,62 @@ from typing import Any
 
 import attrs
 
+from runners.config import rules
 from runners.config.conditions import Condition
 from runners.config.sections import WatchConfig
-from runners.errors import UserError, count_in, show
 
-_KEY = "watch_rewards"
 _MOST = 1e300
+_Sum = tuple[float, float, float]  # n, Σ reward, Σ reward²
 
 
+def _check_sum(_: Any, field: attrs.Attribute, found: _Sum) -> None:
+    if found[0] < 0 or max(map(abs, found)) > _MOST:
+        raise rules.Mismatch(list(found), "n of at least 0, Σ reward and Σ reward²", field.name)
+
+
+def _check_counts(_: Any, field: attrs.Attribute, found: dict[str, int]) -> None:
+    if min(found.values(), default=0) < 0:
+        raise rules.Mismatch(found, "counts of at least 0", field.name)
+
+
+@attrs.frozen
 class Watch:
     """Counts, for each sign of trouble, for how many readings in a row it has been there."""
 
-    def __init__(self, settings: WatchConfig, conditions: Sequence[Condition]) -> None:
-        """[watch], and the conditions of stop.when."""
-        self._settings, self._conditions = settings, tuple(conditions)
-        self._counts: dict[str, int] = {}
-        self._level = RewardLevel()
-        self.reached: str | None = None  # the condition that ends the run
+    settings: WatchConfig
+    conditions: Sequence[Condition]  # of stop.when
 
-    def see(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Takes in logged metrics; returns the warnings that are due, a line each.
+    def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
+        """Takes in logged metrics; returns what was seen so far, and the warnings that are due, a line each.
 
         A metric that is missing or not finite is ignored: it neither counts nor ends a row.
         """
         flat, reward = _number(metrics.get("frac_reward_zero_std")), _number(metrics.get("reward"))
+        level = seen.level
         if flat is not None and reward is not None:
-            self._level.see(reward, flat == 1)
-        warnings = [line for name, so, line in self._signs(metrics) if self._due(name, so)]
-        for condition in self._conditions:
+            level = level.see(reward, flat == 1)
+        counts, reached, warnings = dict(seen.counts), seen.reached, []
+        for name, so, line in self._signs(metrics, level):
+            # Once a row, not at every update.
+            if _count(counts, name, so) == self.settings.patience > 0:
+                warnings.append(line)
+        for condition in self.conditions:
             value = _number(metrics.get(condition.metric))
             if value is None:
                 continue
-            row = self._count(f"stop {condition} for {condition.readings}", condition.holds(value))
-            if row >= condition.readings and self.reached is None:
+            row = _count(counts, f"stop {condition} for {condition.readings}", condition.holds(value))
+            if row >= condition.readings and reached is None:
                 times = f" for {row} readings" if row > 1 else ""
-                self.reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"
-        return warnings
+                reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"
+        return Seen(counts, level, reached), warnings
 
-    def facts(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"watch": dict(self._counts), **self._level.facts()}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
-        found = facts.get("watch", {})
-        if not isinstance(found, dict):
-            raise UserError(f"trainer_state.json: watch: found {show(found)}, expected a JSON object")
-        self._counts = {str(name): count_in(found, name, 0) for name in found}
-        self._level.restore(facts)
-
-    def _signs(self, metrics: Mapping[str, Any]) -> list[tuple[str, bool, str]]:
+    def _signs(self, metrics: Mapping[str, Any], level: RewardLevel) -> list[tuple[str, bool, str]]:
         """For each kind of trouble: its name, whether the metrics show it, and the warning."""
-        settings, signs = self._settings, []
+        settings, signs = self.settings, []
         row = f"for {settings.patience} updates"
         flat, entropy, kl = (_number(metrics.get(name)) for name in ("frac_reward_zero_std", "entropy", "kl"))
         if flat is not None:
-            advice = self._level.advice(_number(metrics.get("learning_rate")))
+            advice = level.advice(_number(metrics.get("learning_rate")))
             line = f"no group's completions have differed in reward {row}, {advice}"
             signs.append(("flat rewards", flat == 1, line))
         if entropy is not None and settings.min_entropy:
@@ -84,13 +84,10 @@ class Watch:
             signs.append(("high kl", kl > settings.max_kl, line))
         return signs
 
-    def _due(self, name: str, so: bool) -> bool:
-        # Once a row, not at every update.
-        return self._count(name, so) == self._settings.patience > 0
 
-    def _count(self, name: str, so: bool) -> int:
-        self._counts[name] = self._counts.get(name, 0) + 1 if so else 0
-        return self._counts[name]
+def _count(counts: dict[str, int], name: str, so: bool) -> int:
+    counts[name] = counts.get(name, 0) + 1 if so else 0
+    return counts[name]
 
 
 def _number(value: Any) -> float | None:
@@ -98,25 +95,24 @@ def _number(value: Any) -> float | None:
     return value if plain and math.isfinite(value) else None
 
 
-@attrs.define
+@attrs.frozen
 class RewardLevel:
     """The rewards of a run's updates: those of the current row of flat updates, and all others.
 
     An update is flat if no group's completions differ in reward.
     """
 
-    before: list[float] = attrs.field(factory=lambda: [0, 0.0, 0.0])  # n, Σ reward, Σ reward²
-    flat: list[float] = attrs.field(factory=lambda: [0, 0.0, 0.0])
+    before: _Sum = attrs.field(default=(0, 0.0, 0.0), validator=_check_sum)
+    flat: _Sum = attrs.field(default=(0, 0.0, 0.0), validator=_check_sum)
 
-    def see(self, reward: float, flat: bool) -> None:
-        """Takes in an update. If it ends a row of flat updates, that row is added to the others."""
+    def see(self, reward: float, flat: bool) -> RewardLevel:
+        """With one update more. If it ends a row of flat updates, that row is added to the others."""
         if not abs(reward) < math.sqrt(_MOST) / 1e6:  # JSON could not hold its square
-            return
-        if not flat:
-            self.before = [one + other for one, other in zip(self.before, self.flat, strict=True)]
-            self.flat = [0, 0.0, 0.0]
-        into = self.flat if flat else self.before
-        into[:] = [into[0] + 1, into[1] + reward, into[2] + reward * reward]
+            return self
+        one = (1, reward, reward * reward)
+        if flat:
+            return RewardLevel(self.before, _added(self.flat, one))
+        return RewardLevel(_added(_added(self.before, self.flat), one))
 
     def change(self) -> tuple[int, float, float]:
         """-1, 0 or 1 if the flat row's mean is below, like or above the mean before; then the two means.
@@ -150,23 +146,15 @@ class RewardLevel:
             "rollout.num_generations or rollout.temperature, or look at the rewards with `grpo check CONFIG`"
         )
 
-    def facts(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {_KEY: attrs.asdict(self)}
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
-        if _KEY not in facts:  # a checkpoint from before this was kept
-            return
-        found = facts[_KEY]
-        parts: list[Any] = [found.get(name) for name in ("before", "flat")] if isinstance(found, dict) else []
-        if not parts or not all(isinstance(part, list) and _is_sum(part) for part in parts):
-            raise UserError(
-                f"trainer_state.json: {_KEY}: found {show(found)}, expected three numbers in before and flat"
-            )
-        self.before, self.flat = (list(part) for part in parts)
+def _added(one: _Sum, other: _Sum) -> _Sum:
+    return (one[0] + other[0], one[1] + other[1], one[2] + other[2])
 
 
-def _is_sum(part: list[Any]) -> bool:
-    numbers = [value for value in part if isinstance(value, int | float) and not isinstance(value, bool)]
-    return len(numbers) == len(part) == 3 and numbers[0] >= 0 and all(abs(value) < _MOST for value in numbers)
+@attrs.frozen
+class Seen:
+    """What a run's readings have shown so far; a part of its state."""
+
+    counts: dict[str, int] = attrs.field(factory=dict, validator=_check_counts)  # readings in a row
+    level: RewardLevel = attrs.field(factory=RewardLevel)
+    reached: str | None = None  # the condition that ends the run

@@ -12,70 +12,53 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from runners.checkpoints.run_folder import BAD_BATCHES, RunFolder
-from runners.errors import NumbersError, UserError, count_in
+from runners.checkpoints.run_folder import BAD_BATCHES
+from runners.errors import NumbersError, UserError
 from runners.files.durable import new_folder, remove_folder, save_arrays
 from runners.files.json_lines import to_json
 from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
+from runners.training.session import Session
 
 MOST_BAD_BATCHES = 10
 _NAME = re.compile(r"update-(\d+)")
 
 
-class BadUpdates:
-    """Counts skipped updates, and writes their inputs to disk."""
+def count_bad_update(session: Session, metrics: dict[str, Any]) -> list[str]:
+    """Counts an update that was skipped, and saves its inputs; returns the lines to show.
 
-    def __init__(self, folder: RunFolder, limit: int) -> None:
-        """`folder` is the run's; `limit` is optim.max_bad_updates: so many in a row end the run; 0: never."""
-        self._folder, self._limit = folder, limit
-        self.total = self.in_a_row = 0
+    `metrics` are the update's; "bad_updates", the run's count so far, is added if it is not 0.
+    """
+    state, skipped = session.state, bool(metrics.get("update_skipped"))
+    in_a_row = state.bad_updates_in_a_row + 1 if skipped else 0
+    session.change(bad_updates=state.bad_updates + skipped, bad_updates_in_a_row=in_a_row)
+    if session.state.bad_updates:
+        metrics["bad_updates"] = session.state.bad_updates
+    if not skipped:
+        return []
+    why = _why(metrics)
+    line = f"update {metrics['update']} skipped: {why}; the weights are unchanged"
+    if not state.experiences:
+        return [f"{line}; its completions were sampled before the run was resumed"]
+    try:
+        path = save_bad_batch(session.folder.here(), why, metrics, state.experiences)
+    except UserError as error:  # the disk fails: one record less, but no reason to stop
+        return [line, str(error)]
+    return [f"{line}; its inputs are in {path}"]
 
-    def see(
-        self,
-        metrics: dict[str, Any],
-        experiences: Sequence[Experience],
-    ) -> list[str]:
-        """Takes in an update; returns the lines to show if it was skipped.
 
-        Args:
-            metrics: of the update; "bad_updates", the run's count so far, is added if it is not 0.
-            experiences: the update's batch steps, as far as this process has sampled them.
-        """
-        skipped = bool(metrics.get("update_skipped"))
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self.total += skipped
-        if self.total:
-            metrics["bad_updates"] = self.total
-        if not skipped:
-            return []
-        why = _why(metrics)
-        line = f"update {metrics['update']} skipped: {why}; the weights are unchanged"
-        if not experiences:
-            return [f"{line}; its completions were sampled before the run was resumed"]
-        try:
-            path = save_bad_batch(self._folder.here(), why, metrics, experiences)
-        except UserError as error:  # the disk fails: one record less, but no reason to stop
-            return [line, str(error)]
-        return [f"{line}; its inputs are in {path}"]
-
-    def check(self) -> None:
-        """Raises NumbersError if too many updates in a row were skipped."""
-        if self._limit and self.in_a_row >= self._limit:
-            raise NumbersError(
-                f"{self.in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = "
-                f"{self._limit}); the last good state has been saved; lower optim.learning_rate, or look into"
-                f" {self._folder.path / BAD_BATCHES}"
-            )
-
-    def facts(self) -> dict[str, int]:
-        """For a checkpoint."""
-        return {"bad_updates": self.total, "bad_updates_in_a_row": self.in_a_row}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's facts. Raises UserError if `facts` did not make them."""
-        self.total = count_in(facts, "bad_updates", 0)
-        self.in_a_row = count_in(facts, "bad_updates_in_a_row", 0)
+def check_bad_updates(session: Session) -> None:
+    """If too many updates in a row were skipped: saves the last good state, and raises NumbersError."""
+    limit, in_a_row = session.config.optim.max_bad_updates, session.state.bad_updates_in_a_row
+    if not limit or in_a_row < limit:
+        return
+    session.shown.status("saving")
+    session.save("the last good state: ", strict=True)
+    raise NumbersError(
+        f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = {limit}); the "
+        "last good state has been saved; lower optim.learning_rate, or look into "
+        f"{session.folder.path / BAD_BATCHES}"
+    )
 
 
 def save_bad_batch(

@@ -1,64 +1,58 @@
-"""Replaces a run's first state by a checkpoint's; gives all ranks the same start."""
+"""A run's state from a checkpoint; the same start for all ranks."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.learner import only_on_first, share
+from grpo_fn.learner import share
 from grpo_fn.trees import Tree, named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin, data_digest
-from runners.checkpoints.snapshot import TRAINER_STATE
 from runners.checkpoints.state_files import STATE_FILE, load_trees, pack, unpack
+from runners.checkpoints.trainer_state import TRAINER_STATE
 from runners.errors import UserError, show
 from runners.machine.versions import installed_version
 from runners.ranks.ranks import Ranks
-from runners.training.loop_state import LoopState
+from runners.training.run_state import RunState, restore_state
 from runners.training.setup import Run
 
 
-def restore(run: Run, origin: Origin, *, changed: bool = False) -> tuple[g.TrainState, LoopState]:
-    """The checkpoint's state, which replaces the run's first one, and the loop's state.
+def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
+    """The state of a checkpoint.
 
     `changed` is --allow-config-change: it allows other training data, and roles of another precision.
 
     Raises UserError if the checkpoint belongs to another model or to other data.
     """
-    state, trees = load_trees(origin.folder)
-    file = origin.folder / TRAINER_STATE
-    try:
-        at = LoopState.of(origin.table("loop"), trees)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{file}: not what a run saved: {error}") from error
-    if origin.facts.get("data") != data_digest(run.data.train) and not changed:
+    if origin.facts.data != data_digest(run.data.train) and not changed:
         raise UserError(
             f"{origin.folder} was trained on other data than {run.config.data.source} has now; "
             "--allow-config-change continues anyway"
         )
+    train, trees = load_trees(origin.folder)
+    state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
     first = run.learner.outline or run.learner.state
     assert first is not None
-    if trees.get("anchor") is not None:  # an earlier version saved the rounded weights, and these beside them
-        state = attrs.evolve(state, old_params=trees["anchor"])
-    _check_same_model(origin, first, state)
-    run.learner.engine.fallback = origin.facts.get("rollout_fallback")
+    _check_same_model(origin, first, train)
     if changed:
-        if run.learner.sharding is not None and (state.ref_params is None) != (first.ref_params is None):
+        if run.learner.sharding is not None and (train.ref_params is None) != (first.ref_params is None):
             raise UserError(
                 f"{origin.folder}: loss.beta adds or removes the reference, which is not possible with "
                 "optim.shard = true"
             )
-        if state.ref_params is None or _shape(state.ref_params) != _shape(first.ref_params):
-            state = attrs.evolve(state, ref_params=first.ref_params)  # in the precision of this config
-    for tree in (state.old_params, state.ref_params):
+        if train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params):
+            train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
+    for tree in (train.old_params, train.ref_params):
         _check_weights(origin, tree, (first.params, first.ref_params))
-    run.stream.position = at.position
-    return state, at
+    budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
+    if origin.facts.config.get("stop") != run.config.to_dict()["stop"]:  # other conditions, nothing reached
+        state = attrs.evolve(state, seen=attrs.evolve(state.seen, reached=None))
+    return attrs.evolve(state, train=train, micro_batch_tokens=budget)
 
 
 def _check_same_model(origin: Origin, first: g.TrainState, state: g.TrainState) -> None:
@@ -128,61 +122,39 @@ def _weights(params: Any) -> list[int]:
     return [int(number) for number in on_host(sums)]
 
 
-def share_start(
-    ranks: Ranks, run: Run, origin: Origin | None, state: g.TrainState | None, at: LoopState
-) -> tuple[g.TrainState, LoopState, Origin | None]:
-    """Gives all ranks the state from which rank 0 starts; only rank 0 has the run's folder.
+def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:
+    """Gives all ranks the state from which rank 0 starts, the part of it that each keeps.
 
-    Args:
-        ranks: the ranks of the run.
-        run: this rank's.
-        origin: rank 0's; other ranks have none. None: the run starts from the beginning.
-        state, at: rank 0's, as `restore` gave them; otherwise the first ones.
+    `state`: rank 0's as `restore` gave it if the run is `resumed`, which only rank 0 knows; else the first.
     """
-    assert state is not None
     if ranks.is_alone:
-        return state, at, origin
+        return state
     arrays: dict[str, mx.array] = {}
     said: dict[str, Any] = {}
-    if origin is not None:
+    if resumed:
         known: dict[int, str] = {}
-        trees = {"state": attrs.asdict(state, recurse=False), "loop": at.trees()}
+        trees = {"train": attrs.asdict(state.train, recurse=False), "loop": state.trees()}
         said = {
             "shapes": {name: pack(tree, name, arrays, known) for name, tree in trees.items()},
-            "plain": at.plain(),
-            "facts": origin.facts,
-            "folder": str(origin.folder),
-            "step": origin.step,
+            "plain": state.plain(),
             "leaves": [
                 [name, list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()
             ],
         }
     found = ranks.all_gather_object("the checkpoint", said)[0].value
     if not found:
-        return state, at, None
+        return state
     with ranks.moving_arrays():
         if not ranks.is_rank_zero:
             arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
         arrays = share(arrays, ranks)
-    if ranks.is_rank_zero:
-        assert origin is not None
-        return _sharded(run, state), at, origin
-    trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
-    at = LoopState.of(found["plain"], trees["loop"])
-    run.learner.engine.fallback = found["facts"].get("rollout_fallback")
-    run.stream.position = at.position
-    origin = Origin(Path(found["folder"]), found["step"], found["facts"])
-    # The accumulated gradient stays on rank 0: the sum over the ranks counts it once.
-    state = only_on_first(g.TrainState(**trees["state"]), ranks)
-    return _sharded(run, state), at, origin
+    if not ranks.is_rank_zero:
+        trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
+        state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")
+    sharding = run.learner.sharding
+    return state if sharding is None else attrs.evolve(state, train=sharding.shard(state.train))
 
 
 def _dtype(name: str) -> mx.Dtype:
     """The dtype of a name in messages, such as "float32" or "bool"."""
     return mx.bool_ if name == "bool" else getattr(mx, name)
-
-
-def _sharded(run: Run, state: g.TrainState) -> g.TrainState:
-    """The part of a whole state that this rank keeps."""
-    sharding = run.learner.sharding
-    return state if sharding is None else sharding.shard(state)

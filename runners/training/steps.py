@@ -1,85 +1,79 @@
-"""The steps of a run: rollout → reward, and gradient → update → sync, each from the two states to the next.
+"""The steps of a run: rollout → reward → micro-batches, and gradient → update → sync.
 
-What takes long (`roll_out`, `cut`, `gradients`) leaves both states as they are: it can be interrupted at any
-moment. `accept` and `update` change them.
+Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` give the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.backends import number
-from grpo_fn.learner import (
-    all_reduce,
-    chosen_experts,
-    deal,
-    routing_stats,
-    shape_of,
-    take_rows,
-)
+from grpo_fn.learner import all_reduce, chosen_experts, deal, routing_stats, shape_of, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
+from runners.telemetry.diary import Diary
 from runners.telemetry.part_times import PartTimes
 from runners.telemetry.run_statistics import Tally
-from runners.training.gradients import Gradients
-from runners.training.loop_state import LoopState
+from runners.training.gradients import MicroBatches
+from runners.training.run_state import Pieces, RunState
 from runners.training.setup import Run
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
 
 
+class Cut(NamedTuple):
+    """A batch step, cut for its gradients."""
+
+    parts: list[Pieces]  # micro-batches of each minibatch
+    budget: int  # system.micro_batch_tokens from now on
+
+
 @attrs.define(eq=False)
 class Sums:
-    """The state with the gradients of an update under way; None once the update has taken it over."""
+    """A state with the gradients of its next update, added up."""
 
-    state: Any  # g.TrainState | None
+    state: RunState | None  # None once `update` has taken it over
+    stats: list[g.LossStats]  # of each batch step
 
 
 class TrainSteps:
-    """A run's two states, `state` and `at`, and the functions that advance them."""
+    """The steps of a run; holds no state of it."""
 
-    def __init__(
-        self,
-        run: Run,
-        state: g.TrainState,
-        at: LoopState,
-        note: Callable[[str], None],
-        remark: Callable[[str, str], None] = lambda kind, text: None,
-    ) -> None:
-        """`state` and `at`: where the run starts or resumes. `note` takes lines; `remark` takes rare events,
-        as a kind and a line."""
-        self.run, self.config, self.note, self.remark = run, run.config, note, remark
-        self.state, self.at = state, at
-        self.engine = run.learner.engine
-        self.engine.load(state.old_params, at.version)
-        learner, optim = run.learner, self.config.optim
-        self.ranks, self.sharding = run.ranks, learner.sharding
-        self.gradients = Gradients(
-            learner.grad_step, learner.logprob_step, self.config.system.micro_batch_tokens, note, run.ranks
+    def __init__(self, run: Run, shown: Diary) -> None:
+        """`shown` gets the lines about what happens in a step."""
+        self.run, self.config, self.shown = run, run.config, shown
+        self.engine, self.ranks, self.times = run.learner.engine, run.ranks, PartTimes()
+        self.micro_batches = MicroBatches(
+            run.learner.grad_step,
+            run.learner.logprob_step,
+            self.config.system.micro_batch_tokens,
+            run.ranks,
+            shown.note,
         )
-        self.uses = optim.num_iterations * optim.minibatches  # updates that each rollout serves
-        self.experiences: list[Experience] = []  # of the batch steps since the last update; not saved
-        self.times = PartTimes()
+        self.uses = (
+            self.config.optim.num_iterations * self.config.optim.minibatches
+        )  # updates of each rollout
 
-    def update_due(self) -> bool:
+    def update_due(self, state: RunState) -> bool:
         """Whether there are enough batch steps for an update."""
-        enough = self.at.batch_step % self.config.optim.gradient_accumulation_steps == 0
-        return bool(self.at.tallies) and (enough or self.at.batch_step == self.run.length.batch_steps)
+        enough = state.batch_step % self.config.optim.gradient_accumulation_steps == 0
+        return bool(state.waiting) and (enough or state.batch_step == self.run.length.batch_steps)
 
-    def roll_out(self) -> Experience:
+    # a batch step
+
+    def roll_out(self, state: RunState) -> Experience:
         """The rollout of the next batch step, scored."""
-        at, length, stream = self.at, self.run.length, self.run.stream
-        key = fold_in(self.state.key, ROLLOUTS, at.batch_step)
-        progress = TrainerState(at.update, length.updates, stream.epoch, self.config.optim.num_epochs)
+        length, stream = self.run.length, self.run.stream
+        key = fold_in(state.train.key, ROLLOUTS, state.batch_step)
+        progress = TrainerState(state.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
             experience = self.run.collector.collect(stream.take, key, progress)
         finally:
@@ -88,158 +82,30 @@ class TrainSteps:
             self.times.add(part, experience.seconds[part])
         return experience
 
-    def accept(self, experience: Experience, parts: list[list[g.Batch]]) -> None:
-        """A batch step was taken: its rollout, and what `cut` made of it, wait for their updates."""
-        at = self.at
-        at.batch_step += 1
-        at.position = self.run.stream.position
-        at.sampled_tokens += experience.sampled_tokens
-        at.tallies.append(Tally.of(experience))
-        at.waiting.append(parts)
-        at.shapes |= {shape_of(piece) for pieces in parts for piece in pieces if piece.mask_bt.shape[0]}
-        self.experiences.append(experience)
-
-    def gradients_of_update(self) -> tuple[Sums, list[g.LossStats]]:
-        """The accumulated gradient of the next update, and the statistics of each batch step."""
-        at = self.at
-        if self._syncs():
-            # The next rollout uses the new weights, so the old ones can be freed before the update.
-            self.state = attrs.evolve(self.state, old_params=None)
-            self.engine.load(None, at.update)
-        sums = Sums(self.state)
+    def cut(self, state: RunState, experience: Experience) -> Cut:
+        """The micro-batches of a batch step, with what has to be computed before the next update."""
         with self.times.timing("learner"):
-            found = [self.gradients.add(sums, parts[at.reused % len(parts)]) for parts in at.waiting]
-        return sums, [*at.stats, *found]
+            return self._cut(state, experience)
 
-    def update(self, sums: Sums, found: Sequence[g.LossStats]) -> tuple[g.LossStats, g.UpdateStats]:
-        """One optimizer update with what `gradients_of_update` gave; `finish_update` must follow."""
-        at = self.at
-        self.state, sums.state = sums.state, None  # nothing else may keep the old weights
-        with self.times.timing("update"), self.ranks.moving_arrays():
-            if self.sharding is None:
-                self.state = all_reduce(self.state, self.ranks)
-            self.state, update = self.run.learner.update_step(self.state)
-            g.materialize(self.state, update)
-        self.gradients.applied()
-        at.update += 1
-        stats, at.stats = g.merge_stats(found), []
-        self.engine.check_mismatch(float(stats.logp_diff_mean))
-        return stats, update
-
-    def finish_update(self) -> None:
-        """After an update: if its rollouts serve no further update, prepares the next rollout."""
-        at, loss = self.at, self.config.loss
-        at.reused += 1
-        if at.reused < self.uses:
-            return
-        sync = self._syncs()
-        at.reused, at.tallies, at.waiting, at.stale = 0, [], [], not sync
-        self.experiences = []
-        self._report_events()
-        if sync:
-            with self.times.timing("sync"):
-                self.state = g.sync_old(self.state)
-                self.engine.load(self.state.old_params, at.update)
-            at.synced_at, at.version = at.batch_step, at.update
-            if loss.sync_every > 1:
-                self.remark("sync", "the sampler took the learner's weights")
-        every = loss.ref_sync_every
-        if every and self.state.ref_params is not None and at.batch_step - at.ref_synced_at >= every:
-            self.state = g.sync_ref(self.state, loss.ref_mixup, self.run.learner.reference.transform)
-            at.ref_synced_at = at.batch_step
-            self.remark("sync", "the reference took the learner's weights")
-
-    def counted(self, experience: Experience) -> g.Batch:
-        """A batch step as one batch; its mask is True on the tokens that count in the loss."""
-        loss = self.config.loss
-        return g.make_batch(
-            experience.rollout,
-            experience.advantages_pg,
-            mask_truncated=loss.mask_truncated_completions,
+    def _cut(self, state: RunState, experience: Experience) -> Cut:
+        config, learner, shapes, budget = (
+            self.config,
+            self.run.learner,
+            set(state.shapes),
+            state.micro_batch_tokens,
         )
-
-    def expert_metrics(self) -> dict[str, float]:
-        """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for
-        a model without known routers, with checkpointed blocks, or if no token counts."""
-        policy = self.run.learner.policy
-        if self.config.system.grad_checkpoint or not has_routers(policy.module) or not self.experiences:
-            return {}
-        batch = self.counted(self.experiences[-1])
-        counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
-        if not counted:
-            return {}
-        width = batch.tokens_bl.shape[1]
-        few = min(len(counted), max(1, min(_ROUTED_TOKENS, self.gradients.max_tokens) // width))
-        rows = [counted[n * len(counted) // few] for n in range(few)]
-        stats = routing_stats(policy, self.state.params, take_rows(batch, rows))
-        return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
-
-    def logprobs_now(self, experience: Experience) -> mx.array:
-        """[B,T] log-probs of a rollout's tokens under the learner's current weights, from a forward pass."""
-        batch = g.make_batch(experience.rollout, experience.advantages_pg)
-        rows, width = batch.tokens_bl.shape
-        step = max(1, min(rows, self.gradients.max_tokens // width))
-        parts = [take_rows(batch, range(at, min(at + step, rows))) for at in range(0, rows, step)]
-        found = self.gradients.with_old_logp(self.state.params, parts)
-        return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
-
-    def settle(self) -> None:
-        """Computes all arrays of both states: another thread could only read them."""
-        g.materialize(self.state, self.at.waiting)
-
-    def facts(self) -> dict[str, Any]:
-        """For a checkpoint, besides the two states."""
-        return {"rollout_fallback": self.engine.fallback, **self.gradients.facts()}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Continues with the budget in a checkpoint's facts. Raises UserError if it is not a count."""
-        self.gradients.restore(facts)
-
-    def _syncs(self) -> bool:
-        """Whether the sampler takes the learner's weights after this update."""
-        return self.at.batch_step - self.at.synced_at >= self.config.loss.sync_every
-
-    def _report_events(self) -> None:
-        """Reports that the engine has given up its quantized weights."""
-        for line in self.engine.events():
-            self.note(line)
-
-    def whole(self) -> g.TrainState:
-        """The state as a single rank would have it. All ranks must call it."""
-        if self.ranks.is_alone:
-            return self.state
-        self.ranks.all_gather_object("the whole state")
-        with self.ranks.moving_arrays():
-            if self.sharding is None:
-                return self.state
-            whole = self.sharding.whole(self.state)
-            g.materialize(whole)
-        return whole
-
-    def cut(self, experience: Experience) -> list[list[g.Batch]]:
-        """A batch step's micro-batches, for each of its minibatches, with what has to be computed now."""
-        with self.times.timing("learner"):
-            return self._cut(experience)
-
-    def _cut(self, experience: Experience) -> list[list[g.Batch]]:
-        config, shapes = self.config, set(self.at.shapes)
-        batch = g.make_batch(
-            experience.rollout,
-            experience.advantages_pg,
-            mask_truncated=config.loss.mask_truncated_completions,
-            top_entropy_quantile=config.loss.top_entropy_quantile,
-        )
-        ready = []
+        batch = self.counted(experience, top_entropy_quantile=config.loss.top_entropy_quantile)
+        parts = []
         for part in g.minibatches(batch, config.optim.minibatches):
             if not config.loss.router_aux_coef:  # its term has a gradient in every row
-                part = g.drop_inactive(part, self.run.learner.spec)
+                part = g.drop_inactive(part, learner.spec)
             pieces = [
                 piece
                 for share in deal(part, self.ranks.count)
                 for piece in g.split_batch(
                     share,
-                    max_tokens=self.gradients.max_tokens,
-                    share_prompts=self.run.learner.share_prompts,
+                    max_tokens=budget,
+                    share_prompts=learner.share_prompts,
                     known=shapes,
                     new_shape_tokens=new_shape_tokens(self.run.loaded.num_parameters, self.run.stream.epoch),
                 )
@@ -247,11 +113,139 @@ class TrainSteps:
             shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
             if config.loss.router_replay:
                 pieces = [self._with_experts(piece) for piece in pieces]
-            if self.uses > 1 or self.at.stale:
+            if self.uses > 1 or state.stale:
                 # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
-                pieces = self.gradients.with_old_logp(self.state.old_params, pieces)
-            ready.append(pieces)
-        return ready
+                pieces, budget = self.micro_batches.with_old_logp(state.train.old_params, pieces, budget)
+            parts.append(pieces)
+        return Cut(parts, budget)
+
+    def accept(self, state: RunState, experience: Experience, cut: Cut) -> RunState:
+        """After a batch step: its micro-batches wait for their updates."""
+        shapes = {shape_of(piece) for pieces in cut.parts for piece in pieces if piece.mask_bt.shape[0]}
+        return attrs.evolve(
+            state,
+            batch_step=state.batch_step + 1,
+            position=self.run.stream.position,
+            sampled_tokens=state.sampled_tokens + experience.sampled_tokens,
+            tallies=(*state.tallies, Tally.of(experience)),
+            waiting=(*state.waiting, cut.parts),
+            shapes=state.shapes | shapes,
+            experiences=(*state.experiences, experience),
+            micro_batch_tokens=cut.budget,
+            fallback=self.engine.fallback,
+        )
+
+    # an update
+
+    def free_sampler(self, state: RunState) -> RunState:
+        """Before an update after which the sampler takes the new weights: the old ones are freed."""
+        if not self._syncs(state):
+            return state
+        self.engine.load(None, state.update)
+        return attrs.evolve(state, train=attrs.evolve(state.train, old_params=None))
+
+    def gradients(self, state: RunState) -> Sums:
+        """The accumulated gradient of the next update."""
+        with self.times.timing("learner"):
+            steps = [parts[state.reused % len(parts)] for parts in state.waiting]
+            train, stats, budget = self.micro_batches.gradients(state.train, steps, state.micro_batch_tokens)
+        return Sums(attrs.evolve(state, train=train, micro_batch_tokens=budget), stats)
+
+    def update(self, sums: Sums) -> tuple[RunState, g.LossStats, g.UpdateStats]:
+        """One optimizer step. The new weights take the old ones' memory if nobody else holds these."""
+        state, sums.state = sums.state, None
+        assert state is not None
+        train, state = state.train, attrs.evolve(state, train=None)
+        with self.times.timing("update"), self.ranks.moving_arrays():
+            if self.run.learner.sharding is None:
+                train = all_reduce(train, self.ranks)
+            train, update = self.run.learner.update_step(train)
+            g.materialize(train, update)
+        stats = g.merge_stats(sums.stats)
+        self.engine.check_mismatch(float(stats.logp_diff_mean))
+        changes = {"train": train, "update": state.update + 1, "fallback": self.engine.fallback}
+        return attrs.evolve(state, **changes), stats, update
+
+    def sync(self, state: RunState) -> RunState:
+        """After an update: if its rollouts serve no further one, prepares the next rollout."""
+        loss, syncs = self.config.loss, self._syncs(state)
+        if state.reused + 1 < self.uses:
+            return attrs.evolve(state, reused=state.reused + 1)
+        state = attrs.evolve(
+            state,
+            reused=0,
+            tallies=(),
+            waiting=(),
+            experiences=(),
+            stale=not syncs,
+            fallback=self.engine.fallback,
+        )
+        self._report_events()
+        if syncs:
+            with self.times.timing("sync"):
+                train = g.sync_old(state.train)
+                self.engine.load(train.old_params, state.update)
+            state = attrs.evolve(state, train=train, synced_at=state.batch_step, version=state.update)
+            if loss.sync_every > 1:
+                self.shown.remark("sync", "the sampler took the learner's weights")
+        every = loss.ref_sync_every
+        if every and state.train.ref_params is not None and state.batch_step - state.ref_synced_at >= every:
+            train = g.sync_ref(state.train, loss.ref_mixup, self.run.learner.reference.transform)
+            state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
+            self.shown.remark("sync", "the reference took the learner's weights")
+        return state
+
+    # for logs and checkpoints
+
+    def counted(self, experience: Experience, **how: Any) -> g.Batch:
+        """A batch step as one batch; its mask is True on the tokens that count in the loss."""
+        truncated = self.config.loss.mask_truncated_completions
+        return g.make_batch(experience.rollout, experience.advantages_pg, mask_truncated=truncated, **how)
+
+    def expert_metrics(self, state: RunState) -> dict[str, float]:
+        """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for
+        a model without known routers, with checkpointed blocks, or if no token counts."""
+        policy = self.run.learner.policy
+        if self.config.system.grad_checkpoint or not has_routers(policy.module) or not state.experiences:
+            return {}
+        batch = self.counted(state.experiences[-1])
+        counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
+        if not counted:
+            return {}
+        width = batch.tokens_bl.shape[1]
+        few = min(len(counted), max(1, min(_ROUTED_TOKENS, state.micro_batch_tokens) // width))
+        rows = [counted[n * len(counted) // few] for n in range(few)]
+        stats = routing_stats(policy, state.train.params, take_rows(batch, rows))
+        return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
+
+    def logprobs_now(self, state: RunState, experience: Experience) -> mx.array:
+        """[B,T] log-probs of a rollout's tokens under the learner's current weights, from a forward pass."""
+        batch = g.make_batch(experience.rollout, experience.advantages_pg)
+        (rows, width), budget = batch.tokens_bl.shape, state.micro_batch_tokens
+        step = max(1, min(rows, budget // width))
+        parts = [take_rows(batch, range(at, min(at + step, rows))) for at in range(0, rows, step)]
+        found, _ = self.micro_batches.with_old_logp(state.train.params, parts, budget)
+        return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
+
+    def whole(self, state: RunState) -> g.TrainState:
+        """The TrainState as a single rank would have it. All ranks must call it."""
+        sharding = self.run.learner.sharding
+        if sharding is None:
+            return state.train
+        self.ranks.all_gather_object("the whole state")
+        with self.ranks.moving_arrays():
+            whole = sharding.whole(state.train)
+            g.materialize(whole)
+        return whole
+
+    def _syncs(self, state: RunState) -> bool:
+        """Whether the sampler takes the learner's weights after this update."""
+        return state.batch_step - state.synced_at >= self.config.loss.sync_every
+
+    def _report_events(self) -> None:
+        """Reports that the engine has given up its quantized weights."""
+        for line in self.engine.events():
+            self.shown.note(line)
 
     def _with_experts(self, piece: g.Batch) -> g.Batch:
         """A micro-batch with the sampler's choice of experts for its tokens; takes one more forward pass."""

@@ -38,7 +38,6 @@ load_blas()
 
 from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
 from runners.errors import UserError  # noqa: E402
-from runners.files.json_files import read_json  # noqa: E402
 from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
 from tests.campaigns.fuzz_inputs import JSON, FolderTarget, Target, changed_json, dumped, mutated, packed  # noqa: E402
 
@@ -155,13 +154,8 @@ class Checkpoint(FolderTarget):
 
         import grpo_fn as g
         from runners.checkpoints.state_files import pack_state, save_state
-        from runners.config.sections import WatchConfig
         from runners.files.durable import save_arrays
-        from runners.telemetry.run_watch import Watch
-        from runners.training.bad_updates import BadUpdates
-        from runners.training.gradients import Gradients
-        from runners.training.loop_state import LoopState
-        from tests.support.files.folders import held
+        from runners.training.run_state import RunState
 
         self.place = folder / "run" / "checkpoint-1"
         self.place.mkdir(parents=True)
@@ -169,13 +163,12 @@ class Checkpoint(FolderTarget):
         state = g.init_state(params, g.adamw(0.1), key=mx.random.key(0))
         weights = {"a.weight": params["a"]["weight"]}
         save_arrays(self.place / "model.safetensors", weights, {"format": "mlx"})
-        at = LoopState(batch_step=1, update=1, scores=(0.5,))
-        save_state(self.place, pack_state(state, weights, at.trees()))
-        step: Any = None
-        self.parts = (BadUpdates(held(folder), 3), Gradients(step, step, 64, print), Watch(WatchConfig(), []))
-        self.facts = {"step": 1, "em": 0.25, "reward": 1.5, "loop": {**at.plain(), "elapsed": 0.0}}
-        for part in self.parts:
-            self.facts |= part.facts()
+        run = RunState(train=state, batch_step=1, update=1, scores=(0.5,))
+        save_state(self.place, pack_state(state, weights, run.trees()))
+        tables = {name: {} for name in ("config", "inputs", "arithmetic", "logs")}
+        decided = {"launch": "eval", "max_batch": 1}
+        self.facts = {"version": 3, "step": 1, "em": 0.25, "reward": 1.5, "data": "x", **tables}
+        self.facts |= {"decided": decided, "loop": run.plain()}
         (self.place / "trainer_state.json").write_bytes(dumped(self.facts))
         write_manifest(self.place)
         self.keep()
@@ -200,18 +193,15 @@ class Checkpoint(FolderTarget):
         from runners.checkpoints.resume import find_origin
         from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
         from runners.checkpoints.state_files import load_trees
-        from runners.training.loop_state import LoopState
+        from runners.checkpoints.trainer_state import read_trainer_state
+        from runners.training.run_state import restore_state
 
         prune_checkpoints(self.folder / "run", keep_last=1, keep_best=1)
         assert list_checkpoints(self.folder / "run") == [self.place]
         with contextlib.suppress(UserError):
             find_origin(self.folder / "run", None, str)
-        _, trees = load_trees(self.place)
-        facts = read_json(self.place / "trainer_state.json")
-        for part in self.parts:
-            part.restore(facts)
-        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):  # as checkpoints.resume
-            LoopState.of(facts.get("loop", {}), trees)
+        train, trees = load_trees(self.place)
+        restore_state(read_trainer_state(self.place).loop, trees, train, "trainer_state.json")
 
 
 class Prompt(Target):

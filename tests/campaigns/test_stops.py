@@ -24,7 +24,7 @@ PACE = [
     "checkpoint.every=2",
     "log.report=true",
 ]
-LOOP = "runners.training.loop:"
+LOOP = "runners.training.evaluation:"
 STAGES = {
     # name: function, its call, seconds in it, batch steps that are saved then
     "the config": ("runners.config.loading:load_config", 1, LONG, 0),
@@ -33,7 +33,7 @@ STAGES = {
     "the model's load": ("runners.training.setup:load_model", 1, LONG, 0),
     "the model's check": ("runners.training.learner:check_model", 1, LONG, 0),
     "the forecast": ("runners.training.setup:memory_outlook", 1, LONG, 0),
-    "the folder's clearing": ("runners.training.train:clear", 1, LONG, 0),
+    "the folder's clearing": ("runners.training.start:clear", 1, LONG, 0),
     "the evaluation before training": (LOOP + "evaluate_on_ranks", 1, LONG, 0),
     "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 2, LONG, 0),
     "a rollout": ("runners.training.rollouts.rollout:Collector.collect", 2, LONG, 1),
@@ -42,18 +42,18 @@ STAGES = {
     "a reward's answer": ("runners.user_code.calls:Calls.collect", 2, LONG, 1),
     "its batch": ("runners.training.steps:TrainSteps.cut", 2, LONG, 1),
     "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
-    "the learner": ("runners.training.gradients:Gradients.add", 2, LONG, 2),
+    "the learner": ("runners.training.gradients:MicroBatches.gradients", 2, LONG, 2),
     "an update": ("runners.training.steps:all_reduce", 1, SHORT, 2),
     "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
     "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
     "its scoring": ("runners.evaluation.exact_match:is_correct", 3, LONG, 2),
-    "a snapshot": ("runners.training.run_saves:take_snapshot", 1, SHORT, 2),
+    "a snapshot": ("runners.training.session:take_snapshot", 1, SHORT, 2),
     "the writing of a checkpoint": ("runners.checkpoints.saving:write_checkpoint", 1, SHORT, 3),
     "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),
-    "the final model": ("runners.training.run_saves:save_final", 1, LONG, 3),
+    "the final model": ("runners.training.session:save_final", 1, LONG, 3),
     "the model's load, in C": ("runners.training.setup:load_model", 1, "C", 0),
     "a rollout, in C": ("runners.training.rollouts.rollout:Collector.collect", 2, "C", 1),
-    "the learner, in C": ("runners.training.gradients:Gradients.add", 2, "C", 2),
+    "the learner, in C": ("runners.training.gradients:MicroBatches.gradients", 2, "C", 2),
     "the report": ("runners.report.end_report:write_report", 1, LONG, None),
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

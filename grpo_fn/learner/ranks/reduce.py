@@ -143,23 +143,6 @@ def all_reduce(
     )
 
 
-def only_on_first(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
-    """The state with the sums over all ranks on rank 0, and zeros on all others.
-
-    Call it after `all_reduce` if more batches follow before the update, so that the next sum counts nothing
-    twice.
-    """
-    if collectives(group).rank() == 0:
-        return state
-
-    def zero(leaf: mx.array) -> mx.array:
-        return mx.broadcast_to(mx.array(0, leaf.dtype), leaf.shape)
-
-    return attrs.evolve(
-        state, accum_grads=map_arrays(zero, state.accum_grads), accum_weight=zero(state.accum_weight)
-    )
-
-
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     """Rank 0's tree on all ranks, bit for bit; the others pass a tree of the same shapes and dtypes."""
     ranks = collectives(group)

@@ -1,14 +1,10 @@
 """A run that is cut off and resumed is the run that was not: weights, moments, log and completions."""
 
-import attrs
-import mlx.core as mx
 import pytest
 
-from grpo_fn.trees import map_arrays
 from runners.checkpoints.snapshot import checkpoint_folders
 from runners.telemetry.events import Started
 from runners.telemetry.report import Quiet
-from runners.training import run_saves
 from runners.training.train import run_training
 from tests.support.resuming import SHIPPED, SHORT, config_in, killed, outcome, saved, straight_run
 from tests.support.tiny_runs import Notes
@@ -124,23 +120,3 @@ def test_a_resumed_run_is_told_of_as_one_with_what_was_before(tmp_path):
     result = run_training(config, report=report, resume=True)
     assert [line for line in report.lines if "nothing is learned from it" in line] == []
     assert (report.done, report.scores) == (2, (result.first_em,))
-
-
-def test_a_checkpoint_with_rounded_sampler_weights_goes_on(tmp_path, monkeypatch):
-    """Versions before engines saved them, π_old beside them, and not which update made them."""
-    settings = [*SHORT, *LATE_QUANTIZED]
-    straight, config = straight_run(*settings), config_in(tmp_path / "b", *settings)
-    real = run_saves.take_snapshot
-
-    def as_before(step, state, loaded, facts, trees, **how):
-        rounded = map_arrays(lambda leaf: leaf.astype(mx.float16), state.old_params)
-        trees = {**trees, "anchor": state.old_params}
-        facts["loop"].pop("version")
-        return real(step, attrs.evolve(state, old_params=rounded), loaded, facts, trees, **how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_saves, "take_snapshot", as_before)
-        killed(config, "step", 3)
-    resumed = run_training(config, report=Quiet(), resume=True)
-    assert same_bits(resumed.state, straight.state)
-    assert outcome(resumed.folder) == outcome(straight.folder)

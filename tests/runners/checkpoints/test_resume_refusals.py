@@ -168,12 +168,31 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     folder = copy.folder / "checkpoint-3"
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
-        ({"loop": {**whole["loop"], "update": "three"}}, 'update: expected an integer, found "three"'),
-        ({"loop": {}}, "batch_step is missing"),
-        ({"loop": None}, "loop: found None, wanted a JSON object"),
-        ({"config": 3}, "config: found 3"),
-        ({"step": -1}, "step: found -1"),
-        ({"logs": []}, r"logs: found \[\]"),
+        ({"version": None}, r"trainer_state\.json: expected version 3, found None: another grpo_fn saved it"),
+        ({"loop": {}}, "loop: batch_step is missing"),
+        ({"loop": None}, "loop: expected a table, found None"),
+        *[
+            ({"loop": {**whole["loop"], name: value}}, f"loop: {name}: {line}")
+            for name, value, line in (
+                ("update", "three", 'expected an integer, found "three"'),
+                ("bad_updates", -1, "expected an integer: 0 <= x <= 1e18, found -1"),
+                ("micro_batch_tokens", 2.5, "expected an integer, found 2.5"),
+                ("elapsed", -1.0, "expected a number >= 0, found -1.0"),
+                ("fallback", 3, "expected a string, found 3"),
+                (
+                    "seen",
+                    {**whole["loop"]["seen"], "counts": {"kl": -1}},
+                    "counts: expected counts of",
+                ),
+                ("seen", {**whole["loop"]["seen"], "level": {"before": [1, 2]}}, "level: before: "),
+                ("constant_rewards", {"steps": 1}, "completions is missing"),
+            )
+        ],
+        ({"config": 3}, "config: expected a table, found 3"),
+        ({"step": -1}, "step: expected an integer >= 0, found -1"),
+        ({"logs": []}, r"logs: expected a table, found \[\]"),
+        ({"logs": {"x" * 5000: 1}}, "logs: expected sizes of training_log.jsonl"),
+        ({"decided": {"launch": "x", "max_batch": 1}}, "decided: launch: expected one of "),
     ):
         (folder / "trainer_state.json").write_text(json.dumps({**whole, **changes}))
         facts = {

@@ -11,9 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_inputs import _column_digest, columns_read, run_inputs
-from runners.checkpoints.snapshot import TRAINER_STATE
 from runners.config.loading import Config, load_config
 from runners.config.reading import PRESET_FOLDER
 from runners.config.sections import EnvConfig, ModelConfig
@@ -22,7 +20,7 @@ from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.startup import Platform
 from runners.rewards.builtin import REWARDS
 from runners.rewards.functions import Reward
-from runners.training import train as train_module
+from runners.training import start
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
@@ -159,39 +157,11 @@ def test_other_held_out_problems_are_reported(place):
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
     here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
-    monkeypatch.setattr(train_module, "arithmetic_facts", lambda _: {**here, "blas_threads": 64, "more": "x"})
+    monkeypatch.setattr(start, "arithmetic_facts", lambda _: {**here, "blas_threads": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]
     assert "blas_threads (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
-
-
-def test_a_checkpoint_that_says_nothing_is_gone_on_with(place):
-    """One that an earlier version wrote: a line says that nothing is compared."""
-    file = place / "out/small/checkpoint-2" / TRAINER_STATE
-    facts = json.loads(file.read_text())
-    del facts["inputs"], facts["arithmetic"]
-    write_facts(file, facts)
-    other_column(place)
-    _, lines = train(resume=True)
-    assert any("says nothing of columns, rewards' files and base weights" in line for line in lines)
-
-
-def test_a_checkpoint_that_says_less_is_gone_on_with(place):
-    """An earlier version did not compare everything; what it did not is no difference."""
-    file = place / "out/small/checkpoint-2" / TRAINER_STATE
-    facts = json.loads(file.read_text())
-    del facts["inputs"]["the tokens that end a completion"]
-    write_facts(file, facts)
-    other_end(place)
-    assert train(resume=True)[0].updates == 3
-
-
-def write_facts(file, facts):
-    """Another trainer_state.json, and a manifest that fits it."""
-    file.write_text(json.dumps(facts))
-    (file.parent / "manifest.json").unlink()
-    write_manifest(file.parent)
 
 
 def test_which_columns_a_reward_is_given():

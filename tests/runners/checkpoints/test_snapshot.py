@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from grpo_fn.trees import map_arrays, named_leaves
 from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
+from runners.checkpoints.trainer_state import VERSION
 from runners.config.sections import LoraConfig
 from runners.models.model_writer import save_final
 from tests.support.files.checkpoints import save_checkpoint
@@ -40,6 +41,7 @@ def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_
         "manifest.json",
     }
     assert json.loads((folder / "trainer_state.json").read_text()) == {
+        "version": VERSION,
         "step": 40,
         "em": 0.5,
         "loss": None,

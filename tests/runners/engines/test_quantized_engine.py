@@ -189,7 +189,7 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, 
         assert line["grad_norm"] > 0 and "update_skipped" not in line
     assert sum("sampled again" in line for line in lines) == 1
     (saved,) = result.folder.glob("checkpoint-*/trainer_state.json")
-    assert "not finite" in json.loads(saved.read_text())["rollout_fallback"]
+    assert "not finite" in json.loads(saved.read_text())["loop"]["fallback"]
     assert [line["reward"] for line in full] == [line["reward"] for line in log]
     assert "rollout/quantization" not in full[0] and not any("sampled again" in line for line in full_lines)
 

@@ -114,7 +114,7 @@ STAGES = {
     # name: where the ranks are, in which call, and the batch steps that are finished then
     "loading": ("runners.training.setup:load_model", 1, []),
     "sampling": ("runners.training.rollouts.rollout:Collector.collect", 2, ["checkpoint-1"]),
-    "learning": ("runners.training.gradients:Gradients.add", 2, ["checkpoint-2"]),
+    "learning": ("runners.training.gradients:MicroBatches.gradients", 2, ["checkpoint-2"]),
 }
 
 

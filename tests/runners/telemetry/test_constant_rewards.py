@@ -1,11 +1,7 @@
 """A reward without a second value is pointed out once, after some batch steps."""
 
-import json
-
 import numpy as np
-import pytest
 
-from runners.errors import UserError
 from runners.telemetry.constant_rewards import ConstantRewards
 
 NAN = float("nan")
@@ -13,8 +9,11 @@ NAN = float("nan")
 
 def spoken(steps, names, after=3):
     """What is said at each batch step; `steps` has the values of a batch step, [K, B]."""
-    watch = ConstantRewards(names, after)
-    return [watch.read(np.array(values)) for values in steps]
+    seen, said = ConstantRewards(), []
+    for values in steps:
+        seen, lines = seen.read(names, np.array(values), after)
+        said.append(lines)
+    return said
 
 
 def test_one_value_is_pointed_out_once():
@@ -40,28 +39,6 @@ def test_nothing_to_say_is_no_value():
 def test_batch_steps_of_different_sizes():
     """Dynamic sampling can leave fewer groups; each counts as it is."""
     assert "each of 6 completions" in spoken([[[1]], [[1, 1]], [[1, 1, 1]]], ["r"])[2][0]
-
-
-def test_a_resumed_run_goes_on_with_the_count():
-    """What was seen before the cut counts, through JSON; what was said is not said again."""
-    steps = [[[0.5], [1.0]], [[0.5], [2.0]], [[0.5], [2.0]], [[0.5], [2.0]], [[0.5], [2.0]], [[0.5], [2.0]]]
-    straight = spoken(steps, ["flat", "varied"])
-    for cut in range(1, 6):
-        before, after = (ConstantRewards(["flat", "varied"], 3) for _ in range(2))
-        said = [before.read(np.array(values)) for values in steps[:cut]]
-        after.restore(json.loads(json.dumps(before.facts())))
-        assert said + [after.read(np.array(values)) for values in steps[cut:]] == straight
-    assert sum(map(len, straight)) == 1
-
-
-def test_a_checkpoint_of_before_this_was_saved_is_past_it():
-    """Nothing is said then; nonsense is a line."""
-    watch = ConstantRewards(["flat"], 1)
-    watch.restore({})
-    assert watch.read(np.array([[0.5, 0.5]])) == []
-    for nonsense in (3, {"steps": -1}, {"first": {"flat": "x"}}, {"varied": 1}):
-        with pytest.raises(UserError, match=r"^trainer_state\.json: "):
-            watch.restore({"constant_rewards": nonsense})
 
 
 def test_a_run_warns_of_a_constant_reward(tmp_path):

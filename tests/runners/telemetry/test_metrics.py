@@ -131,7 +131,7 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
 def test_a_missing_dashboard_ends_a_run_before_the_model_is_loaded(tmp_path, monkeypatch):
     """Also before anything of an earlier run is removed."""
     monkeypatch.setattr("runners.telemetry.dashboards._missing", lambda key, package: f"{package} is missing")
-    monkeypatch.setattr("runners.training.train.build_run", None)
+    monkeypatch.setattr("runners.training.start.build_run", None)
     final = tmp_path / "tiny" / "final"
     final.mkdir(parents=True)
     with pytest.raises(UserError, match=r"^trackio is missing$"):

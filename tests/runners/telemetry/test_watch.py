@@ -3,19 +3,38 @@
 import json
 import math
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runners.checkpoints.trainer_state import from_table
 from runners.config.conditions import Condition, condition_fault
 from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
-from runners.errors import UserError
-from runners.telemetry.run_watch import Watch
+from runners.telemetry.run_watch import Seen
+from runners.telemetry.run_watch import Watch as Watcher
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
 GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}
+
+
+class Watch:
+    """A watch, and what it has seen."""
+
+    def __init__(self, settings, conditions, seen=None):
+        self.watch, self.seen = Watcher(settings, conditions), seen or Seen()
+
+    def see(self, metrics):
+        """The warnings of a reading."""
+        self.seen, lines = self.watch.see(metrics, self.seen)
+        return lines
+
+    @property
+    def reached(self):
+        """The condition that ends the run."""
+        return self.seen.reached
 
 
 def fed(watch, *readings):
@@ -159,39 +178,21 @@ def test_a_reached_condition_names_its_readings():
 
 @given(st.lists(st.sampled_from([0.0, 3.0]), min_size=1, max_size=20), st.integers(0, 20))
 def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
-    """Its facts, through JSON, are all it takes."""
+    """What it has seen, through JSON, is all it takes."""
 
-    def new():
-        return Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
+    def new(seen=None):
+        return Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)], seen)
 
-    straight, first, second = new(), new(), new()
+    straight, first = new(), new()
     readings = [
         {"kl": value, "entropy": value / 100, "reward": i + value, "frac_reward_zero_std": float(value > 0)}
         for i, value in enumerate(values)
     ]
     want = fed(straight, *readings)
     got = fed(first, *readings[:cut])
-    second.restore(json.loads(json.dumps(first.facts())))
+    second = new(from_table(json.loads(json.dumps(attrs.asdict(first.seen))), Seen, "seen"))
     got += fed(second, *readings[cut:])
-    assert got == want and (first.reached or second.reached) == straight.reached
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"watch": 3},
-        {"watch": {"high kl": "x"}},
-        {"watch": {"high kl": -1}},
-        {"watch_rewards": 3},
-        {"watch_rewards": {"before": [1, 2, 3]}},
-        {"watch_rewards": {"before": [1, 2, 3], "flat": [1, 2, None]}},
-        {"watch_rewards": {"before": [1, 2], "flat": [1, 2, 3]}},
-    ],
-)
-def test_facts_that_are_none_are_refused(facts):
-    """trainer_state.json may be anybody's."""
-    with pytest.raises(UserError, match=r"trainer_state.json: "):
-        Watch(WatchConfig(), []).restore(facts)
+    assert got == want and second.reached == straight.reached
 
 
 def test_unknown_metrics_get_the_nearest():

@@ -16,9 +16,13 @@ from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
 from runners.files.json_lines import to_json
+from runners.memory.forecast import with_keys
 from runners.quickstart import MODEL_DIR
 from runners.rewards.experience import Experience
-from runners.training.bad_updates import MOST_BAD_BATCHES, BadUpdates, save_bad_batch
+from runners.telemetry.diary import Diary
+from runners.telemetry.events import Silent
+from runners.training.bad_updates import MOST_BAD_BATCHES, check_bad_updates, count_bad_update, save_bad_batch
+from runners.training.run_state import RunState
 from runners.training.train import run_training
 from tests.support.files.folders import held
 from tests.support.tiny_policies import tiny_rollout
@@ -186,6 +190,21 @@ def test_several_batch_steps_are_kept_together(tmp_path):
     assert arrays["prompts_pl"].shape == (4, 4) and arrays["prompt_lengths_p"].tolist() == [4, 2, 4, 2]
 
 
+class Counting:
+    """What `count_bad_update` takes of a session."""
+
+    def __init__(self, folder, *experiences, limit=2):
+        self.state = RunState(train=None, experiences=experiences)
+        self.folder, self.shown = held(folder), Diary(Silent())
+        self.config = with_keys(load_config("quickstart"), "optim", max_bad_updates=limit)
+
+    def change(self, **changes):
+        self.state = attrs.evolve(self.state, **changes)
+
+    def save(self, why, *, strict):
+        assert strict
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -195,31 +214,28 @@ def test_several_batch_steps_are_kept_together(tmp_path):
         ({}, "the new weights would not be finite"),
     ],
 )
-def test_the_reason_is_told(tmp_path, changes, why):
+def test_the_reason_is_reported(tmp_path, changes, why):
     """Loss first, then gradient, then weights."""
-    bad = BadUpdates(held(tmp_path), 2)
     metrics = numbers(1, update_skipped=True, **changes)
-    (line,) = bad.see(metrics, [experience()])
+    (line,) = count_bad_update(Counting(tmp_path, experience()), metrics)
     assert f"update 1 skipped: {why}; the weights are unchanged" in line
     assert to_json(metrics)
 
 
 def test_what_was_sampled_before_a_resume_is_not_kept(tmp_path):
     """The update is skipped and counted, and the line says why there is no folder."""
-    (line,) = BadUpdates(held(tmp_path), 2).see(numbers(1, update_skipped=True), [])
+    (line,) = count_bad_update(Counting(tmp_path), numbers(1, update_skipped=True))
     assert "its completions were sampled before the run was resumed" in line
     assert not (tmp_path / "bad_batches").exists()
 
 
-def test_counts_come_back_from_a_checkpoint(tmp_path):
-    """Two in a row before, one after: the third ends the run."""
-    first, second = BadUpdates(held(tmp_path), 3), BadUpdates(held(tmp_path), 3)
-    for update in (1, 2):
-        first.see(numbers(update, update_skipped=True), [experience()])
-        first.check()
-    second.restore(json.loads(json.dumps(first.facts())))
-    metrics = numbers(3, update_skipped=True)
-    second.see(metrics, [experience()])
-    assert metrics["bad_updates"] == 3
+def test_the_third_skipped_update_in_a_row_ends_the_run(tmp_path):
+    """A good one in between starts the count again, but not the total."""
+    session = Counting(tmp_path, limit=3)
+    for update, skipped in enumerate((True, True, False, True, True, True), 1):
+        check_bad_updates(session)
+        metrics = numbers(update, update_skipped=skipped)
+        count_bad_update(session, metrics)
+    assert metrics["bad_updates"] == 5
     with pytest.raises(NumbersError, match="3 updates in a row"):
-        second.check()
+        check_bad_updates(session)

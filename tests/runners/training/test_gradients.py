@@ -1,14 +1,13 @@
 """Running out of memory in the learner: smaller micro-batches, the same sums, and a line that says so."""
 
-import json
-
 import mlx.core as mx
 import pytest
 
 import grpo_fn as g
 from grpo_fn.learner import halve_batch
 from runners.errors import UserError, is_out_of_memory
-from runners.training.gradients import Gradients
+from runners.ranks.ranks import Ranks
+from runners.training.gradients import MicroBatches
 from tests.support.closeness import assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import same_tree, tiny_policy
@@ -39,13 +38,6 @@ class Steps:
         return self.real_logprobs(params, piece)
 
 
-class Holder:
-    """What a loop is to `Gradients`."""
-
-    def __init__(self, state):
-        self.state = state
-
-
 @pytest.fixture(name="policy")
 def _policy():
     return tiny_policy("llama-untied")
@@ -56,127 +48,61 @@ def pieces_of(policy, seed, tokens=200):
     return g.split_batch(batch, max_tokens=tokens)
 
 
-def gathered(policy, fails=(), error=METAL, start=None, steps=3):
-    """Several batch steps through `Gradients`: the holder, the fakes, the object, the notes and the stats."""
+def micro_batches(fakes, asked=200, note=print):
+    return MicroBatches(fakes.grad_step, fakes.logprob_step, asked, Ranks(), note)
+
+
+def gathered(policy, fails=(), error=METAL, steps=3, budget=200):
+    """The gradients of some batch steps: the state with them, the fakes, notes, stats and the budget."""
     fakes, notes = Steps(policy, fails, error), []
-    gradients = Gradients(fakes.grad_step, fakes.logprob_step, 200, notes.append)
-    holder = Holder(start or make_state(policy))
-    stats = [gradients.add(holder, pieces_of(policy, seed)) for seed in range(steps)]
-    return holder, fakes, gradients, notes, stats
+    pieces = [pieces_of(policy, seed) for seed in range(steps)]
+    found = micro_batches(fakes, note=notes.append).gradients(make_state(policy), pieces, budget)
+    state, stats, budget = found
+    return state, fakes, notes, stats, budget
 
 
-@pytest.mark.parametrize("fails", [0, 1, 2])
-def test_the_step_is_taken_again_in_halves(policy, fails):
-    """Whichever of an update's batch steps fails, sums, weight and count are those of an untroubled run."""
-    want, *_, want_stats = gathered(policy)
-    got, fakes, gradients, notes, stats = gathered(policy, [fails])
-    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
-    assert got.state.accum_weight.item() == want.state.accum_weight.item()
-    assert got.state.step.item() == 3
+@pytest.mark.parametrize("fails", [[0], [1], [2], [0, 1], [2, 5]])
+def test_the_update_is_repeated_in_smaller_micro_batches(policy, fails):
+    """Whichever of its batch steps fails, however often: the sums are those of an untroubled update."""
+    want, untroubled, _, want_stats, _ = gathered(policy)
+    got, fakes, notes, stats, budget = gathered(policy, fails)
+    assert_same_gradients(got.accum_grads, want.accum_grads)
+    assert got.accum_weight.item() == want.accum_weight.item()
+    assert got.step.item() == 3
     for one, other in zip(stats, want_stats, strict=True):
         assert one.loss.item() == pytest.approx(other.loss.item(), rel=1e-5, abs=1e-7)
-    # The steps before it are computed again as they were, itself in smaller micro-batches.
-    assert len(fakes.calls) == 3 + 1 + fails
-    whole = [max(piece.tokens_bl.size for piece in pieces_of(policy, seed)) for seed in range(3)]
-    assert fakes.calls[: fails + 1] == whole[: fails + 1]
-    assert fakes.calls[fails + 1 : 2 * fails + 1] == whole[:fails]
-    assert fakes.calls[2 * fails + 1] < whole[fails]
-    (note,) = notes
-    assert "out of memory ([metal::malloc] Attempting" in note and "system.micro_batch_tokens is" in note
-    assert gradients.max_tokens == whole[fails] // 2
-
-
-def test_a_later_batch_step_repeats_the_halves(policy):
-    """A second failure in the same update takes the halved pieces of the first again, not the large ones."""
-    want, *_ = gathered(policy)
-    got, fakes, gradients, notes, _ = gathered(policy, [0, 3])
-    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
-    assert fakes.calls[4] == fakes.calls[1] < fakes.calls[0]
-    assert len(notes) == 2 and gradients.max_tokens <= fakes.calls[0] // 4
-
-
-def test_what_a_checkpoint_had_gathered_is_kept(policy):
-    """An update that was under way when the run was saved: its sums are part of the new ones."""
-    first, *_ = gathered(policy, steps=2)
-    want, *_ = gathered(policy, start=first.state, steps=2)
-    got, *_ = gathered(policy, [1], start=first.state, steps=2)
-    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
-    assert got.state.accum_weight.item() == want.state.accum_weight.item() > first.state.accum_weight.item()
-    assert got.state.step.item() == 4
-
-
-def test_after_the_update_nothing_is_repeated(policy):
-    """What `applied` closed is not computed again."""
-    fakes, notes = Steps(policy, [2]), []
-    gradients = Gradients(fakes.grad_step, fakes.logprob_step, 200, notes.append)
-    holder = Holder(make_state(policy))
-    gradients.add(holder, pieces_of(policy, 0))
-    holder.state = make_state(policy)
-    gradients.applied()
-    gradients.add(holder, pieces_of(policy, 1))
-    gradients.add(holder, pieces_of(policy, 2))
-    assert len(fakes.calls) == 5 and len(notes) == 1
-    want = Holder(make_state(policy))
-    plain = Gradients(Steps(policy).grad_step, fakes.logprob_step, 200, notes.append)
-    for seed in (1, 2):
-        plain.add(want, pieces_of(policy, seed))
-    assert_same_gradients(holder.state.accum_grads, want.state.accum_grads)
+    assert len(notes) == len(fails) and budget <= max(untroubled.calls) // 2 ** len(fails)
+    assert max(fakes.calls[-3:]) <= budget
+    assert "out of memory ([metal::malloc] Attempting" in notes[0] and "micro_batch_tokens is" in notes[0]
 
 
 def test_pieces_cut_for_a_larger_budget_are_made_to_fit(policy):
     """Batches that wait for several updates, cut before the budget shrank, do not run into it again."""
-    fakes, notes = Steps(policy, [0]), []
-    gradients = Gradients(fakes.grad_step, fakes.logprob_step, 200, notes.append)
-    holder, pieces = Holder(make_state(policy)), pieces_of(policy, 0)
-    gradients.add(holder, pieces)
-    gradients.applied()
-    holder.state = make_state(policy)
-    gradients.add(holder, pieces)
-    assert len(notes) == 1 and len(fakes.calls) == 3
-    assert fakes.calls[2] <= gradients.max_tokens == fakes.calls[0] // 2
-    want, *_ = gathered(policy, steps=1)
-    assert_same_gradients(holder.state.accum_grads, want.state.accum_grads)
-
-
-@pytest.mark.parametrize("found", [-1, "many", 2.5, True, None, [1]])
-def test_facts_that_are_none_are_refused(policy, found):
-    """trainer_state.json may be anybody's."""
-    *_, gradients, _, _ = gathered(policy)
-    with pytest.raises(UserError, match=r"trainer_state.json: micro_batch_tokens: found .*, wanted a number"):
-        gradients.restore({"micro_batch_tokens": found})
+    want, *_ = gathered(policy)
+    got, fakes, notes, _, budget = gathered(policy, budget=60)
+    assert_same_gradients(got.accum_grads, want.accum_grads)
+    assert max(fakes.calls) <= budget == 60 and not notes
 
 
 def test_old_log_probs_are_taken_again_in_halves(policy):
     """The pass before the gradient may fail as well: the halves have the log-probs of the whole."""
     fakes, notes = Steps(policy, [0]), []
-    gradients = Gradients(fakes.grad_step, fakes.logprob_step, 200, notes.append)
     piece = max(g.split_batch(make_batch(), max_tokens=1000), key=lambda piece: piece.tokens_bl.size)
-    one, two = gradients.with_old_logp(policy.params, [piece])
+    steps = micro_batches(fakes, 1000, notes.append)
+    (one, two), _ = steps.with_old_logp(policy.params, [piece], 1000)
     want_bt = fakes.real_logprobs(policy.params, piece)
     together_bt = mx.concatenate([one.old_logp_bt, two.old_logp_bt])
     assert mx.allclose(together_bt, want_bt, atol=1e-5).item() and len(notes) == 1
     assert same_tree(one.targets_bt, piece.targets_bt[: one.targets_bt.shape[0]])
 
 
-def test_a_step_is_halved_as_often_as_it_takes(policy):
-    """Three failures in a row: three notes, an eighth of the tokens, and the sums of an untroubled run."""
-    want, *_ = gathered(policy, steps=2)
-    got, fakes, gradients, notes, _ = gathered(policy, [1, 2, 4], steps=2)
-    assert_same_gradients(got.state.accum_grads, want.state.accum_grads)
-    assert got.state.accum_weight.item() == want.state.accum_weight.item()
-    assert len(notes) == 3 and gradients.max_tokens <= fakes.calls[1] // 8
-    # What had gathered before is computed again as it was, and from the second failure on cut as well.
-    assert fakes.calls[2] == fakes.calls[0] > fakes.calls[-2]
-
-
 def test_a_single_completion_cannot_be_halved(policy):
     """The line names the keys that help then."""
-    fakes = Steps(policy, [0])
-    gradients = Gradients(fakes.grad_step, fakes.logprob_step, 1, print)
+    steps = micro_batches(Steps(policy, [0]), 1)
     with pytest.raises(
         UserError, match=r"one completion at a time .*system\.grad_checkpoint = true"
     ) as caught:
-        gradients.add(Holder(make_state(policy)), pieces_of(policy, 0, tokens=1))
+        steps.gradients(make_state(policy), [pieces_of(policy, 0, tokens=1)], 1)
     assert "\n" not in str(caught.value)
 
 
@@ -206,18 +132,6 @@ def test_other_errors_stay_what_they_are(policy):
 def test_what_running_out_of_memory_looks_like(error, is_it):
     """The messages of MLX's backends, of CUDA, C++ and Python."""
     assert is_out_of_memory(error) is is_it
-
-
-def test_the_budget_is_part_of_a_checkpoint(policy):
-    """A resumed run does not run into the same wall; a smaller budget in the config wins."""
-    *_, gradients, _, _ = gathered(policy, [0])
-    facts = json.loads(json.dumps(gradients.facts()))
-    for budget, want in ((200, gradients.max_tokens), (10, 10)):
-        other = Gradients(gradients._grad_step, gradients._logprob_step, budget, print)
-        other.restore(facts)
-        assert other.max_tokens == want
-    other.restore({})
-    assert other.max_tokens == 10
 
 
 def test_halving_is_exact_where_rows_are(policy):

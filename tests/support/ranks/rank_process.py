@@ -52,18 +52,18 @@ def _write_digests(file: Path) -> None:
     from grpo_fn.trees import named_leaves
     from runners.training.steps import TrainSteps
 
-    finish = TrainSteps.finish_update
+    real = TrainSteps.sync
 
-    def finish_update(self: Any) -> None:
+    def sync(self: Any, state: Any) -> Any:
         digest = hashlib.sha256()
-        for name, leaf in sorted(named_leaves(self.state.params).items()):
+        for name, leaf in sorted(named_leaves(state.train.params).items()):
             digest.update(name.encode())
             digest.update(bytes(memoryview(cast(Any, leaf))))
         with file.open("a") as stream:
-            stream.write(f"{self.at.update} {digest.hexdigest()}\n")
-        finish(self)
+            stream.write(f"{state.update} {digest.hexdigest()}\n")
+        return real(self, state)
 
-    TrainSteps.finish_update = finish_update
+    TrainSteps.sync = sync
 
 
 def _call_tools() -> None:
@@ -79,17 +79,17 @@ def _call_tools() -> None:
 
 def _run_out_of_memory(call: int) -> None:
     """The gradient step's `call`-th call fails as MLX's allocator does."""
-    from runners.training.gradients import Gradients
+    from runners.training import gradients
 
-    own, calls = Gradients._own, []
+    own, calls = gradients.pieces_of_rank, []
 
-    def failing(self: Any, pieces: Any) -> Any:
+    def failing(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        return own(self, pieces)
+        return own(*given)
 
-    Gradients._own = failing
+    gradients.pieces_of_rank = failing
 
 
 if __name__ == "__main__":

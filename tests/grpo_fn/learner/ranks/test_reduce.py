@@ -12,7 +12,6 @@ from grpo_fn.learner import (
     all_reduce,
     deal,
     make_sharded_update_step,
-    only_on_first,
     pieces_of_rank,
     share,
 )
@@ -123,21 +122,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all():
         after, stats = g.make_update_step(OPTIMIZER, compile=False)(state)
         assert stats.skipped.item()
         assert same_tree(after.params, state.params)
-
-
-def test_sums_taken_early_are_not_counted_twice():
-    """Reduced in the middle of an accumulation, left on rank 0 and reduced again: the same sums."""
-    policy = tiny_policy("llama-untied")
-    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
-    parts = [state for state, _ in states_of(policy, SPECS["grpo"], whole, 3)]
-
-    def act(group):
-        once = all_reduce(parts[group.rank()], group)
-        return once, all_reduce(only_on_first(once, group), group)
-
-    for once, twice in on_ranks(3, act):
-        assert same_tree(once.accum_grads, twice.accum_grads)
-        assert once.accum_weight.item() == twice.accum_weight.item()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

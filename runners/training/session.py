@@ -1,0 +1,170 @@
+"""A run in progress: its current state, and the commits, saves and ends around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+import grpo_fn as g
+from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.saving import Saver
+from runners.checkpoints.snapshot import Snapshot, take_snapshot
+from runners.config.conditions import Condition
+from runners.errors import UserError
+from runners.machine.memory_readings import free_memory
+from runners.machine.terminal import OutputLost
+from runners.memory.peak_watch import MemoryWatch
+from runners.models.model_writer import save_final
+from runners.telemetry.diary import Diary
+from runners.telemetry.log import MetricsLog
+from runners.telemetry.records import PieceLengths
+from runners.telemetry.run_watch import Watch
+from runners.tokenization.prompt_settings import PromptSettings
+from runners.training.run_state import RunState
+from runners.training.setup import Run
+from runners.training.steps import TrainSteps
+
+
+class Session:
+    """A run in progress.
+
+    `state` is replaced only within `committing`, by all ranks or by none. So a signal may interrupt anything
+    else: the step under way is dropped, and what is saved is the state before it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: RunState,
+        *,
+        folder: RunFolder,
+        log: MetricsLog,
+        shown: Diary,
+        saver: Saver,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
+        self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
+        self.folder, self.log, self.shown, self.saver = folder, log, shown, saver
+        self.steps, self.pieces = TrainSteps(run, shown), PieceLengths(run.decoder)
+        conditions = [Condition.parse(text) for text in self.config.stop.when]
+        self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
+        self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
+        self._log_fault: str | None = None  # the last reported fault of the log
+        self._lost: str | None = None  # why rank 0's display has no reader
+        self._started = time.perf_counter()
+        self.ranks.on_fault(lambda line: log.log({**self.place(), "fault": line}))
+        g.materialize(state.train, state.waiting)
+
+    def place(self) -> dict[str, int]:
+        """Where the run is, for lines of the log."""
+        return {"update": self.state.update, "batch_step": self.state.batch_step}
+
+    def elapsed(self) -> float:
+        """Seconds that the run has taken, including those before a resume."""
+        return self.state.elapsed + time.perf_counter() - self._started
+
+    @contextmanager
+    def committing(self, step: str) -> Iterator[None]:
+        """The block replaces the run's state: on all ranks or on none, and no signal interrupts it."""
+        fault = self.shown.fault
+        with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
+            self._lost = messages[0].value
+            yield
+            g.materialize(self.state.train, self.state.waiting)  # another thread could only read them
+
+    def change(self, **changes: Any) -> None:
+        """Replaces fields of the state; within `committing`."""
+        self.state = attrs.evolve(self.state, **changes)
+
+    def wait_for_memory(self) -> None:
+        """Before new weights are made: waits for a checkpoint if memory cannot hold both."""
+        self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
+
+    # saves
+
+    def save_if_due(self) -> None:
+        """The checkpoint that checkpoint.every asks for."""
+        every = self.config.checkpoint.every
+        if every and self.state.batch_step % every == 0 and not self.steps.update_due(self.state):
+            self.save()
+
+    def save(self, why: str = "", *, strict: bool = False) -> None:
+        """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
+        with self.ranks.committing("the checkpoint"):
+            whole = self.steps.whole(self.state)
+            place = (self.state.batch_step, self.state.update)
+            self.saver.save(lambda: self._snapshot(whole), place, why, strict=strict)
+            if strict:
+                # A rank that ends earlier would end the others too.
+                self.ranks.all_gather_object("the save")
+
+    def save_to_stop(self, why: str) -> bool:
+        """Saves before the run ends early, unless the last checkpoint is current; whether there is one."""
+        self.saver.wait()
+        state = self.state
+        missing = bool(state.batch_step) and self.saver.done != (state.batch_step, state.update)
+        if self.ranks.all_gather_object("what is saved", missing)[0].value:
+            self.shown.status("saving")
+            self.save(why, strict=True)
+        return bool(state.batch_step)
+
+    def save_final(self, whole: g.TrainState) -> Path:
+        """Writes the final model; if the run's folder is gone, into a new one. UserError if it fails."""
+        final = self.run.folder / "final"
+        fault = None
+        try:
+            if self.ranks.is_rank_zero:
+                try:
+                    final = save_final(self.folder.here(), whole, self.run.loaded, self._prompt)
+                except FolderGone:
+                    with self.folder.anew() as folder:
+                        final = save_final(folder.path, whole, self.run.loaded, self._prompt)
+        except UserError as error:
+            fault = error
+        if self.ranks.any_rank("the final model", fault is not None):
+            # The disk may be full. A checkpoint may be smaller, or there may be space again.
+            with suppress(UserError):
+                self.save_to_stop("the final model could not be saved, but the training state is: ")
+        if fault is not None:
+            raise fault
+        return final
+
+    def _snapshot(self, whole: g.TrainState) -> Snapshot:
+        """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
+        state = attrs.evolve(self.state, elapsed=self.elapsed())
+        facts = {
+            **self._facts,
+            "em": state.em,
+            "reward": state.reward,
+            "logs": self.log.positions(),
+            "loop": state.plain(),
+        }
+        return take_snapshot(
+            state.batch_step, whole, self.run.loaded, facts, state.trees(), prompt=self._prompt
+        )
+
+    # ends
+
+    def check_output(self) -> None:
+        """If the display has no reader: saves, and raises OutputLost."""
+        if self._lost is None:
+            return
+        end = OutputLost(self.shown.fault or BrokenPipeError(self._lost))
+        self.shown.note(f"{end}: the run ends")
+        self.save_to_stop("interrupted: ")
+        self.ranks.agreed_to_end()
+        raise end
+
+    def check_log(self) -> None:
+        """Reports once that a line of the log cannot be written; it is written when there is space."""
+        fault = self.log.fault()
+        if fault and fault != self._log_fault:
+            self.saver.failed(UserError(fault))
+        self._log_fault = fault

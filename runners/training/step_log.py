@@ -1,0 +1,130 @@
+"""What a run reports of its steps: log lines, the display, warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import grpo_fn as g
+from runners.rewards.experience import Experience
+from runners.telemetry.events import Finished, Started, Updated
+from runners.telemetry.records import completion_records, moved_record, run_header, run_summary, token_record
+from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
+from runners.training.bad_updates import count_bad_update
+from runners.training.rollouts.rank_rollout import skew_metrics
+from runners.training.session import Session
+
+
+def show_start(session: Session) -> None:
+    """The run's header on the display."""
+    run, data, state = session.run, session.run.data, session.state
+    head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
+    session.shown.handle(Started(run.length.updates, head, state.update, state.scores))
+
+
+def show_summary(session: Session, final: Path, first: float | None) -> None:
+    """The run's result on the display: the final model, and exact match before (`first`) and after."""
+    state = session.state
+    shown = run_summary(
+        session.config,
+        final,
+        first=first,
+        last=state.em,
+        held_out=len(session.run.data.evaluation),
+        updates=state.update,
+        tokens=state.sampled_tokens,
+    )
+    if state.seen.reached:
+        shown["ended early"] = state.seen.reached
+    if state.bad_updates:
+        shown["updates skipped"] = state.bad_updates
+    session.shown.handle(Finished(shown))
+
+
+def log_batch_step(session: Session, experience: Experience) -> None:
+    """The problems of a batch step, its completions, and their tokens if the config asks for them."""
+    names = [reward.name for reward in session.run.collector.scorer.rewards]
+    constant, lines = session.state.constant_rewards.read(names, experience.values_kb)
+    session.change(constant_rewards=constant)
+    for line in (*experience.problems, *lines):
+        session.shown.note(line)
+    step, update = session.state.batch_step, session.state.update + 1
+    how = (step, update, session.pieces, len(session.config.data.nudge))
+    if session.log.wants_completions:
+        session.log.completions(completion_records(experience, *how))
+    if session.log.keeps_tokens:
+        mask_bt = np.array(session.steps.counted(experience).mask_bt)
+        session.log.tokens(token_record(experience, mask_bt, *how))
+
+
+def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:
+    """The metrics of an update, and the warnings about it."""
+    metrics = update_metrics(session, stats, update)
+    # Rank 0's values count for all.
+    metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
+    _log_moved(session)
+    reward = metrics["reward"]
+    lines = count_bad_update(session, metrics)
+    seen, warnings = session.watch.see(metrics, session.state.seen)
+    session.change(reward=reward if reward == reward else None, seen=seen)
+    last = session.state.update == session.run.length.updates or seen.reached
+    if session.state.update % session.config.log.every == 0 or last:
+        session.log.log(metrics)
+    session.shown.handle(Updated(metrics))
+    for line in (*lines, *warnings):
+        session.shown.note(line)
+
+
+def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
+    """All metrics of an update."""
+    state, run, steps = session.state, session.run, session.steps
+    rewards = [reward.name for reward in run.collector.scorer.rewards]
+    sampled = sum(tally.sampled_tokens for tally in state.tallies)
+    sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
+    experts = steps.expert_metrics(state)  # its time counts for the step
+    steps.times.add("checkpoint", session.saver.stopped_seconds())
+    times = steps.times.take()
+    memory, warning = session.memory.read()
+    if warning:
+        session.shown.note(warning)
+    return {
+        **session.place(),
+        "epoch": round(run.stream.epoch, 4),
+        **rollout_metrics(state.tallies, rewards, baseline=session.config.loss.baseline),
+        **penalty_metrics(state.tallies, session.config),
+        **loss_metrics(stats, update, run.learner.spec, state.train.ref_params is not None),
+        **experts,
+        **steps.engine.metrics(),
+        "num_tokens": state.sampled_tokens,
+        **times,
+        "tokens_per_second": sampled / max(sampling, 1e-9),
+        "tokens_per_second/step": sampled / max(times["step_time"], 1e-9),
+        **_rank_metrics(session),
+        "time/elapsed": session.elapsed(),
+        **memory,
+    }
+
+
+def _rank_metrics(session: Session) -> dict[str, Any]:
+    """The costs of several ranks: seconds in exchanges and sums, and each rank's rollouts."""
+    if session.ranks.is_alone:
+        return {}
+    seconds = session.ranks.seconds()
+    return {
+        "ranks/number": session.ranks.count,
+        "ranks/waiting_seconds": seconds["waiting"],
+        "ranks/reducing_seconds": seconds["reducing"],
+        **skew_metrics([tally.seconds for tally in session.state.tallies]),
+    }
+
+
+def _log_moved(session: Session) -> None:
+    """Logs how the update moved the tokens that it learned from, if log.tokens asks for it."""
+    state = session.state
+    if session.log.keeps_tokens and session.config.log.tokens == "moved":
+        first = state.batch_step - len(state.experiences) + 1
+        for step, experience in enumerate(state.experiences, first):
+            logp_bt = np.array(session.steps.logprobs_now(state, experience))
+            session.log.tokens(moved_record(experience, logp_bt, step, state.update))
