@@ -93,16 +93,9 @@ def join_experiences(parts: list[Experience]) -> Experience:
     )
 
 
-def varied_groups(rewards_pg: np.ndarray) -> list[int]:
-    """Groups in which at least two rewards differ: only these can be learned from."""
-    return np.flatnonzero(np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))).tolist()
-
-
-def reward_spread(rewards_pg: np.ndarray) -> np.ndarray:
-    """The largest minus the smallest reward of each group; 0 if there are fewer than two rewards."""
-    low = np.where(np.isnan(rewards_pg), np.inf, rewards_pg).min(axis=1)
-    high = np.where(np.isnan(rewards_pg), -np.inf, rewards_pg).max(axis=1)
-    return np.maximum(high - low, 0.0)
+def is_varied(rewards_pg: np.ndarray) -> np.ndarray:
+    """Whether at least two rewards of a group differ, bool [P]: only such groups have advantages."""
+    return np.array(has_varied_rewards(mx.array(rewards_pg, mx.float32)))
 
 
 def length_penalty(config: Config, lengths_b: mx.array) -> mx.array | None:

@@ -13,7 +13,7 @@ import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
 from runners.judges import combined
-from runners.rewards.experience import Experience, length_penalty, reward_spread
+from runners.rewards.experience import Experience, is_varied, length_penalty
 
 
 @attrs.frozen(eq=False)
@@ -64,10 +64,10 @@ def rollout_metrics(
     lengths = np.concatenate([tally.lengths_b for tally in tallies])
     finished = np.concatenate([tally.finished_b for tally in tallies])
     steps = [tally.rewards_pg for tally in tallies]
-    if baseline == "batch_mean":  # a whole step is compared, so each of its groups gets the step's spread
-        spread = np.concatenate([np.repeat(reward_spread(step.reshape(1, -1)), len(step)) for step in steps])
+    if baseline == "batch_mean":  # a whole step is compared, so each of its groups is as varied as the step
+        varied = np.concatenate([np.repeat(is_varied(step.reshape(1, -1)), len(step)) for step in steps])
     else:
-        spread = reward_spread(rewards_pg)
+        varied = is_varied(rewards_pg)
     logged: dict[str, list[float]] = {}
     for tally in tallies:
         for name, values in tally.logged.items():
@@ -75,7 +75,7 @@ def rollout_metrics(
     metrics = {name: combine_logged(name, values) for name, values in logged.items()} | {
         "reward": _mean(rewards_pg),
         "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
-        "frac_reward_zero_std": float(np.mean(spread == 0)),
+        "frac_reward_zero_std": float(np.mean(~varied)),
     }
     for name, values_b in zip(reward_names, values_kb, strict=True):
         metrics[f"rewards/{name}/mean"] = _mean(values_b)

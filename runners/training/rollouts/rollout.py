@@ -21,10 +21,10 @@ from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import (
     Experience,
+    is_varied,
     join_experiences,
     length_penalty,
     select_groups,
-    varied_groups,
 )
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
@@ -75,7 +75,7 @@ class Collector:
             part, failed_now = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
-            varied = varied_groups(part.rewards_pg)
+            varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
             missing -= len(varied)
             if missing == 0 or number == rounds:
                 flat = [p for p in range(len(part.examples)) if p not in set(varied)]

@@ -36,6 +36,12 @@ def test_groups_that_teach_nothing_depend_on_the_baseline(baseline: str | None, 
     assert metrics["frac_reward_zero_std"] == wanted
 
 
+def test_rewards_that_are_equal_in_float32_are_a_group_without_variance() -> None:
+    """As the advantages see them: they are computed in float32."""
+    metrics = rollout_metrics([tally_of([[0.1, 0.1 + 1e-12], [0.0, 1.0]])], ["r"])
+    assert metrics["frac_reward_zero_std"] == 0.5
+
+
 def stats_of(spec: g.LossSpec) -> g.LossStats:
     """Of two sequences, of four tokens and of one, with every ratio 3 and A = 1 and −1."""
     logp = mx.full((2, 4), float(np.log(3.0)))
