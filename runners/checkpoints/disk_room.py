@@ -16,7 +16,6 @@ from runners.models.folders import companions
 
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
-    from runners.config.sections import CheckpointConfig
     from runners.models.loaded_model import LoadedModel
 
 
@@ -26,44 +25,20 @@ class DiskRoom:
 
     folder: Path
     final: int  # the final model
-    checkpoint: int  # one checkpoint
 
-    def check_start(
-        self, settings: CheckpointConfig, where: str, *, batch_steps: int, anew: bool
-    ) -> list[str]:
-        """Before training: returns a line if the disk cannot hold all checkpoints that are kept at a time.
+    def check_start(self, where: str, *, anew: bool) -> None:
+        """Before training: raises UserError if the final model does not fit.
 
-        Args:
-            settings: [checkpoint].
-            where: the config's key for the folder, for messages.
-            batch_steps: the remaining ones.
-            anew: whether an earlier run's files in the folder will be removed.
-
-        Raises UserError if the final model does not fit.
+        `where` is the config's key for the folder; `anew`: an earlier run's files in it will be removed.
         """
         free = _free(self.folder)
-        if free is None:
-            return []
-        there = checkpoint_folders(self.folder).values()
-        if anew:
-            free += _size([*there, self.folder / "final"])
-        if free < self.final:
+        if free is not None and anew:
+            free += _size([*checkpoint_folders(self.folder).values(), self.folder / "final"])
+        if free is not None and free < self.final:
             raise UserError(
                 f"{where}: {self.folder}: the final model takes {gigabytes(self.final)}, and the disk has "
                 f"{gigabytes(free)} free; make room, or choose another run.output_dir"
             )
-        more = batch_steps // settings.every if settings.every else 0
-        if settings.keep_last:  # the oldest one is deleted when the next one is complete
-            kept = settings.keep_last + settings.keep_best
-            more = min(more, max(kept + 1 - (0 if anew else len(there)), 1))
-        fit = (free - self.final) // max(self.checkpoint, 1)
-        if fit >= more:
-            return []
-        return [
-            f"{self.folder}: the disk has {gigabytes(free)} free; beside the final model "
-            f"({gigabytes(self.final)}) it has room for {fit} of the {more} further checkpoints of "
-            f"{gigabytes(self.checkpoint)} each: make room, or lower checkpoint.keep_last"
-        ]
 
     def check_checkpoint(self, name: str, size: int, *, last: bool) -> None:
         """Raises UserError if a checkpoint of `size` bytes leaves no room for the final model.
@@ -84,18 +59,14 @@ def disk_room(folder: Path, state: TrainState, loaded: LoadedModel) -> DiskRoom:
     others = _size(companions(loaded.path))
     weights = named_leaves(state.params) | loaded.frozen
     final = sum(_stored(name, array, loaded) for name, array in weights.items())
-    # The reference shares the policy's arrays only until the first update.
-    checkpoint = nbytes(state.params, state.old_params, state.opt_state) + nbytes(state.ref_params)
-    if loaded.adapter is None:
-        checkpoint += nbytes(loaded.frozen)
-    else:
+    if loaded.adapter is not None:
         final += nbytes(state.params)  # the adapters are saved beside the merged weights
         if loaded.quantized:  # merged layers are stored unpacked
             layers = [name.removesuffix("lora_a") for name in weights if name.endswith("lora_a")]
             final += loaded.source_dtype.size * sum(
                 _product(weights[f"{layer}lora_a"], weights[f"{layer}lora_b"]) for layer in layers
             )
-    return DiskRoom(folder, final + others, checkpoint + others)
+    return DiskRoom(folder, final + others)
 
 
 def _stored(name: str, array: mx.array, loaded: LoadedModel) -> int:

@@ -105,15 +105,14 @@ def start_or_resume(
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         run.learner.engine.load(state.train.old_params, state.version)
-        room, scarce = None, []
+        room = None
         if ranks.is_rank_zero:
             room = disk_room(folder, run.learner.outline or state.train, run.loaded)
-            left = run.length.batch_steps - state.batch_step
-            scarce = room.check_start(config.checkpoint, where, batch_steps=left, anew=anew)
+            room.check_start(where, anew=anew)
         keep = _make_room(held.here(), None if anew else origin, shown)
         if ranks.is_rank_zero:
             write_resolved(run.config)
-        for notice in (*run.notices, *scarce):
+        for notice in run.notices:
             shown.note(notice)
         facts = {
             "config": config.to_dict(),

@@ -10,7 +10,6 @@ from runners.checkpoints import disk_room
 from runners.checkpoints.disk_room import DiskRoom
 from runners.checkpoints.snapshot import list_checkpoints
 from runners.config.loading import load_config
-from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
 from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
@@ -49,9 +48,9 @@ def size_of(folder):
     ],
 )
 def test_what_a_run_writes_is_known_before(tmp_path, monkeypatch, model, overrides, exact):
-    """The sizes of final/ and of a checkpoint, to 60 kB of small files; at most where adapters are merged."""
+    """The size of final/, to 60 kB of small files; at most where adapters are merged."""
     found = []
-    monkeypatch.setattr(DiskRoom, "check_start", lambda self, *_, **__: found.append(self) or [])
+    monkeypatch.setattr(DiskRoom, "check_start", lambda self, *_, **__: found.append(self))
     (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(
         small(
@@ -62,8 +61,7 @@ def test_what_a_run_writes_is_known_before(tmp_path, monkeypatch, model, overrid
         )
     )
     folder = run_training(load_config(str(tmp_path / "train.toml"), overrides), report=Quiet()).folder
-    room, final, checkpoint = found[0], size_of(folder / "final"), size_of(folder / "checkpoint-2")
-    assert room.checkpoint == pytest.approx(checkpoint, abs=60_000)
+    room, final = found[0], size_of(folder / "final")
     assert final - 60_000 < room.final < (final + 60_000 if exact else 2 * final)
     assert final > 120_000
 
@@ -81,29 +79,6 @@ def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_
     assert outcome(finished.folder) == before
     disk.free = 0.6 * final
     assert run_training(config, report=Quiet()).updates == 3  # the old one's room is enough
-
-
-@pytest.mark.parametrize(
-    ("settings", "there", "free", "line"),
-    [
-        ({"every": 10}, 0, 1000 + 5 * 300, ""),  # three, the best one, and the next before one goes
-        ({"every": 10}, 0, 1000 + 5 * 300 - 1, "room for 4 of the 5 further checkpoints"),
-        ({"every": 10, "keep_last": 0}, 0, 1000 + 9 * 300, "room for 9 of the 10 further checkpoints"),
-        ({"every": 10, "keep_last": 0}, 0, 1000 + 10 * 300, ""),
-        ({"every": 50}, 0, 1000, "room for 0 of the 2 further checkpoints"),
-        ({"every": 0}, 0, 1000, ""),
-        ({"every": 10}, 3, 1000 + 2 * 300, ""),  # of a resumed run, three are on the disk
-        ({"every": 10}, 9, 1000 + 299, "room for 0 of the 1 further checkpoints"),
-    ],
-)
-def test_too_little_room_for_the_checkpoints_is_a_line(tmp_path, disk, settings, there, free, line):
-    """It counts those that are on the disk at a time, the final model beside them."""
-    for step in range(there):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    disk.free = free
-    room = DiskRoom(tmp_path, final=1000, checkpoint=300)
-    lines = room.check_start(CheckpointConfig(**settings), "run.name", batch_steps=100, anew=there == 0)
-    assert len(lines) == bool(line) and line in "".join(lines)
 
 
 def test_a_checkpoint_does_not_take_the_final_models_room(tmp_path, disk):

@@ -7,9 +7,7 @@ import pytest
 from runners.checkpoints.run_folder import LOCK, FolderGone, locked
 from runners.errors import UserError
 from runners.telemetry.events import Note
-from runners.training.bad_updates import BadUpdates
 from runners.training.train import run_training
-from tests.runners.training.test_bad_updates import experience, numbers
 from tests.support.files.decoys import look
 from tests.support.resuming import SHORT, Killer, config_in, straight_run
 
@@ -57,17 +55,14 @@ def test_another_run_at_the_old_path_is_untouched(tmp_path, when):
         assert (tmp_path / "out/moved/checkpoint-2/manifest.json").is_file()
 
 
-def test_a_bad_batch_of_a_renamed_run_is_a_line(tmp_path):
-    """Nothing is written under the old path."""
+def test_another_folder_at_the_path_is_not_the_runs(tmp_path):
+    """What a run writes, bad batches too, asks for its folder first."""
     with locked(tmp_path / "run", "run.name") as folder:
+        assert folder.here() == tmp_path / "run"
         (tmp_path / "run").rename(tmp_path / "moved")
         (tmp_path / "run").mkdir()
-        lines = BadUpdates(folder, 2).see(numbers(1, update_skipped=True), [experience()])
-        with pytest.raises(FolderGone):
+        with pytest.raises(FolderGone, match="run: the run's folder is gone"):
             folder.here()
-    assert lines[-1] == f"{tmp_path / 'run'}: the run's folder is gone" and not any(
-        (tmp_path / "run").iterdir()
-    )
 
 
 @pytest.mark.parametrize("kind", ["notes", "link"])
