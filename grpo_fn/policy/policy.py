@@ -5,7 +5,7 @@ then restored. The module decides what is trainable (all of it, or LoRA's adapte
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,23 @@ class Policy:
             raise ValueError("the module has no trainable parameters: unfreeze it, or add adapters")
         if patched:
             patch_layers(module)
+        return cls._probed(module, trainable, frozen, compute_dtype)
+
+    @classmethod
+    def for_inference(cls, module: nn.Module) -> "Policy":
+        """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
+        check_process()
+        patch_layers(module)
+        return cls._probed(module, {}, {}, None)
+
+    @classmethod
+    def _probed(
+        cls,
+        module: nn.Module,
+        trainable: dict[str, mx.array],
+        frozen: dict[str, mx.array],
+        compute_dtype: mx.Dtype | None,
+    ) -> "Policy":
         shares = shares_prefix(module)
         return cls(
             module=module,
@@ -81,25 +98,6 @@ class Policy:
             takes_ragged=takes_ragged(module),
             shares_prefix=shares,
             supports_compiled_decode=shares and supports_compiled_decode(module, compute_dtype),
-            vocabulary=_embedding_rows(module),
-            positions=bound_positions(module),
-        )
-
-    @classmethod
-    def for_inference(cls, module: nn.Module) -> "Policy":
-        """A policy that samples with the weights that the module holds: `params` is {} and nothing trains."""
-        check_process()
-        patch_layers(module)
-        shares = shares_prefix(module)
-        return cls(
-            module=module,
-            params={},
-            frozen={},
-            compute_dtype=None,
-            split=split_head(module, ()),
-            takes_ragged=takes_ragged(module),
-            shares_prefix=shares,
-            supports_compiled_decode=shares and supports_compiled_decode(module),
             vocabulary=_embedding_rows(module),
             positions=bound_positions(module),
         )
@@ -178,9 +176,7 @@ class Policy:
             if images is not None:
                 whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
                 return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
-            if experts_blnk is None:
-                return self.split.hidden(module, tokens_bl)
-            with replayed_routing(module, experts_blnk):
+            with _routing(module, experts_blnk):
                 return self.split.hidden(module, tokens_bl)
 
     def hidden_and_routing(
@@ -196,12 +192,12 @@ class Policy:
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
         """
-        with self.learning(params, frozen) as module, recorded_routing(module) as logits:
-            if experts_blnk is None:
-                hidden_bld = self.split.hidden(module, tokens_bl)
-            else:  # in front of the recorders
-                with replayed_routing(module, experts_blnk):
-                    hidden_bld = self.split.hidden(module, tokens_bl)
+        with (
+            self.learning(params, frozen) as module,
+            recorded_routing(module) as logits,
+            _routing(module, experts_blnk),  # in front of the recorders
+        ):
+            hidden_bld = self.split.hidden(module, tokens_bl)
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
     def head(self, params: Tree, frozen: Tree | None = None) -> Head:
@@ -222,6 +218,11 @@ class Policy:
         if name is None:
             return Head(used, logits)
         return Head(used, logits, weight, self.split.scale, self.split.cap)
+
+
+def _routing(module: nn.Module, experts_blnk: mx.array | None) -> AbstractContextManager[None]:
+    """In the block each token gets these experts; None: those that the routers choose."""
+    return nullcontext() if experts_blnk is None else replayed_routing(module, experts_blnk)
 
 
 def _embedding_rows(module: nn.Module) -> int | None:

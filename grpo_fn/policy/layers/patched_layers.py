@@ -154,6 +154,8 @@ class _PackedLinear(_QuantizedLinear):
 class _PackedEmbedding(_QuantizedEmbedding):
     """Of a quantized role; its rows have the role's dtype."""
 
+    dtype: mx.Dtype
+
     def __call__(self, tokens: mx.array) -> mx.array:
         mode = QuantMode(self.mode, self.bits, self.group_size)
         rows = {name: self[name][tokens] for name in packed_names("weight", mode)}
