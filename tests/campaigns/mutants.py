@@ -249,7 +249,7 @@ def hunt(chosen: list[Mutant], report=print) -> list[str]:
         for mutant in chosen:
             begin, (file, text) = time.perf_counter(), mutated(mutant)
             (folder / file).write_text(text, encoding="utf-8")
-            result = run_tests(folder, mutant.tests, "-x")
+            result = run_tests(folder, mutant.tests, "-x", "--timeout=300")  # some hang
             shutil.copy(ROOT / file, folder / file)
             failed = re.findall(r"^FAILED (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
             # Status 1 is a failed test; anything else (a mutant that cannot be imported) proves nothing.
