@@ -152,3 +152,4 @@ def test_transformers_is_imported_without_pytorch(tmp_path, left):
     )
     done = in_new_process(code, GRPO_FN_TORCH=left)
     assert done.stdout.split() == [str(bool(left)), "2.99.0"], done.stderr
+    assert "PyTorch" not in done.stderr
