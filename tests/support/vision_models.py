@@ -84,6 +84,12 @@ def make_vision_folder(folder: Path, family: str = "qwen2_vl", *, seed: int = 0)
             weights[name] = weights[name] + (1.0 if name.endswith("weight") else 0.0)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(settings))
+    write_processor(folder, family)
+    return folder
+
+
+def write_processor(folder: Path, family: str = "qwen2_vl") -> None:
+    """Writes the tokenizer, the chat template and the image processor into a model's folder."""
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     assert tokenizer.token_to_id("<|image_pad|>") == IMAGE_TOKEN
@@ -102,7 +108,6 @@ def make_vision_folder(folder: Path, family: str = "qwen2_vl", *, seed: int = 0)
         "image_std": [0.5] * 3,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
-    return folder
 
 
 def write_picture(file: Path, rows: int, columns: int, *, seed: int = 0) -> Path:

@@ -12,20 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tokenizers import AddedToken
 
 from runners import cli
-from tests.support.tiny_models import make_model_folder, make_tokenizer, write_tokenizer
+from tests.support.tiny_models import make_model_folder
+from tests.support.vision_models import IMAGE_TOKEN, vision_settings, write_processor
 
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 needs_vlm = pytest.mark.skipif(
     not (find_spec("mlx_vlm") and find_spec("torch")), reason="wants mlx-vlm and PyTorch"
 )
@@ -99,37 +90,9 @@ def theirs():
 
 def settings():
     """config.json of the model, in the form of the models on the Hub."""
-    text = {
-        "vocab_size": 324,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
-    ids = dict(zip(("vision_start", "vision_end", "image", "video"), range(320, 324), strict=True))
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 64,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "in_channels": 3,
-        "in_chans": 3,
-        "patch_size": 4,
-        "spatial_patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "model_type": "qwen2_vl",
-    }
-    return text | {f"{name}_token_id": i for name, i in ids.items()} | {"vision_config": vision}
+    found = vision_settings() | {"bos_token_id": 0}
+    found["vision_config"]["in_chans"] = 3
+    return found
 
 
 @pytest.fixture
@@ -137,25 +100,8 @@ def source(tmp_path, theirs):
     """The model as a Hugging Face folder, with a tokenizer and an image processor."""
     folder = tmp_path / "qwen"
     theirs.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl", **settings()}))
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    assert tokenizer.token_to_id("<|image_pad|>") == settings()["image_token_id"]
-    write_tokenizer(folder, tokenizer)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    pictures = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 64,
-        "max_pixels": 1024,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    (folder / "config.json").write_text(json.dumps(settings()))
+    write_processor(folder)
     return folder
 
 
@@ -192,14 +138,14 @@ def test_converted_it_is_pytorch_s_model(grpo, source, theirs, images):
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     module, inputs = inputs_of(source.parent / "out", images[:1])
     ids, pixels, grid = (inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw"))
-    assert (np.array(ids) == settings()["image_token_id"]).sum() == 12  # 24 × 32 in tokens of 8 × 8 pixels
+    assert (np.array(ids) == IMAGE_TOKEN).sum() == 12  # 24 × 32 in tokens of 8 × 8 pixels
     ours = np.array(module(ids, pixels, image_grid_thw=grid).logits)
     with torch.no_grad():
         wanted = theirs(
             input_ids=torch.tensor(np.array(ids)),
             pixel_values=torch.tensor(np.array(pixels)),
             image_grid_thw=torch.tensor(np.array(grid)),
-            mm_token_type_ids=torch.tensor((np.array(ids) == settings()["image_token_id"]).astype(int)),
+            mm_token_type_ids=torch.tensor((np.array(ids) == IMAGE_TOKEN).astype(int)),
         ).logits.numpy()
     np.testing.assert_allclose(ours, wanted, atol=1e-4 * np.abs(wanted).max())
 
