@@ -18,12 +18,13 @@ from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
 from runners.telemetry.events import Alert, Event, Note, Remark, Report, Started, Status, Table, Updated
+from runners.telemetry.log import MetricsLog
 
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary(Report):
-    """Sends a run's events to the display, and writes those that are worth reading later to the log.
+    """Sends a run's events to its listeners, log and display, and records those worth reading later.
 
     Events from before the start are written after the event "start". Times are seconds since 1970.
     """
@@ -36,16 +37,16 @@ class Diary(Report):
     ) -> None:
         """`report`, the display, acts within `whole()`: an interrupt would leave half a block there."""
         self._report, self._clock, self._whole = report, clock, whole
-        self._write: Callable[[Mapping[str, Any]], None] | None = None
+        self._log: MetricsLog | None = None
         self._waiting: list[dict[str, Any]] = []
         self._facts: dict[str, Any] = {}
         self._update = 0
         self._begun = False
 
-    def open(self, write: Callable[[Mapping[str, Any]], None], facts: Mapping[str, Any]) -> None:
-        """From now on events go to `write`. The event "start" contains `facts`."""
+    def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
+        """From now on events go to `log` too, before the display. The event "start" contains `facts`."""
         self._facts = dict(facts)
-        self._write = write
+        self._log = log
 
     def handle(self, event: Event) -> None:
         """Takes an event. An alert may come from another thread, so it is not recorded."""
@@ -66,6 +67,8 @@ class Diary(Report):
                 return
             case _:
                 pass
+        if self._log is not None:
+            self._log.handle(event)
         with self._whole():
             self._report.handle(event)
 
@@ -128,8 +131,8 @@ class Diary(Report):
 
     def _record(self, kind: str, **more: Any) -> None:
         record = {"event": kind, "time": round(self._clock(), 3), "update": self._update} | more
-        if self._write is not None and self._begun:
-            self._write(record)
+        if self._log is not None and self._begun:
+            self._log.event(record)
         else:
             self._waiting.append(record)
 

@@ -1,8 +1,8 @@
-"""The events of a run, and what listens to them: the display, the log of events."""
+"""The events of a run, and what listens to them: the log with its dashboards, the display."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import attrs
@@ -32,6 +32,7 @@ class Updated:
     """An update is done. `metrics` has the log's names, none of which is required."""
 
     metrics: Mapping[str, Any]
+    logged: bool = False  # whether the log gets it: every log.every-th, and the last
 
 
 @attrs.frozen
@@ -43,6 +44,22 @@ class Evaluated:
     correct: int
     total: int
     seconds: float
+    metrics: Mapping[str, Any] = attrs.field(factory=dict)  # its line in the log
+    problems: Iterable[Mapping[str, Any]] = ()  # its records for evaluations.jsonl
+
+
+@attrs.frozen
+class Completions:
+    """The completions of a batch step: the records for completions.jsonl."""
+
+    records: Iterable[Mapping[str, Any]]
+
+
+@attrs.frozen
+class Tokens:
+    """The tokens of a batch step, or how an update moved them: a record for tokens.jsonl."""
+
+    record: Mapping[str, Any]
 
 
 @attrs.frozen
@@ -83,7 +100,9 @@ class Finished:
     summary: Mapping[str, Any]
 
 
-Event = Started | Status | Updated | Evaluated | Note | Alert | Table | Remark | Finished
+Event = (
+    Started | Status | Updated | Evaluated | Completions | Tokens | Note | Alert | Table | Remark | Finished
+)
 
 
 class Report:

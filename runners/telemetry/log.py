@@ -13,6 +13,7 @@ from runners.errors import UserError
 from runners.files.json_lines import JsonLines, plain_value
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, TOKENS
 from runners.telemetry.dashboards import CompletionTable, Target, open_sinks
+from runners.telemetry.events import Completions, Evaluated, Event, Tokens, Updated
 
 
 class MetricsLog:
@@ -64,6 +65,21 @@ class MetricsLog:
                 raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
         self.names = list(self._files)
 
+    def handle(self, event: Event) -> None:
+        """Writes what an event has for the files, and sends it to the dashboards."""
+        match event:
+            case Updated(metrics, logged=True):
+                self.log(metrics)
+            case Evaluated():
+                self.log(event.metrics)
+                self._write(EVALUATIONS, event.problems)
+            case Completions(records):
+                self.completions(records)
+            case Tokens(record):
+                self._write(TOKENS, [record])
+            case _:
+                pass
+
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line of metrics. Dashboards get the finite numbers, with "update" as the x axis."""
         self._write(METRICS, [metrics])
@@ -86,14 +102,6 @@ class MetricsLog:
             for sink in self._sinks:
                 if sink.replaces or (update, False) not in self._repeated:
                     sink.completions(batch, update)
-
-    def evaluation(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Writes one line for each held-out problem of an evaluation."""
-        self._write(EVALUATIONS, records)
-
-    def tokens(self, record: Mapping[str, Any]) -> None:
-        """Writes the record of a batch step's tokens."""
-        self._write(TOKENS, [record])
 
     def event(self, record: Mapping[str, Any]) -> None:
         """Writes one line of the run's diary."""

@@ -55,10 +55,10 @@ def _log(session: Session, name: str, result: EvalResult) -> None:
     found = logged_figures(result.figures)
     record = {**session.place(), "em": result.score, "em_subset": result.total, "time/eval": result.seconds}
     record |= {"time/elapsed": session.elapsed(), **found}
-    session.log.log(record)
-    problems, update = session.run.data.evaluation, session.state.update
-    session.log.evaluation(evaluation_records(problems, result.texts, result.right, update))
+    update = session.state.update
+    problems = evaluation_records(session.run.data.evaluation, result.texts, result.right, update)
     measured = {name: record[name] for name in ("em", "time/eval", *found)}
     seen, _ = session.watch.see(measured, session.state.seen)
     session.change(scores=(*session.state.scores, result.score), evaluated_at=update, seen=seen)
-    session.shown.handle(Evaluated(name, result.score, result.correct, result.total, result.seconds))
+    figures = result.score, result.correct, result.total, result.seconds
+    session.shown.handle(Evaluated(name, *figures, record, problems))

@@ -137,7 +137,7 @@ def start_or_resume(
         saver = stack.enter_context(saver_type(held, settings.checkpoint, log.names, shown.note, room))
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-        shown.open(log.event, start_facts(settings, machine))
+        shown.open(log, start_facts(settings, machine))
         session = Session(run, state, folder=held, log=log, shown=shown, saver=saver, facts=facts)
         del state
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import grpo_fn as g
 from runners.rewards.experience import Experience
-from runners.telemetry.events import Finished, Started, Updated
+from runners.telemetry.events import Completions, Finished, Started, Tokens, Updated
 from runners.telemetry.records import completion_records, moved_record, run_header, run_summary, token_record
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.training.bad_updates import count_bad_update
@@ -53,10 +53,10 @@ def log_batch_step(session: Session, experience: Experience) -> None:
     step, update = session.state.batch_step, session.state.update + 1
     how = (step, update, session.pieces, len(session.config.data.nudge))
     if session.log.wants_completions:
-        session.log.completions(completion_records(experience, *how))
+        session.shown.handle(Completions(completion_records(experience, *how)))
     if session.log.keeps_tokens:
         mask_bt = np.array(session.steps.counted(experience).mask_bt)
-        session.log.tokens(token_record(experience, mask_bt, *how))
+        session.shown.handle(Tokens(token_record(experience, mask_bt, *how)))
 
 
 def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:
@@ -70,9 +70,8 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
     seen, warnings = session.watch.see(metrics, session.state.seen)
     session.change(reward=reward if reward == reward else None, seen=seen)
     last = session.state.update == session.run.length.updates or seen.reached
-    if session.state.update % session.config.log.every == 0 or last:
-        session.log.log(metrics)
-    session.shown.handle(Updated(metrics))
+    due = session.state.update % session.config.log.every == 0 or bool(last)
+    session.shown.handle(Updated(metrics, logged=due))
     for line in (*lines, *warnings):
         session.shown.note(line)
 
@@ -127,4 +126,4 @@ def _log_moved(session: Session) -> None:
         first = state.batch_step - len(state.experiences) + 1
         for step, experience in enumerate(state.experiences, first):
             logp_bt = np.array(session.steps.logprobs_now(state, experience))
-            session.log.tokens(moved_record(experience, logp_bt, step, state.update))
+            session.shown.handle(Tokens(moved_record(experience, logp_bt, step, state.update)))
