@@ -42,7 +42,7 @@ STAGES = {
     "a reward's answer": ("runners.user_code.calls:Calls.collect", 2, LONG, 1),
     "its batch": ("runners.training.steps:TrainSteps.cut", 2, LONG, 1),
     "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
-    "the learner": ("runners.training.gradients:MicroBatches.gradients", 2, LONG, 2),
+    "the learner": ("runners.training.gradients:MicroBatches.gradients", 1, LONG, 2),
     "an update": ("runners.training.steps:all_reduce", 1, SHORT, 2),
     "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
     "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
@@ -53,7 +53,7 @@ STAGES = {
     "the final model": ("runners.training.session:save_final", 1, LONG, 3),
     "the model's load, in C": ("runners.training.setup:load_model", 1, "C", 0),
     "a rollout, in C": ("runners.training.rollouts.rollout:Collector.collect", 2, "C", 1),
-    "the learner, in C": ("runners.training.gradients:MicroBatches.gradients", 2, "C", 2),
+    "the learner, in C": ("runners.training.gradients:MicroBatches.gradients", 1, "C", 2),
     "the report": ("runners.report.end_report:write_report", 1, LONG, None),
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
