@@ -119,7 +119,7 @@ def test_ctrl_c_ends_the_run_and_then_its_live_page(stopped):
     """The page answers until the run has saved, and ends with it; the run's code and files are as ever."""
     assert stopped["seen"] == ((303, "run/quickstart/"), (200, None))
     assert stopped["code"] == 130 and "Traceback" not in stopped["printed"]
-    assert "Saving after this step" in stopped["printed"]
+    assert "interrupted: saved" in stopped["printed"]
     assert answer(stopped["url"], "/") is None
     folder = stopped["folder"]
     assert list(folder.glob("checkpoint-*")) and (folder / "report.html").is_file()
