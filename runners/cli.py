@@ -58,7 +58,7 @@ Exit codes:
   0    done
   2    something in the config, the data, the model or the disk has to change
   3    too many updates had numbers that are not finite
-  130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal finishes the step and saves, the
+  130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal saves the last finished step, a
        second one quits at once
   141  saved and stopped, because nobody reads the output
 """
