@@ -58,7 +58,7 @@ def trained(name):
     (folder / "calls.jsonl").unlink(missing_ok=True)
     case = copy.deepcopy(CASES[name])
     case["reward"]["functions"] = ["recording.py:odd", "recording.py:last"]
-    config = folder / "train.toml"
+    config = folder / f"{name}.toml"
     tables = {
         "run": {"name": name.replace(",", ""), "output_dir": str(folder)},
         "model": {"path": str(folder / "model")},
@@ -143,7 +143,7 @@ def test_batch_steps_of_one_update_draw_with_keys_of_their_own():
     """Of the same prompt, twice before the update: other completions."""
     trained("clip, two passes")
     more = ["run.name=keys", "data.max_samples=1", "optim.batch_size=1", "optim.minibatches=1"]
-    config = load_config(str(scratch()[1] / "train.toml"), [*more, "optim.max_steps=2"])
+    config = load_config(str(scratch()[1] / "clip, two passes.toml"), [*more, "optim.max_steps=2"])
     lines = lines_of(run_training(config, report=Quiet()).folder / "completions.jsonl")
     first, second = ([x["completion"] for x in lines if x["batch_step"] == step] for step in (1, 2))
     assert {line["update"] for line in lines} == {1} and first != second
