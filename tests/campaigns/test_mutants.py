@@ -38,7 +38,7 @@ def test_each_mutant_applies_also_where_variables_are_renamed():
     for mutant in MUTANTS:
         file, broken = mutated(mutant)
         assert broken != (ROOT / file).read_text(encoding="utf-8") and compile(broken, str(file), "exec")
-        assert mutant.tests and MODULES.issuperset(mutant.tests), mutant.name
+        assert mutant.tests and all(x in MODULES or (ROOT / x).is_file() for x in mutant.tests), mutant.name
         found = [place_of(mutant, trees) for trees in (modules(), others)]
         assert len({(at.file, getattr(at.node, "lineno", 0)) for at in found}) == 1, mutant.name
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)

@@ -88,6 +88,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.prompt": ('"chat"',),
     "data.system_prompt": ('"Be short."',),
     "data.nudge": ('"Well,"',),
+    "data.chat_template_kwargs": ('{style="x"}',),
     "data.max_samples": ("2",),
     "data.max_prompt_length": ("24",),
     "data.on_bad_row": ('"skip"', 'data.question="sparse"'),
@@ -133,6 +134,9 @@ def scratch() -> tuple[tempfile.TemporaryDirectory, Path]:
     root = Path(made.name)
     for arch in ("llama", "qwen2", "mixtral"):
         make_model_folder(root / arch, arch)
+    tokenizer = json.loads((root / "llama/tokenizer_config.json").read_text())
+    tokenizer["chat_template"] += "{{ style }}"
+    (root / "llama/tokenizer_config.json").write_text(json.dumps(tokenizer))
     (root / "rewards.py").write_text(REWARDS)
     (root / "base.toml").write_text(spell_tables(BASE).replace("{root}", str(root)))
     (root / "rows").mkdir()

@@ -453,7 +453,7 @@ def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(
     """A later episode has a new instance."""
     environments = built(timeout=0.3)
     _, played, _ = play(environments, call("odd", kind="hang"), "Late.")
-    assert "timed out" in played.messages[0][1]["content"]
+    assert "timed out after 0.3 s" in played.messages[0][1]["content"]
     assert played.counts["timeouts"].tolist() == [1]
     environments.config = attrs.evolve(environments.config, timeout=HANGS)
     _, again, _ = play(environments, "Hello.", rows=2)
