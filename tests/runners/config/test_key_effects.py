@@ -45,6 +45,24 @@ def shorter(row):
     return {**row, "question": row["question"][:1]}
 
 
+class Crowd:
+    '''Its first instance tells whether another begins while it waits.'''
+    begun = 0
+
+    def reset(self, **_):
+        Crowd.begun += 1
+        if Crowd.begun > 1:
+            return ""
+        end = time.monotonic() + 2
+        while Crowd.begun < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return f" {min(Crowd.begun, 2)}"
+
+    def look(self) -> str:
+        '''Looks.'''
+        return ""
+
+
 def theirs(folder):
     from mlx_lm import load
     model = load(str(folder))[0]
@@ -90,6 +108,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.nudge": ('"Well,"',),
     "data.chat_template_kwargs": ('{style="x"}',),
     "data.max_samples": ("2",),
+    "env.workers": ("1", 'env.factory="{root}/rewards.py:Crowd"', "eval.samples=0"),
     "data.max_prompt_length": ("24",),
     "data.on_bad_row": ('"skip"', 'data.question="sparse"'),
     "data.transform": ('"{root}/rewards.py:shorter"',),
