@@ -26,13 +26,13 @@ class DiskRoom:
     folder: Path
     final: int  # the final model
 
-    def check_start(self, where: str, *, anew: bool) -> None:
+    def check_start(self, where: str, *, replaces: bool) -> None:
         """Before training: raises UserError if the final model does not fit.
 
-        `where` is the config's key for the folder; `anew`: an earlier run's files in it will be removed.
+        `where` is the config's key for the folder; `replaces`: an earlier run's files in it will be removed.
         """
         free = _free(self.folder)
-        if free is not None and anew:
+        if free is not None and replaces:
             free += _size([*checkpoint_folders(self.folder).values(), self.folder / "final"])
         if free is not None and free < self.final:
             raise UserError(

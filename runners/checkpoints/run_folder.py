@@ -42,7 +42,7 @@ class RunFolder:
         return self.path
 
     @contextmanager
-    def anew(self) -> Iterator[RunFolder]:
+    def created_again(self) -> Iterator[RunFolder]:
         """A new folder at the run's path, for a run whose folder is gone. UserError if another run has it."""
         with locked(self.path, "run.name") as fresh:
             if name := run_file_in(self.path):

@@ -125,7 +125,9 @@ class LocalEngine:
                         break
                 if should_stop():
                     break
-        except Exception:
+        except GeneratorExit:  # between two tokens
+            raise
+        except BaseException:
             caches = None  # what they hold is not known
             raise
         finally:

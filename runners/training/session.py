@@ -124,7 +124,7 @@ class Session:
                 try:
                     final = save_final(self.folder.here(), whole, self.run.loaded, self._prompt)
                 except FolderGone:
-                    with self.folder.anew() as folder:
+                    with self.folder.created_again() as folder:
                         final = save_final(folder.path, whole, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error

@@ -77,8 +77,8 @@ def start_or_resume(
         origin = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
-        anew = origin is None or origin.folder.resolve().parent != folder.resolve()
-        if not overwrite and (resume is False or (origin is not None and anew)):
+        replaces = origin is None or origin.folder.resolve().parent != folder.resolve()
+        if not overwrite and (resume is False or (origin is not None and replaces)):
             check_free(folder, where, replace_finished=config.run.overwrite)
         known = None
         if origin is not None:
@@ -108,8 +108,8 @@ def start_or_resume(
         room = None
         if ranks.is_rank_zero:
             room = disk_room(folder, run.learner.outline or state.train, run.loaded)
-            room.check_start(where, anew=anew)
-        keep = _make_room(held.here(), None if anew else origin, shown)
+            room.check_start(where, replaces=replaces)
+        keep = _make_room(held.here(), None if replaces else origin, shown)
         if ranks.is_rank_zero:
             write_resolved(run.config)
         for notice in run.notices:

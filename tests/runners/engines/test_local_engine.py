@@ -2,6 +2,7 @@
 
 import time
 
+import attrs
 import mlx.core as mx
 import pytest
 
@@ -117,6 +118,14 @@ def test_a_closed_or_failed_stream_keeps_the_cache_valid():
     with pytest.raises(ValueError, match="token id"):
         stream(engine, [*prompt, 10**6])
     assert stream(engine, prompt)[0] == want
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # it may come in the middle of a token
+        endless = attrs.evolve(SAMPLING, eos_ids=())
+        list(engine.stream(Requests(prompts=[prompt]), endless, key=KEY, should_stop=interrupt))
+    assert stream(engine, prompt) == (want, len(prompt))
 
 
 def test_a_later_turn_continues_the_random_draws():
