@@ -42,7 +42,7 @@ def _check_field(_: object, field: attrs.Attribute, value: Any) -> None:
     within = field.metadata["range"]
     if field.name in CHOICES:
         check_choice(field.name, value, CHOICES[field.name])
-    if within and value is not None:
+    if within and not (value is None and field.default is None):
         _check(_RANGES[within](value), field.name, value, within)
 
 

@@ -94,13 +94,10 @@ class Packer:
 
         def shape(start: int, stop: int) -> Shape:
             width = max(completions[start:stop])
-            return Shape(
-                prompts=0,
-                length=self._size(rows[stop - 1].prompt + rows[stop - 1].completion),
-                rows=stop - start,
-                # An octave apart: a row of this length has any number of them.
-                width=1 << (width - 1).bit_length() if self._bucketed else width,
-            )
+            length = self._size(rows[stop - 1].prompt + rows[stop - 1].completion)
+            if self._bucketed:  # an octave apart: a row of this length has any number of them
+                width = min(1 << (width - 1).bit_length(), length)
+            return Shape(prompts=0, length=length, rows=stop - start, width=width)
 
         return self._cheapest([(row,) for row in rows], shape, steps)
 

@@ -57,7 +57,7 @@ def check_bad_updates(session: Session) -> None:
     raise NumbersError(
         f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = {limit}); the "
         "last good state has been saved; lower optim.learning_rate, or look into "
-        f"{session.folder.path / BAD_BATCHES}"
+        f"{session.run.folder / BAD_BATCHES}"
     )
 
 

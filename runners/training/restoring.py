@@ -47,6 +47,8 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
             )
         if train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params):
             train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
+    if train.old_params is None:  # saved within an update, when the sampler's weights were given up
+        train = g.sync_old(train)
     for tree in (train.old_params, train.ref_params):
         _check_weights(origin, tree, (first.params, first.ref_params))
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
@@ -141,13 +143,14 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
                 [name, list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()
             ],
         }
-    found = ranks.all_gather_object("the checkpoint", said)[0].value
-    if not found:
-        return state
-    with ranks.moving_arrays():
-        if not ranks.is_rank_zero:
-            arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
-        arrays = share(arrays, ranks)
+    with ranks.committing("the checkpoint", said) as messages:
+        found = messages[0].value
+        if not found:
+            return state
+        with ranks.moving_arrays():
+            if not ranks.is_rank_zero:
+                arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
+            arrays = share(arrays, ranks)
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
         state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from runners.machine.memory_readings import free_memory
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
 from runners.models.model_writer import save_final
+from runners.ranks.wire import RankError
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.records import PieceLengths
@@ -130,8 +131,13 @@ class Session:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):
             # The disk may be full. A checkpoint may be smaller, or there may be space again.
-            with suppress(UserError):
+            try:
                 self.save_to_stop("the final model could not be saved, but the training state is: ")
+            except RankError:  # the ranks are no longer together
+                if fault is None:
+                    raise
+            except UserError as error:
+                self.shown.note(str(error))
         if fault is not None:
             raise fault
         return final

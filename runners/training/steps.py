@@ -234,8 +234,7 @@ class TrainSteps:
         sharding = self.run.learner.sharding
         if sharding is None:
             return state.train
-        self.ranks.all_gather_object("the whole state")
-        with self.ranks.moving_arrays():
+        with self.ranks.committing("the whole state"), self.ranks.moving_arrays():
             whole = sharding.whole(state.train)
             g.materialize(whole)
         return whole

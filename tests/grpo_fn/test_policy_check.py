@@ -9,7 +9,7 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from grpo_fn.learner import can_share
 from grpo_fn.policy import checkpoint_layers, head, policy
-from grpo_fn.policy_check import few_prompts
+from grpo_fn.policy_check import _fault_of, few_prompts
 from tests.support.tiny_policies import tiny_policy
 
 PROMPTS = [list(range(3, 33)), [7, 8, 9], [9, 8, 2, 5, 1]]
@@ -142,6 +142,27 @@ def test_blocks_that_cannot_be_checkpointed_are_refused():
     of = g.Policy.from_module(module)
     with pytest.raises(ValueError, match="cannot be trained here: checkpointed blocks give another gradient"):
         checked(of, share_prompts=False)
+
+
+def test_a_certain_model_whose_gradient_is_0_can_be_trained():
+    """No block differs where there is nothing to differ."""
+    module = tiny_policy("llama").module
+    checkpoint_layers(module)
+    scaled = module.lm_head.weight if "lm_head" in module else module.model.embed_tokens.weight
+    scaled[:] = 20_000 * scaled
+    assert checked(g.Policy.from_module(module), share_prompts=False).notices == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[METAL] Command buffer failed: Insufficient Memory (0)", "cudaGraphLaunch failed: out of memory"],
+)
+def test_a_lack_of_memory_says_nothing_about_a_model(text):
+    def compare():
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="emory"):
+        _fault_of(compare)
 
 
 def test_steps_that_cannot_be_traced_are_not_compiled():

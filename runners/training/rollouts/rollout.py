@@ -16,7 +16,7 @@ from runners.data.prompts import Example, columns_of
 from runners.engines.engine import Engine
 from runners.engines.settings import requests_of
 from runners.environments.environments import Environments
-from runners.errors import RewardError
+from runners.errors import RewardError, UserError
 from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import (
@@ -111,7 +111,12 @@ class Collector:
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own, part, fault = [examples[number] for number in numbers], None, None
         started = time.perf_counter()
-        sampled = self._sampled(own, numbers, key)
+        try:
+            sampled = self._sampled(own, numbers, key)
+        except RewardError as error:
+            if self.ranks.is_alone:
+                raise
+            raise UserError(str(error)) from error  # the others are within the rollout: nothing is saved
         if own:
             try:
                 part = self._scored(own, *sampled, trainer_state, started)

@@ -163,3 +163,9 @@ def test_preset_changes_are_checked_and_spelled():
         g.preset("grpo", epsilon_lo=0.1)
     with pytest.raises(ValueError, match="sequence_sum_norm"):
         g.preset("grpo", aggregation="sequence_sum_norm")
+
+
+@pytest.mark.parametrize("name", ["beta", "epsilon_low", "sapo_tau_pos"])
+def test_a_field_without_none_refuses_it(name):
+    with pytest.raises((TypeError, ValueError)):
+        g.LossSpec(**{name: None})

@@ -133,10 +133,11 @@ def exhaustive(rows, max_tokens):
             if count > stop:
                 continue
             part = rows[stop - count : stop]
-            tokens = count * ladder(part[-1].prompt + part[-1].completion)
+            length = ladder(part[-1].prompt + part[-1].completion)
+            tokens = count * length
             if count > 1 and tokens > max_tokens:
                 continue
-            width = 2 ** (max(row.completion for row in part) - 1).bit_length()
+            width = min(2 ** (max(row.completion for row in part) - 1).bit_length(), length)
             found.append(least(stop - count) + tokens + 0.25 * count * width + 256)
         return min(found)
 
@@ -179,6 +180,12 @@ def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
         assert not small.covers(exact)
         for part in runs(small):
             assert_holds(part)
+
+
+def test_completions_have_no_more_columns_than_their_rows():
+    """The octave above 520 is 1,024, of which a row of 540 tokens has no use."""
+    (run,) = Packer(max_tokens=8192, bucketed=True).pack([Row(i, i, 20, 520, 520) for i in range(8)], False)
+    assert run.shape.width <= run.shape.length == 576
 
 
 def test_prompts_are_shared_where_that_is_fewer_tokens():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import attrs
 import mlx.core as mx
@@ -196,6 +197,7 @@ class Counting:
     def __init__(self, folder, *experiences, limit=2):
         self.state = RunState(train=None, experiences=experiences)
         self.folder, self.shown = held(folder), Diary(Silent())
+        self.run = SimpleNamespace(folder=folder)
         self.config = with_keys(load_config("quickstart"), "optim", max_bad_updates=limit)
 
     def change(self, **changes):
