@@ -34,7 +34,7 @@ from benchmarks.harness.measure import Timing
 from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.quickstart import QUICK, command_line
 from runners.errors import UserError
-from runners.files.json_lines import json_line
+from runners.files.json_files import json_line
 from runners.report import write_report
 
 WORDS = ("apples", "and", "pears", "is", "then", "left", "minus", "each", "day", "how", "many", "are")

@@ -15,10 +15,9 @@ import attrs
 from runners.checkpoints.manifest import Damaged, check_manifest
 from runners.checkpoints.snapshot import LATEST, checkpoint_folders, list_checkpoints
 from runners.errors import UserError
-from runners.files.durable import remove_folder
-from runners.files.line_files import LineFile
+from runners.files.durable import remove_folder, sweep
+from runners.files.json_lines import LineFile
 from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS, RESOLVED
-from runners.files.staging import sweep
 
 BAD_BATCHES = "bad_batches"
 _OWNER = re.compile(rb"\d{0,20}\n?")  # the content of a lock file

@@ -19,7 +19,7 @@ from runners.checkpoints.trainer_state import TRAINER_STATE
 from runners.config.recorded import Recorded, recorded_in
 from runners.errors import UserError
 from runners.files.json_files import finite_number, whole_number
-from runners.files.line_files import LineFile
+from runners.files.json_lines import LineFile
 from runners.files.run_files import LOCK, METRICS, RESOLVED
 
 DEPTH = 4  # a run's name may be a path

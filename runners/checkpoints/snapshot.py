@@ -20,8 +20,7 @@ from runners.checkpoints.state_files import PackedState, pack_state, save_state
 from runners.checkpoints.trainer_state import TRAINER_STATE, VERSION
 from runners.errors import UserError
 from runners.files.durable import new_folder, remove_folder, save_text
-from runners.files.json_files import read_json
-from runners.files.json_lines import to_json
+from runners.files.json_files import read_json, to_json
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_writer import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt

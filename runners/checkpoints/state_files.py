@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 
 from runners.errors import UserError
-from runners.files.durable import load_arrays, save_arrays
+from runners.files.tensor_files import load_arrays, save_arrays
 from runners.models.model_reader import check_finite
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.evaluation.comparison import comparison_summary, comparison_table
-    from runners.files.json_lines import json_line
+    from runners.files.json_files import json_line
 
     if out:
         rows = (row for each in measured for row in each.completions)

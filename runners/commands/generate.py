@@ -151,7 +151,7 @@ def _one(conversation: Conversation, text: str, images: Sequence[str], *, raw: b
 
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
     """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
-    from runners.files.json_lines import json_line
+    from runners.files.json_files import json_line
 
     with _timed() as (should_stop, speed), _sink(out) as sink:
         for row in rows(should_stop=should_stop, speed=speed):

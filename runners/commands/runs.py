@@ -39,7 +39,7 @@ def runs_command(folder: str, as_json: bool) -> None:
 
     startup.load_blas()  # before MLX is imported
     from runners.checkpoints.run_list import find_runs
-    from runners.files.json_lines import to_json
+    from runners.files.json_files import to_json
 
     runs = find_runs(Path(folder).expanduser())
     if as_json:

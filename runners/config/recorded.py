@@ -14,7 +14,7 @@ import attrs
 from runners.config.loading import SECTIONS, section_values
 from runners.config.reading import Settings, parse
 from runners.errors import UserError, one_line
-from runners.files.line_files import open_file
+from runners.files.json_files import open_file
 from runners.files.run_files import RESOLVED
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 from runners.errors import UserError, first_line
 
-_SECONDS = (
-    10  # for the request that tests the connection; huggingface_hub uses the same limit for a file's head
-)
+_SECONDS = 10  # for the request that tests the connection: huggingface_hub's own limit for a file's head
 
 
 @contextmanager
@@ -23,19 +21,14 @@ def hub_or_cache() -> Iterator[None]:
     """
     from huggingface_hub import constants
 
-    if constants.is_offline_mode() or _reachable(constants.ENDPOINT):
-        yield
-        return
     # Both libraries read the value at each request; `datasets` has its own copy once it is imported. Both
     # values are restored, because a later call may reach the Hub again.
-    places: list[Any] = [
-        constants,
-        *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else []),
-    ]
+    places: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     before = [place.HF_HUB_OFFLINE for place in places]
     try:
-        for place in places:
-            place.HF_HUB_OFFLINE = True
+        if not constants.is_offline_mode() and not _reachable(constants.ENDPOINT):
+            for place in places:
+                place.HF_HUB_OFFLINE = True
         yield
     finally:
         for place, value in zip(places, before, strict=True):

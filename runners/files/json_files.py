@@ -1,14 +1,35 @@
-"""Untrusted JSON files."""
+"""JSON: values as one line of it, and objects in untrusted files."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from runners.errors import UserError
-from runners.files.line_files import open_file
+
+# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
+# that JSON does not escape, because such files are shown on terminals.
+_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
+
+
+def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Opens an untrusted file: OSError for a link, and for what is not a regular file.
+
+    A link could make a page out of any file of this machine; opening a fifo could wait for ever. With
+    `follow` a link is allowed, as in the Hub's cache.
+    """
+    nofollow = 0 if follow else os.O_NOFOLLOW
+    number = os.open(path, os.O_RDONLY | nofollow | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(number, "rb")
 
 
 def read_json(file: Path) -> dict:
@@ -36,3 +57,42 @@ def finite_number(value: Any) -> float | None:
 def whole_number(value: Any) -> int:
     """A value of such a file as a count; 0 if it is none."""
     return value if type(value) is int and 0 < value < 2**63 else 0
+
+
+def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """One JSON object on one line, and the names of its numbers that are not finite.
+
+    Such numbers become null, because JSON has no NaN, and an extra key "nonfinite" lists their names (dotted
+    if nested). 0-d arrays become numbers. Raises TypeError, with the name, for a value that JSON cannot hold.
+    """
+    nonfinite: list[str] = []
+    plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
+    if nonfinite:
+        plain["nonfinite"] = nonfinite
+    return json_line(plain), nonfinite
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """A record as a JSON object on one line, without control characters.
+
+    Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
+    """
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
+
+
+def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
+    """A value in JSON's types; adds the dotted names of numbers that become null to `nonfinite`."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        nonfinite.append(name)
+        return None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(part, f"{name}.{i}", nonfinite) for i, part in enumerate(value)]
+    raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")

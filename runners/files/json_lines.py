@@ -1,58 +1,16 @@
-"""Files with one JSON object per line: values that JSON lacks are refused or named, and no line is lost."""
+"""Files with one JSON object a line: written so that no line is lost, read while another process writes."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
-import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
-# that JSON does not escape, because such files are shown on terminals.
-_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
-
-
-def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """One JSON object on one line, and the names of its numbers that are not finite.
-
-    Such numbers become null, because JSON has no NaN, and an extra key "nonfinite" lists their names (dotted
-    if nested). 0-d arrays become numbers. Raises TypeError, with the name, for a value that JSON cannot hold.
-    """
-    nonfinite: list[str] = []
-    plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
-    if nonfinite:
-        plain["nonfinite"] = nonfinite
-    return json_line(plain), nonfinite
-
-
-def json_line(record: Mapping[str, Any]) -> str:
-    """A record as a JSON object on one line, without control characters.
-
-    Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
-    """
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
-
-
-def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
-    """A value in JSON's types; adds the dotted names of numbers that become null to `nonfinite`."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        nonfinite.append(name)
-        return None
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain_value(part, f"{name}.{key}", nonfinite) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_value(part, f"{name}.{i}", nonfinite) for i, part in enumerate(value)]
-    raise TypeError(f"{name}: a {type(value).__name__} cannot be written as JSON")
+from runners.errors import UserError
+from runners.files.json_files import open_file, to_json
 
 
 class JsonLines:
@@ -71,14 +29,14 @@ class JsonLines:
                 bytes, or after its last whole line if it is shorter.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if keep is not None:
-            _cut(path, keep)
-        elif path.exists() and path.stat().st_size:
+        if keep is None and path.exists() and path.stat().st_size:
             os.replace(path, path.with_suffix(".previous.jsonl"))
+        elif keep is not None and path.exists():
+            os.truncate(path, _whole_lines(path, keep))
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -90,6 +48,7 @@ class JsonLines:
 
     def push(self) -> None:
         """Writes the waiting lines, as far as the disk allows."""
+        self.fault = None
         try:
             while self._waiting:
                 count = os.write(self._file, self._waiting)
@@ -97,8 +56,6 @@ class JsonLines:
                 self._waiting = self._waiting[count:]
         except OSError as error:
             self.fault = error
-        else:
-            self.fault = None
 
     def close(self) -> None:
         """Closes the file; nothing can be written afterwards. A file that was deleted is a fault."""
@@ -108,14 +65,74 @@ class JsonLines:
         os.close(self._file)
 
 
-def _cut(path: Path, most: int) -> None:
-    """Cuts a file, if it exists, to the whole lines within its first `most` bytes."""
-    if not path.exists():
-        return
-    with open(path, "r+b") as stream:
-        end = 0
-        if most and path.stat().st_size:  # an empty file cannot be mapped
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                end = content.rfind(b"\n", 0, most) + 1
-        stream.truncate(end)
-        os.fsync(stream.fileno())
+class LineFile:
+    """The complete lines of a file, each returned once; text after the last line feed waits.
+
+    If the file was cut, or another file has its name, reading starts over; `generation` counts that.
+    """
+
+    def __init__(self, path: Path, generation: int = 0) -> None:
+        """The file need not exist yet."""
+        self.path = path
+        self.generation = generation
+        self.bad = 0  # lines that are not JSON objects
+        self._place = 0
+        self._identity: tuple[int, int] | None = None
+
+    def restarted(self) -> bool:
+        """Whether the next `read` starts over. If it is called before each `read`, none is missed."""
+        try:
+            found = os.lstat(self.path)
+        except OSError:  # being renamed, or not there yet: what was read stays
+            return False
+        identity, before = (found.st_dev, found.st_ino), self._identity
+        over = before is not None and (identity != before or found.st_size < self._place)
+        if over:
+            self.generation += 1
+            self._place, self.bad = 0, 0
+        self._identity = identity
+        return over
+
+    def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
+        """The objects of the new lines; if `wanted` is given, only of lines whose bytes it accepts.
+
+        Lines that are not JSON objects are counted in `bad`. UserError if the file cannot be read.
+        """
+        self.restarted()
+        try:
+            with open_file(self.path) as stream:
+                stream.seek(self._place)
+                for line in stream:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._place += len(line)
+                    if line.strip() and (wanted is None or wanted(line)):
+                        yield from self._object(line)
+        except FileNotFoundError:  # being renamed
+            return
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _object(self, line: bytes) -> Iterator[dict[str, Any]]:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            yield found
+        else:
+            self.bad += 1
+
+
+def _whole_lines(path: Path, most: int) -> int:
+    """The bytes of the whole lines within a file's first `most` bytes."""
+    with open(path, "rb") as stream:
+        place = min(most, path.stat().st_size)
+        while place:
+            start = max(place - (1 << 16), 0)
+            stream.seek(start)
+            found = stream.read(place - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            place = start
+    return 0

@@ -51,7 +51,6 @@ def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if path.is_symlink() or path.name in _FOLDERS]
-    inner = [path for sub in _FOLDERS if (folder / sub).is_dir() for path in (folder / sub).rglob("*")]
+    inner = [path for sub in _FOLDERS for path in (folder / sub, *(folder / sub).rglob("*"))]
     # Linked folders are not followed, except those that are read.
-    return [path for path in found if path.name in _FOLDERS or not path.is_dir()] + inner
+    return [path for path in folder.iterdir() if path.is_symlink() and not path.is_dir()] + inner

@@ -17,7 +17,7 @@ from grpo_fn.policy import use_multimodal_rope
 from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
-from runners.files.tensor_header import check_header
+from runners.files.tensor_files import check_header
 from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
 from runners.images.processor import Grid, ImageProcessor, load_processor

@@ -12,10 +12,9 @@ from grpo_fn import prng
 from grpo_fn.trees import named_leaves, on_host
 from runners.config.sections import LoraConfig
 from runners.errors import UserError, did_you_mean, first_lines, show
-from runners.files.durable import load_arrays
 from runners.files.json_files import read_json
 from runners.files.links import check_links
-from runners.files.tensor_header import check_header
+from runners.files.tensor_files import check_header, load_arrays
 from runners.models.base_digest import base_digest
 from runners.models.json_keys import check_adapter_config
 from runners.models.model_reader import check_finite

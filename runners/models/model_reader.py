@@ -14,7 +14,7 @@ from grpo_fn.trees import named_leaves
 from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
-from runners.files.tensor_header import check_header
+from runners.files.tensor_files import check_header
 from runners.models.folders import read_config, tokenizer_pickle
 from runners.models.json_keys import end_ids
 from runners.models.rope_keys import rope_notices, with_rope_keys

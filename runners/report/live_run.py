@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runners.files.line_files import LineFile
+from runners.files.json_lines import LineFile
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, LOCK, METRICS, TOKENS
 from runners.report.completion_rows import (
     ROWS,

@@ -10,7 +10,8 @@ from typing import Any
 from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.files.line_files import LineFile, open_file
+from runners.files.json_files import open_file
+from runners.files.json_lines import LineFile
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 from runners.report.page_json import plain_number
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from runners.config.sections import LogConfig
 from runners.errors import UserError
-from runners.files.json_lines import JsonLines, plain_value
+from runners.files.json_files import plain_value
+from runners.files.json_lines import JsonLines
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, TOKENS
 from runners.telemetry.dashboards import CompletionTable, Target, open_sinks
 from runners.telemetry.events import Completions, Evaluated, Event, Tokens, Updated

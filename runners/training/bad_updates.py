@@ -14,8 +14,9 @@ import numpy as np
 import grpo_fn as g
 from runners.checkpoints.run_folder import BAD_BATCHES
 from runners.errors import NumbersError, UserError
-from runners.files.durable import new_folder, remove_folder, save_arrays
-from runners.files.json_lines import to_json
+from runners.files.durable import new_folder, remove_folder
+from runners.files.json_files import to_json
+from runners.files.tensor_files import save_arrays
 from runners.rewards.experience import Experience
 from runners.telemetry.records import completion_records
 from runners.training.session import Session

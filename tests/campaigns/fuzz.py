@@ -154,7 +154,7 @@ class Checkpoint(FolderTarget):
 
         import grpo_fn as g
         from runners.checkpoints.state_files import pack_state, save_state
-        from runners.files.durable import save_arrays
+        from runners.files.tensor_files import save_arrays
         from runners.training.run_state import RunState
 
         self.place = folder / "run" / "checkpoint-1"

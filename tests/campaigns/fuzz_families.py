@@ -25,7 +25,7 @@ class Adapters(FolderTarget):
         from mlx.utils import tree_flatten
 
         from runners.config.sections import LoraConfig
-        from runners.files.durable import save_arrays
+        from runners.files.tensor_files import save_arrays
         from runners.models.adapters import new_adapters
         from runners.models.model_reader import load_module
         from tests.support.tiny_models import make_model_folder

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import attrs
 
-from runners.files.durable import check_target
-from runners.files.staging import OLD
+from runners.files.durable import OLD, check_target
 from tests.campaigns.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, entries, wait
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train

@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from runners.files.staging import MARKER, NEW, OLD, PREFIX
+from runners.files.durable import MARKER, NEW, OLD, PREFIX
 from tests.support.files.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[2]

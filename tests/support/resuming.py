@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from runners.config.loading import load_config
-from runners.files.durable import load_arrays
+from runners.files.tensor_files import load_arrays
 from runners.telemetry.events import Evaluated, Status, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training

@@ -15,7 +15,7 @@ from grpo_fn.trees import arrays_of, map_arrays, structure_of
 from runners.checkpoints.state_files import load_state, pack, unpack
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
-from runners.files import durable
+from runners.files.tensor_files import load_arrays, save_arrays
 from tests.support.files.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import load, make_state, moved, same_bits
@@ -110,8 +110,8 @@ def test_any_tree_keeps_its_shape(tmp_path, tree):
     """Containers, order, empty places and scalars are kept, through a file."""
     arrays = {}
     shape = json.loads(json.dumps(pack(tree, "tree", arrays, {})))
-    durable.save_arrays(tmp_path / "tree.safetensors", arrays, {})
-    back = unpack(shape, durable.load_arrays(tmp_path / "tree.safetensors")[0])
+    save_arrays(tmp_path / "tree.safetensors", arrays, {})
+    back = unpack(shape, load_arrays(tmp_path / "tree.safetensors")[0])
     left, right = [], []
     assert structure_of(back, left) == structure_of(tree, right)
     assert [bytes(memoryview(mx.contiguous(a))) for a in left] == [
@@ -131,10 +131,10 @@ def test_what_cannot_be_written_is_refused_by_name():
 
 def spoil(file, part):
     """A NaN in the first array with this in its name."""
-    arrays, metadata = durable.load_arrays(file)
+    arrays, metadata = load_arrays(file)
     name = next(name for name in arrays if part in name)
     arrays[name] = arrays[name] + math.nan
-    durable.save_arrays(file, arrays, metadata)
+    save_arrays(file, arrays, metadata)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def spoil(file, part):
             "optimizer.safetensors: cannot be read",
         ),
         (
-            lambda folder: durable.save_arrays(
+            lambda folder: save_arrays(
                 folder / "optimizer.safetensors", {}, {"format": "grpo_fn.state", "version": "99"}
             ),
             "found grpo_fn.state version 99, wanted grpo_fn.state version 2",

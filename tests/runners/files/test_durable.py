@@ -2,8 +2,8 @@
 
 import errno
 import fcntl
+import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 
 from runners.errors import UserError
-from runners.files import durable, staging
+from runners.files import durable
+from runners.files.tensor_files import load_arrays, save_arrays
 from tests.support.files.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,62 +122,55 @@ def test_a_kill_at_any_call_leaves_the_old_folder_or_the_new_one(tmp_path, exist
     assert unmarked <= 6
 
 
-def test_a_kill_at_any_call_leaves_the_old_file_or_the_new_one(tmp_path):
-    """Never half of one, and the next start clears away what was begun."""
-    calls = kill_everywhere(tmp_path, "text", lambda target: target.write_text("old"))
-    found = []
-    for at in range(1, calls + 1):
-        found.append((tmp_path / str(at) / "target").read_text())
-        durable.check_target(tmp_path / str(at) / "target", True)
-        assert (tmp_path / str(at) / "target").read_text() == found[-1]
-    assert found == sorted(found, reverse=True) and set(found) == {"old", "new"}
-
-
-def test_a_kill_at_any_call_of_a_removal_leaves_the_folder_or_nothing(tmp_path):
-    """Never half of one under its name."""
+@pytest.mark.parametrize("action", ["text", "removal"])
+def test_a_kill_at_any_call_leaves_a_file_old_or_new_and_a_removed_folder_whole_or_gone(tmp_path, action):
+    """Never half of one under its name; the next start clears away what was begun."""
 
     def prepare(target):
-        target.mkdir()
-        (target / "one").write_text("old")
+        if action == "text":
+            target.write_text("old")
+        else:
+            target.mkdir()
+            (target / "one").write_text("old")
 
-    for at in range(1, kill_everywhere(tmp_path, "removal", prepare) + 1):
+    def look_at(target):
+        return target.read_text() if action == "text" else made(target)
+
+    found = []
+    for at in range(1, kill_everywhere(tmp_path, action, prepare) + 1):
         target = tmp_path / str(at) / "target"
-        before = made(target)
+        found.append(look_at(target))
         durable.check_target(target, True)
-        assert made(target) == before
+        assert look_at(target) == found[-1]
+    after = "new" if action == "text" else None
+    assert found == ["old"] * found.count("old") + [after] * found.count(after) and len({*found}) == 2
 
 
 def killed(folder, content):
     """The staging folder that a dead process has left for `target`, with these folders of one file."""
-    with staging.staging(folder / "target") as stage:
-        left = stage.with_name(f"{stage.name[:-1]}{'0' if stage.name[-1] != '0' else '1'}")
-        shutil.copytree(stage, left)
+    stage = folder / f"{durable.PREFIX}0123456789ab"
+    stage.mkdir()
+    marker = {"format": "grpo_fn.staging", "version": 1, "target": "target"}
+    (stage / durable.MARKER).write_text(json.dumps(marker))
     for name, text in content.items():
-        (left / name).mkdir()
-        (left / name / "one").write_text(text)
-    return left
+        (stage / name).mkdir()
+        (stage / name / "one").write_text(text)
+    return stage
 
 
-def test_a_folder_that_comes_back_counts_as_being_there(tmp_path):
-    """Killed between the renames: the next start restores the old one first, and then asks for --force."""
+def test_what_was_moved_aside_comes_back(tmp_path):
+    """Killed between the renames: the old folder is restored, unless its owner lives or its name is taken."""
     stage = killed(tmp_path, {"old": "old", "new": "half"})
-    with open(stage / staging.MARKER) as marker:
+    with open(stage / durable.MARKER) as marker:
         fcntl.flock(marker, fcntl.LOCK_EX)  # its owner lives
-        staging.sweep(tmp_path)
+        durable.sweep(tmp_path)
         assert made(stage / "old") == "old"
-    with pytest.raises(UserError, match="target: this exists; --force replaces it"):
-        durable.check_target(tmp_path / "target", False)
-    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
-
-
-def test_what_was_moved_aside_is_not_lost_where_its_name_is_taken(tmp_path):
-    """Killed between the renames, and then the user made a folder of that name: both stay."""
-    stage = killed(tmp_path, {"old": "old", "new": "half"})
-    (tmp_path / "target").mkdir()
-    staging.sweep(tmp_path)
+    (tmp_path / "target").mkdir()  # by the user
+    durable.sweep(tmp_path)
     assert made(stage / "old") == "old"
     (tmp_path / "target").rmdir()
-    staging.sweep(tmp_path)
+    with pytest.raises(UserError, match="target: this exists; --force replaces it"):
+        durable.check_target(tmp_path / "target", False)
     assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
 
 
@@ -259,15 +253,15 @@ def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     with durable.new_folder(tmp_path / "made") as folder:
         (folder / "one").write_text("1")
         (folder / "two").write_text("2")
-    assert log[0] == staging.MARKER and set(log[1:3]) == {"one", "two"}
+    assert log[0] == durable.MARKER and set(log[1:3]) == {"one", "two"}
     assert log[3:] == ["new", "rename", tmp_path.name]
 
 
 def test_loaded_arrays_do_not_change_with_their_file(tmp_path):
     """mx.load is lazy and would read what lies there later: here it has been read."""
     file = tmp_path / "a.safetensors"
-    durable.save_arrays(file, {"a": mx.ones((4096,))}, {})
-    arrays, _ = durable.load_arrays(file)
+    save_arrays(file, {"a": mx.ones((4096,))}, {})
+    arrays, _ = load_arrays(file)
     with open(file, "r+b") as stream:
         stream.seek(0, os.SEEK_END)
         size = stream.tell()

@@ -8,8 +8,7 @@ import mlx.core as mx
 import pytest
 
 from runners.errors import UserError
-from runners.files.durable import load_arrays, save_arrays
-from runners.files.tensor_header import check_header
+from runners.files.tensor_files import check_header, load_arrays, save_arrays
 
 DTYPES = (
     "bool_",

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners.files.json_lines import json_line, to_json
+from runners.files.json_files import json_line, to_json
 from runners.machine import terminal
 from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
 from runners.telemetry import events

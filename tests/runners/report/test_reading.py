@@ -6,7 +6,7 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.files.line_files import LineFile
+from runners.files.json_lines import LineFile
 from runners.report import write_report
 from runners.report.completion_rows import PartMaker
 from runners.report.run_record import RunRecord, different_keys, flattened

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from runners.config.sections import LogConfig
 from runners.errors import UserError
-from runners.files.json_lines import JsonLines, to_json
+from runners.files.json_files import to_json
+from runners.files.json_lines import JsonLines
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

@@ -16,7 +16,7 @@ from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import NumbersError
-from runners.files.json_lines import to_json
+from runners.files.json_files import to_json
 from runners.memory.forecast import with_keys
 from runners.quickstart import MODEL_DIR
 from runners.rewards.experience import Experience

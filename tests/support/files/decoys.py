@@ -3,7 +3,7 @@
 import json
 import os
 
-from runners.files.staging import MARKER
+from runners.files.durable import MARKER
 
 VALID = {"format": "grpo_fn.staging", "version": 1, "target": "never-there", "process": 1}
 NAME = ".grpo_fn-0123456789a"  # and a digit

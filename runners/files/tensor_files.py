@@ -1,0 +1,63 @@
+"""Safetensors files: written through to the disk, checked before MLX reads them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from runners.errors import UserError, first_line, show
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+_MOST = 2**31 - 1  # MLX's shapes are int32
+
+
+def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file through to the disk, names sorted so that equal arrays give equal bytes."""
+    import mlx.core as mx
+
+    ordered = dict(sorted(arrays.items()))
+    mx.eval(ordered)
+    with open(file, "wb") as stream:
+        mx.save_safetensors(stream, ordered, metadata=dict(metadata))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The arrays and the metadata of a safetensors file. Raises UserError if it is missing or cut off.
+
+    The arrays are read at once: a lazy array would change if the file changed.
+    """
+    import mlx.core as mx
+
+    check_header(file)
+    try:
+        arrays, metadata = cast(Any, mx.load(str(file), format="safetensors", return_metadata=True))
+        mx.eval(arrays)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({first_line(error)})") from error
+    return arrays, metadata
+
+
+def check_header(file: Path) -> None:
+    """Raises UserError unless every tensor of the header is in the file, with the size of its shape.
+
+    MLX counts elements in 64 bits: it accepts a shape whose product overflows, and negative sizes in pairs.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if not file.is_file():
+            raise OSError("no such file" if not file.exists() else "expected a regular file")
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                shape = opened.get_slice(name).get_shape()
+                if any(part > _MOST for part in shape):
+                    raise ValueError(f"the tensor {show(name)} has the shape {show(shape)}, beyond int32")
+    except (OSError, ValueError, SafetensorError) as error:
+        cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
+        raise UserError(f"{file}: cannot be read as safetensors: {first_line(error)}{cut}") from error
