@@ -70,7 +70,6 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
         mx.eval(model(mx.array(make_prompts(case.rows, case.turn, vocabulary), mx.int32), cache=full))
 
         def parked() -> None:
-            extender._own_tokens = dict.fromkeys(rows, 0)
             extender.park(extender.first, rows, rows, [case.turn] * case.rows, case.turn)
 
         def extended() -> Any:

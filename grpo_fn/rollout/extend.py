@@ -7,22 +7,19 @@ each with its own tokens (ragged), and decoding continues after them. Nothing is
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.policy.caches import kv_caches as cache_rows
-from grpo_fn.policy.caches.extending_cache import ExtendingCache, Pair
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import Layout, PrefixCache, fork, keep_prefix_rows
+from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork, keep_prefix_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import CacheSteps, Steps
 from grpo_fn.rollout.prefill import Prefill, computed, prefill
-from grpo_fn.trees import arrays_of, map_arrays
+from grpo_fn.trees import arrays_of, map_arrays, on_host
 
 EXTEND_TOKENS = 8192  # new tokens of all rows in a call, including padding: limits the memory of long ones
 LEAST_EXTENSION = 16  # new tokens of a row and call, however many rows there are
-_SPARSE = 0.75  # own places are gathered if a row uses at most this share of them
 
 Resumed = tuple[
     Steps, list[int], mx.array
@@ -54,35 +51,6 @@ class Extender(Protocol):
         ...
 
 
-class TurnSteps(CacheSteps):
-    """Steps over one copy of each prompt, of rows that have own tokens from earlier turns."""
-
-    def __init__(self, model: nn.Module, caches: list[PrefixCache], seen_bt: mx.array | None = None) -> None:
-        """`seen_bt`: the valid own places of each row so far; None: there are none yet."""
-        super().__init__(model, caches, keep_prefix_rows)
-        self.seen_bt = seen_bt
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """As `Steps`."""
-        super().keep_rows(rows)
-        if self.seen_bt is not None:
-            self.seen_bt = self.seen_bt[mx.array(rows, mx.int32)]
-
-
-@attrs.frozen(eq=False)
-class _Block:
-    """Rows that were parked together."""
-
-    layers: list[Pair]  # keys and values [W,K,T,D]
-    seen_wt: mx.array  # the valid places of each row
-
-    def array(self, layer: int, which: int, like: list[Pair]) -> mx.array:
-        """Keys (0) or values (1) of a layer; empty, in the shape of `like`, if no row has own tokens."""
-        if self.layers:
-            return self.layers[layer][which]
-        return mx.repeat(like[layer][which][:1, :, :0], self.seen_wt.shape[0], axis=0)
-
-
 class SharedPromptRows:
     """`Extender` of rows over one copy of each prompt; the prompts are always kept once."""
 
@@ -101,31 +69,26 @@ class SharedPromptRows:
         """
         self._policy, self._model, self._lengths = policy, model, list(lengths)
         group = len(rows) // len(lengths)
-        self._place = {row: place for place, row in enumerate(rows)}
         self._prompt_of = {row: place // group for place, row in enumerate(rows)}
         forked = fork(caches, self._lengths, group)
         self._prompts = [cache.prompt for cache in forked]
-        self.first = TurnSteps(model, forked)
-        self._parked: dict[int, tuple[_Block, int, int]] = {}  # block, place in it, own tokens
-        self._own_tokens = dict.fromkeys(rows, 0)
+        self.first = CacheSteps(model, forked, keep_prefix_rows)
+        self._parked: dict[int, list[Pair]] = {}  # own keys and values [1,K,T,D] of each layer
 
-    def park(self, steps: TurnSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
+    def park(self, steps: CacheSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
         """As `Extender`."""
-        index = mx.array(places, mx.int32)
-        before = 0 if steps.seen_bt is None else steps.seen_bt.shape[1]
-        most = before + max(fed)
-        layers = []
-        if most:
-            for cache in steps.caches:
-                keys, values = cache.own
-                layers.append((keys[index, :, :most], values[index, :, :most]))
-        new_wt = mx.arange(max(fed))[None] < mx.array(fed)[:, None]
-        parts = [new_wt] if steps.seen_bt is None else [steps.seen_bt[index], new_wt]
-        block = _Block(layers, mx.concatenate(parts, axis=1))
-        mx.eval(list(arrays_of(layers)), block.seen_wt)  # otherwise they would keep the batch's buffers
-        for place, (row, tokens) in enumerate(zip(rows, fed, strict=True)):
-            self._own_tokens[row] += tokens
-            self._parked[row] = block, place, self._own_tokens[row]
+        seen_bt = steps.caches[0].layout.own_seen_bt
+        seen = None if seen_bt is None else on_host(seen_bt)
+        own = [cache.own for cache in steps.caches]
+        before = own[0][0].shape[2] - step  # own places when these steps began
+        for place, row, tokens in zip(places, rows, fed, strict=True):
+            earlier = [t for t in range(before) if seen is None or seen[place][t]]
+            index = mx.array([*earlier, *range(before, before + tokens)], mx.int32)
+            self._parked[row] = [
+                (keys[place : place + 1, :, index], values[place : place + 1, :, index])
+                for keys, values in own
+            ]
+        mx.eval([self._parked[row] for row in rows])  # otherwise they would keep the batch's buffers
 
     def drop(self, row: int) -> None:
         """As `Extender`."""
@@ -133,104 +96,55 @@ class SharedPromptRows:
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
         """As `Extender`: all rows as one batch."""
-        rows = sorted(given, key=self._place.__getitem__)
-        own, seen_bt = self._joined(rows)
+        rows = [row for row in self._prompt_of if row in given]
+        held = [self._parked.pop(row) for row in rows]
+        lengths = [layers[0][0].shape[2] for layers in held]  # own tokens
         live = sorted({self._prompt_of[row] for row in rows})
-        layout = Layout.of(
-            [live.index(self._prompt_of[row]) for row in rows], [self._lengths[p] for p in live]
+        prompt_of, prompt_lengths = (
+            [live.index(self._prompt_of[row]) for row in rows],
+            [self._lengths[p] for p in live],
         )
         prompts = self._prompts
         if len(live) < len(self._lengths):
-            which, longest = mx.array(live, mx.int32), max(layout.lengths)
+            which, longest = mx.array(live, mx.int32), max(prompt_lengths)
             prompts = [(keys[which, :, :longest], values[which, :, :longest]) for keys, values in prompts]
-        position = [self._lengths[self._prompt_of[row]] + self._own_tokens[row] for row in rows]
+
+        def layout(seen: list[list[bool]]) -> Layout:
+            """Of rows with as many own tokens as `lengths` says, at these places."""
+            starts = [
+                prompt_lengths[p] + own - len(seen[0]) for p, own in zip(prompt_of, lengths, strict=True)
+            ]
+            mask_bt = None if all(map(all, seen)) else mx.array(seen)
+            return Layout.of(prompt_of, prompt_lengths, starts, mask_bt)
+
+        seen = [[t < own for t in range(max(lengths))] for own in lengths]
+        caches = [
+            PrefixCache(prompt, layout(seen), _stacked(pairs))
+            for prompt, *pairs in zip(prompts, *held, strict=True)
+        ]
         tokens = [given[row] for row in rows]
         width = max(LEAST_EXTENSION, EXTEND_TOKENS // len(rows))
         last_bd: mx.array | None = None
         for start in range(0, max(map(len, tokens)), width):
             pieces = [list(row[start : start + width]) for row in tokens]
-            sizes = [len(piece) for piece in pieces]
-            caches = [
-                ExtendingCache(
-                    prompt,
-                    pair if seen_bt.shape[1] else None,
-                    attrs.evolve(
-                        layout, start=mx.array(position, mx.int32), suffix_seen=seen_bt[:, None, None, :]
-                    ),
-                )
-                for prompt, pair in zip(prompts, own, strict=True)
-            ]
-            padded = [[*piece, *[0] * (max(sizes) - len(piece))] for piece in pieces]
+            most = max(map(len, pieces))
+            padded = [[*piece, *[0] * (most - len(piece))] for piece in pieces]
             hidden_bed = self._policy.split.backbone(self._model)(mx.array(padded, mx.int32), cache=caches)
-            picked_bd = hidden_bed[mx.arange(len(rows)), mx.maximum(mx.array(sizes) - 1, 0)]
-            ends_here = mx.array([size > 0 for size in sizes])[:, None]
-            last_bd = picked_bd if last_bd is None else mx.where(ends_here, picked_bd, last_bd)
-            own = [_appended(pair, cache.new) for pair, cache in zip(own, caches, strict=True)]
-            new_be = mx.arange(max(sizes))[None] < mx.array(sizes)[:, None]
-            seen_bt = mx.concatenate([seen_bt, new_be], axis=1)
-            position = [p + size for p, size in zip(position, sizes, strict=True)]
-            yield from computed([*own, last_bd])
+            ends_b = mx.array([len(piece) for piece in pieces])
+            picked_bd = hidden_bed[mx.arange(len(rows)), mx.maximum(ends_b - 1, 0)]
+            last_bd = picked_bd if last_bd is None else mx.where(ends_b[:, None] > 0, picked_bd, last_bd)
+            lengths = [own + len(piece) for own, piece in zip(lengths, pieces, strict=True)]
+            seen = [
+                [*had, *(t < len(piece) for t in range(most))]
+                for had, piece in zip(seen, pieces, strict=True)
+            ]
+            after = layout(seen)
+            for cache in caches:
+                cache.layout = after
+            yield from computed([*(cache.state for cache in caches), last_bd])
         assert last_bd is not None
-        for row in rows:
-            self._own_tokens[row] += len(given[row])
-            del self._parked[row]
-        places = seen_bt.shape[1]
-        # Rows that are all of one length need no mask.
-        full = all(self._own_tokens[row] == places for row in rows)
-        one = full and len(set(position)) == 1
-        whole = attrs.evolve(
-            layout,
-            start=position[0] - places if one else mx.array(position, mx.int32) - places,
-            suffix_seen=None if full else seen_bt[:, None, None, :],
-            later_turn=True,
-        )
-        made = [
-            PrefixCache(*prompt, whole, pair)
-            for prompt, pair in zip(prompts, own, strict=True)
-            if pair is not None
-        ]
-        return [
-            (TurnSteps(self._model, made, seen_bt), rows, self._policy.split.logits(self._model, last_bd))
-        ]
-
-    def _joined(self, rows: Sequence[int]) -> tuple[list[Pair | None], mx.array]:
-        """Own keys and values [B,K,T,D] of each layer, and which places of them a row has [B,T]."""
-        blocks = list({id(self._parked[row][0]): self._parked[row][0] for row in rows}.values())
-        parts, order = [], []
-        for block in blocks:
-            mine = [row for row in rows if self._parked[row][0] is block]
-            order += mine
-            parts.append((block, mx.array([self._parked[row][1] for row in mine], mx.int32)))
-        width = max(block.seen_wt.shape[1] for block in blocks)
-        sort = mx.array([order.index(row) for row in rows], mx.int32)
-        sorted_already = order == list(rows)
-
-        def joined(arrays: list[mx.array], axis: int) -> mx.array:
-            longer = []
-            for (block, index), array in zip(parts, arrays, strict=True):
-                if index.shape[0] < block.seen_wt.shape[0] or not sorted_already:
-                    array = array[index]
-                missing = width - array.shape[axis]
-                pads = [(0, missing if a == axis else 0) for a in range(array.ndim)]
-                longer.append(mx.pad(array, pads) if missing else array)
-            whole = mx.concatenate(longer) if len(longer) > 1 else longer[0]
-            return whole if sorted_already else whole[sort]
-
-        seen_bt = joined([block.seen_wt for block in blocks], 1)
-        if not width:
-            return [None] * len(self._prompts), seen_bt
-        like = next(block.layers for block in blocks if block.layers)
-        own: list[Pair | None] = []
-        for layer in range(len(self._prompts)):
-            keys, values = (joined([block.array(layer, k, like) for block in blocks], 2) for k in (0, 1))
-            own.append((keys, values))
-        most = max(self._parked[row][2] for row in rows)
-        if most > _SPARSE * width:
-            return own, seen_bt
-        place_t = mx.arange(width)
-        index_bt = mx.argsort(mx.where(seen_bt, place_t, place_t + width), axis=1)[:, :most]
-        seen_bt = mx.take_along_axis(seen_bt, index_bt, axis=1)
-        return [None if pair is None else _gathered(pair, index_bt) for pair in own], seen_bt
+        steps = CacheSteps(self._model, caches, keep_prefix_rows)
+        return [(steps, rows, self._policy.split.logits(self._model, last_bd))]
 
 
 class CopiedPromptRows:
@@ -280,22 +194,14 @@ class CopiedPromptRows:
         return made
 
 
-def _appended(own: Pair | None, new: Pair | None) -> Pair:
-    assert new is not None
-    if own is None:
-        return new
-    return mx.concatenate([own[0], new[0]], axis=2), mx.concatenate([own[1], new[1]], axis=2)
-
-
-def _gathered(pair: Pair, index_bt: mx.array) -> Pair:
-    """Keys and values at these places of each row."""
-    rows = mx.arange(index_bt.shape[0])[:, None]
-
-    def gathered(array_bktd: mx.array) -> mx.array:
-        array_btkd = array_bktd.swapaxes(1, 2)
-        return mx.contiguous(array_btkd[rows, index_bt].swapaxes(1, 2))
-
-    return gathered(pair[0]), gathered(pair[1])
+def _stacked(pairs: Sequence[Pair]) -> Pair:
+    """Keys and values [B,K,T,D] of a layer, from those of each row, padded on the right."""
+    most = max(keys.shape[2] for keys, _ in pairs)
+    keys, values = (
+        mx.concatenate([mx.pad(x, [(0, 0), (0, 0), (0, most - x.shape[2]), (0, 0)]) for x in arrays])
+        for arrays in zip(*pairs, strict=True)
+    )
+    return keys, values
 
 
 def _row_of(cache: Any, place: int) -> Any:

@@ -16,9 +16,8 @@ from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
-from grpo_fn.policy.caches.extending_cache import extends_prefix
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows, sharing_pays
+from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, keep_prefix_rows, sharing_pays
 from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys

@@ -5,6 +5,9 @@
 The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it would be a
 product with a separate matrix for each row. So it needs G times less memory to hold and to read (Hydragen,
 arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
+
+Rows may also get several tokens at once, each row its own number: they are padded on the right, and the
+padding stays as own places that no later token sees.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ import mlx.nn as nn
 
 from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.composed import softmax
-from grpo_fn.backends.decoding import OneTokenCache, shared_positions
+from grpo_fn.backends.decoding import shared_positions
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
@@ -35,15 +38,18 @@ class Layout:
     grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
-    start: int | mx.array  # position of each row's first own place
-    suffix_seen: mx.array | None = (
-        None  # bool [B,1,1,T]: which of the first T own places a row has; None: all
-    )
-    later_turn: bool = False  # whether own places do not start right after the prompts
-    shifts: tuple[int, ...] | None = None  # P: added to positions after a prompt; None: nothing
+    starts: tuple[int, ...]  # B: position of each row's first own place
+    start: int | mx.array  # the same: of all rows, or [B]
+    own_seen_bt: mx.array | None = None  # which of the first T own places a row has; None: all
 
     @classmethod
-    def of(cls, prompt_of: list[int], lengths: list[int], shifts: Sequence[int] | None = None) -> "Layout":
+    def of(
+        cls,
+        prompt_of: list[int],
+        lengths: list[int],
+        starts: list[int],
+        own_seen_bt: mx.array | None = None,
+    ) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
@@ -53,14 +59,11 @@ class Layout:
             cells = [first[p] + min(i, groups[p] - 1) for p in range(len(groups)) for i in range(widest)]
             places = [p * widest + i for p, count in enumerate(groups) for i in range(count)]
             grid, place = mx.array(cells, mx.int32), mx.array(places, mx.int32)
-        seen, start = None, lengths[0]
+        seen = None
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
-            start = mx.array([lengths[p] for p in prompt_of], mx.int32)
-        if shifts is None:
-            return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start)
-        start = mx.array([lengths[p] + shifts[p] for p in prompt_of], mx.int32)
-        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, start, shifts=tuple(shifts))
+        start = starts[0] if len(set(starts)) == 1 else mx.array(starts, mx.int32)
+        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, tuple(starts), start, own_seen_bt)
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
         """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
@@ -74,21 +77,14 @@ class Layout:
         return flat if self.place_b is None else flat[self.place_b]
 
 
-class PrefixCache(OneTokenCache):
+class PrefixCache:
     """One layer's cache: prompts once, rows' own tokens by row."""
 
-    def __init__(
-        self,
-        keys_phld: mx.array,
-        values_phld: mx.array,
-        layout: Layout,
-        own: tuple[mx.array, mx.array] | None = None,
-    ) -> None:
-        """`own`: the rows' own keys and values so far, [B,K,T,D]; None: none."""
+    def __init__(self, prompt: Pair, layout: Layout, own: Pair | None = None) -> None:
+        """`prompt`: [P,K,L,D] each; `own`: the rows' own keys and values so far, [B,K,T,D]; None: none."""
         from mlx_lm.models.cache import KVCache
 
-        self._prompt = keys_phld, values_phld
-        self._layout = layout
+        self.prompt, self.layout = prompt, layout
         self._own: Any = KVCache()
         self._own.step = ROOM
         if own is not None:
@@ -99,55 +95,60 @@ class PrefixCache(OneTokenCache):
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: of all rows, or [B]."""
-        start, own = self._layout.start, self._own.offset
+        start, own = self.layout.start, self._own.offset
         return start + own if isinstance(start, int) else shared_positions(start, own)
 
     @property
     def state(self) -> list[mx.array]:
         """Everything it holds, to be evaluated."""
-        return [a for a in (*self._prompt, self._own.keys, self._own.values) if a is not None]
+        return [a for a in (*self.prompt, self._own.keys, self._own.values) if a is not None]
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a token to each row's own part, and return that part."""
+    @property
+    def own(self) -> Pair:
+        """The rows' own keys and values [B,K,T,D]."""
+        if self._own.keys is not None:
+            return self._own.keys_and_values()
+        rows = len(self.layout.prompt_of)
+        keys, values = (mx.zeros((rows, x.shape[1], 0, x.shape[3]), x.dtype) for x in self.prompt)
+        return keys, values
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """No mask: `attend` has its own."""
+        if window_size is not None:
+            raise ValueError(f"window_size = {window_size}: expected no window")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+        """Append tokens to each row's own part, and return that part."""
         return self._own.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,1,D] of one token a row over its prompt and its own tokens."""
+        """Attention [B,H,E,D] of the E newest tokens of a row over its prompt and its own tokens."""
         self.attended = True
-        seen = self._layout.suffix_seen
+        length, places = queries.shape[2], keys.shape[2]
+        seen, before = self.layout.own_seen_bt, 0
         if seen is not None:  # all later places are valid
-            behind = keys.shape[2] - seen.shape[-1]
-            seen = mx.pad(seen, [(0, 0)] * 3 + [(0, behind)], constant_values=mx.array(True))
-        return attend_over_prompts(queries, self._prompt, self._layout, [(keys, values, seen)], scale)
-
-    @property
-    def prompt(self) -> tuple[mx.array, mx.array]:
-        """The prompts' keys and values [P,K,L,D]."""
-        return self._prompt
-
-    @property
-    def own(self) -> tuple[mx.array, mx.array]:
-        """The rows' own keys and values [B,K,T,D], if there are any."""
-        return self._own.keys_and_values()
+            before = seen.shape[1]
+            seen = mx.pad(seen, [(0, 0), (0, places - before)], constant_values=mx.array(True))[:, None, None]
+        if length > 1:
+            causal = mx.tril(mx.ones((length, places), mx.bool_), places - length)
+            seen = causal[None, None] if seen is None else seen & causal
+            seen = mx.tile(seen, (1, 1, queries.shape[1] // keys.shape[1], 1))
+        return attend_over_prompts(queries, self.prompt, self.layout, (keys, values), seen, scale)
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
         """Keep these rows, and the prompts that still have a row (None: all)."""
-        self._layout = layout
+        self.layout = layout
         if prompts is not None:
-            keys, values = self._prompt
+            keys, values = self.prompt
             longest = max(layout.lengths)
-            self._prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
+            self.prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
 
 
 def attend_over_prompts(
-    queries: mx.array,
-    prompt: Pair,
-    layout: Layout,
-    own: Sequence[tuple[mx.array, mx.array, mx.array | None]],
-    scale: float,
+    queries: mx.array, prompt: Pair, layout: Layout, own: Pair, seen: mx.array | None, scale: float
 ) -> mx.array:
     """Attention [B,H,E,D] of E tokens a row over its prompt and its own tokens.
 
@@ -155,29 +156,26 @@ def attend_over_prompts(
         queries: [B,H,E,D].
         prompt: keys and values [P,K,L,D], one copy of each prompt.
         layout: which rows continue which prompt.
-        own: parts of the rows' own tokens: keys and values [B,K,T,D], and which of them a query sees, of a
-            shape that broadcasts to [B,K,R·E,T], R = H / K; None: all.
+        own: keys and values [B,K,T,D] of the rows' own tokens.
+        seen: which of these a query sees, of a shape that broadcasts to [B,K,R·E,T], R = H / K; None: all.
         scale: of the scores.
     """
     rows, heads, length, width = queries.shape
-    prompt_keys, prompt_values = prompt
-    prompts, shared, places, _ = prompt_keys.shape
+    prompts, shared, places, _ = prompt[0].shape
     # Heads that share keys are further rows of one product.
     q_bknd = (queries * scale).reshape(rows, shared, heads // shared * length, width)
     q_pgknd = layout.by_prompt(q_bknd)
     grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
     q_pkmd = q_pgknd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
-    scores_pkml = _only(q_pkmd @ prompt_keys.swapaxes(-1, -2), layout.seen_p11l)
-    scores = [layout.by_row(scores_pkml.reshape(*grid, places).transpose(0, 2, 1, 3, 4))]
-    scores += [_only(q_bknd @ keys.swapaxes(-1, -2), seen) for keys, _, seen in own]
-    weights = softmax(mx.concatenate(scores, axis=-1))
+    scores_pkml = _only(q_pkmd @ prompt[0].swapaxes(-1, -2), layout.seen_p11l)
+    scores = layout.by_row(scores_pkml.reshape(*grid, places).transpose(0, 2, 1, 3, 4))
+    own_scores = _only(q_bknd @ own[0].swapaxes(-1, -2), seen)
+    weights = softmax(mx.concatenate([scores, own_scores], axis=-1))
 
     w_pkml = layout.by_prompt(weights[..., :places]).transpose(0, 2, 1, 3, 4)
-    from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, places), prompt_values)
+    from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, places), prompt[1])
     out = layout.by_row(from_prompt.reshape(*grid, -1).transpose(0, 2, 1, 3, 4))
-    for keys, values, _ in own:
-        end = places + keys.shape[2]
-        out, places = out + _mixed(weights[..., places:end], values), end
+    out = out + _mixed(weights[..., places:], own[1])
     return out.astype(queries.dtype).reshape(rows, heads, length, out.shape[-1])
 
 
@@ -213,6 +211,17 @@ def shares_prefix(module: nn.Module) -> bool:
     return all(cache.attended for cache in forked)
 
 
+def extends_prefix(module: nn.Module) -> bool:
+    """Whether a model that shares prefixes also takes several tokens a row over them; tried like that."""
+    caches = plain_caches(module)
+    try:
+        module(mx.zeros((2, 3), mx.int32), cache=caches)
+        module(mx.zeros((4, 2), mx.int32), cache=fork(caches, [3, 2], 2))
+    except CANNOT_CALL:
+        return False
+    return True
+
+
 def fork(
     caches: Caches, lengths: list[int], group_size: int, shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
@@ -220,31 +229,29 @@ def fork(
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
-    layout = Layout.of([p for p in range(len(lengths)) for _ in range(group_size)], lengths, shifts)
+    prompt_of = [p for p in range(len(lengths)) for _ in range(group_size)]
+    layout = Layout.of(prompt_of, lengths, [lengths[p] + (shifts[p] if shifts else 0) for p in prompt_of])
     longest = max(lengths)
     forked = []
     for cache in caches:
         keys, values = cache.keys_and_values()
         # A copy without the buffer's spare room.
         cut = mx.contiguous(keys[:, :, :longest]), mx.contiguous(values[:, :, :longest])
-        forked.append(PrefixCache(*cut, layout))
+        forked.append(PrefixCache(cut, layout))
     return forked
 
 
 def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     """Keep the given rows, in rising order, and drop the prompts that no row continues any more."""
-    old = caches[0]._layout
+    old = caches[0].layout
     prompt_of = [old.prompt_of[row] for row in rows]
     live = sorted(set(prompt_of))
     number = {p: i for i, p in enumerate(live)}
-    shifts = None if old.shifts is None else [old.shifts[p] for p in live]
-    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], shifts)
-    prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     index = mx.array(rows, mx.int32)
-    if old.later_turn:
-        start = old.start[index] if isinstance(old.start, mx.array) else old.start
-        seen = None if old.suffix_seen is None else old.suffix_seen[index]
-        layout = attrs.evolve(layout, start=start, suffix_seen=seen, later_turn=True)
+    seen = None if old.own_seen_bt is None else old.own_seen_bt[index]
+    starts = [old.starts[row] for row in rows]
+    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], starts, seen)
+    prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     for cache in caches:
         cache.keep(index, prompts, layout)
 

@@ -9,8 +9,6 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.layers import with_globals
-
 _SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
 
 
@@ -99,46 +97,6 @@ def _fix_jamba(module: nn.Module) -> None:
             layer.__class__ = Mixer
 
 
-def _fix_rwkv7(module: nn.Module) -> None:
-    """On Metal it always uses a kernel, which has no gradient."""
-    from mlx_lm.models import rwkv7
-
-    class Mixing(rwkv7.Rwkv7TimeMixing):
-        def _wkv7(
-            self, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any
-        ) -> Any:
-            if not self.training:
-                return super()._wkv7(r, w, k, v, a, b, state)
-            if state is None:
-                state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), r.dtype)
-            outputs = []
-            for t in range(r.shape[1]):
-                given = [*(x[:, t] for x in (r, w, k, v, a, b)), state]
-                y, state = rwkv7._wkv7_step_ops(*given)
-                outputs.append(y)
-            return mx.stack(outputs, axis=1).astype(r.dtype), state
-
-    for layer in module.modules():
-        if type(layer) is rwkv7.Rwkv7TimeMixing:
-            layer.__class__ = Mixing
-
-
-def _fix_deepseek_v41(module: nn.Module) -> None:
-    """On Metal it always uses a kernel for its Sinkhorn iterations, which has no gradient."""
-    from mlx_lm.models import deepseek_v41
-
-    sinkhorn = with_globals(deepseek_v41._sinkhorn, _sinkhorn_kernel=None)
-    composed = with_globals(deepseek_v41.HyperConnection.__call__, _sinkhorn=sinkhorn)
-
-    class HyperConnection(deepseek_v41.HyperConnection):
-        def __call__(self, streams: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-            return composed(self, streams) if self.training else super().__call__(streams)
-
-    for layer in module.modules():
-        if type(layer) is deepseek_v41.HyperConnection:
-            layer.__class__ = HyperConnection
-
-
 def _fix_kimi_k3(module: nn.Module) -> None:
     """Outside training it caches products of two weights at the first call, and on Metal a compiled step with
     a layer's weights: neither follows an update."""
@@ -164,9 +122,7 @@ def _fix_kimi_k3(module: nn.Module) -> None:
 
 
 _FIXES = {
-    "mlx_lm.models.deepseek_v41": _fix_deepseek_v41,
     "mlx_lm.models.jamba": _fix_jamba,
     "mlx_lm.models.kimi_k3": _fix_kimi_k3,
     "mlx_lm.models.phi3small": _fix_phi3small,
-    "mlx_lm.models.rwkv7": _fix_rwkv7,
 }
