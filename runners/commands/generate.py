@@ -32,7 +32,7 @@ from runners.errors import UserError
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.data.prompts import Message
+    from runners.data.messages import Message
     from runners.environments.environments import Environments
     from runners.inference.conversation import Conversation
     from runners.inference.inference_model import InferenceModel

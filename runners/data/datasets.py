@@ -1,47 +1,24 @@
 """Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runners.config.sections import DataConfig
-from runners.data.prompts import (
-    Example,
-    build_examples,
-    columns_of,
-    gold_answer,
-    prompt_fault,
-    render,
-    reward_columns,
-)
-from runners.data.row_files import SUFFIXES, RawRow, find_split, measured, read_file, split_name
+from runners.config.user_functions import resolve_function
+from runners.data.hub_rows import hub_rows
+from runners.data.messages import prompt_fault
+from runners.data.prompts import gold_answer
+from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.row_images import image_folder
-from runners.data.rows import Row, Rows
-from runners.data.transforms import Transform, custom_transform, transformed
-from runners.errors import UserError, did_you_mean, error_line, listed, show
-from runners.files.hub import hub_or_cache
+from runners.data.rows import Row, Rows, Transform, transformed
+from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA
 
-__all__ = [
-    "Example",
-    "Rows",
-    "build_examples",
-    "columns_of",
-    "epoch_order",
-    "gold_answer",
-    "load_rows",
-    "load_split",
-    "render",
-    "reward_columns",
-]
-
-_HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _MAX_HELD_OUT = 1000
-_TOGETHER = 1000  # rows that become Python's objects at a time
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
@@ -55,10 +32,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     it returns the row to use, or None to leave it out.
 
     Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without them
-    is a bad row: `on_bad_row` "raise" raises an error with the place of the first one, "skip" leaves them out
-    and counts them in `Rows.skipped`.
-
-    A row on which the transform fails is a bad row too.
+    is a bad row, as is one on which the transform fails: `on_bad_row` "raise" raises an error with the place
+    of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
 
     Raises UserError, in one line, for a missing source or split (with those found), a field that no row has
     (with those found and the nearest spelling), a bad row, and a split without a usable row.
@@ -104,13 +79,12 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
             f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
             f"{show(config.source)} is local; leave data.name out"
         )
-
-    transform = custom_transform(config.transform, folders)
+    name = config.transform
+    transform = resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
 
     def read(split: str, key: str) -> Rows:
         if not is_local:
-            rows = _hub_rows(config, split, key)
-            return _usable(rows, config, f"{config.source} ({split})", transform)
+            return _usable(hub_rows(config, split, key), config, f"{config.source} ({split})", transform)
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
         return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)
@@ -123,58 +97,13 @@ def _looks_local(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(SUFFIXES)
 
 
-def _hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
-    import datasets
-
-    from runners.data.parquet_rows import table_rows
-
-    name = config.name or _HUB_CONFIGS.get(config.source)
-    try:
-        with hub_or_cache():
-            found = datasets.load_dataset(config.source, name, split=split)
-            # As Arrow's tables: images and sounds stay the bytes of their files.
-            tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-            rows = itertools.chain.from_iterable(map(table_rows, tables))
-            place = f"{config.source} ({split}), row"
-            return [RawRow(f"{place} {number}", *row) for number, row in enumerate(rows, 1)]
-    except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
-        folder = _downloaded(config.source, name or "")
-        if folder is not None and not isinstance(error, ValueError):
-            return [raw for path in find_split(folder, split, key) for raw in read_file(path)]
-        raise UserError(f"{_hub_place(config, split, key, error)}: {error_line(error)}") from error
-
-
-def _downloaded(source: str, name: str) -> Path | None:
-    """The folder of a data set's files in the Hub's cache, as `hf download` leaves them; `datasets` does not
-    look there. None: there is none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        whole = Path(snapshot_download(source, repo_type="dataset", local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-    return whole / name if name and (whole / name).is_dir() else whole
-
-
-def _hub_place(config: DataConfig, split: str, key: str, error: Exception) -> str:
-    if isinstance(error, ConnectionError | TimeoutError):
-        return f"data.source is {show(config.source)}, neither a local path nor within reach on the Hub"
-    if isinstance(error, ValueError) and "split" in str(error):
-        return f"{key} is {show(split)}, which {config.source} does not have"
-    return f"data.source is {show(config.source)}, which the Hub did not give"
-
-
-def _usable(
-    raw_rows: list[RawRow], config: DataConfig, where: str, transform: Transform | None = None
-) -> Rows:
+def _usable(found: Iterable[RawRow], config: DataConfig, where: str, transform: Transform | None) -> Rows:
     """The rows with a question and an answer; others raise an error or are counted."""
-    rows = Rows()
-    raw_rows = [measured(raw) for raw in raw_rows]
+    rows, raw_rows = Rows(), list(found)
     if transform is not None:
-        kept = [raw for raw in (transformed(raw, transform) for raw in raw_rows) if raw is not None]
-        rows.dropped = len(raw_rows) - len(kept)
-        raw_rows = kept
+        made = [transformed(raw, transform) for raw in raw_rows]
+        raw_rows = [raw for raw in made if raw is not None]
+        rows.dropped = len(made) - len(raw_rows)
     _check_fields(raw_rows, config, where)
     for raw in raw_rows:
         fault = raw.fault or _fault(raw.values, config)
@@ -211,12 +140,10 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     question, answer = row.get(field), row.get(config.answer)
     if question is None:
         return f"no {field}"
-    if config.prompt and (fault := prompt_fault(question)):
-        return f"{field} {fault}"
     if not config.prompt and not isinstance(question, str):
         return f"{field}: expected text, found {type(question).__name__}"
-    if isinstance(question, str) and not question.strip():
-        return f"{field} is blank"
+    if fault := prompt_fault(question):
+        return f"{field} {fault}"
     gold = gold_answer(answer) if config.answer else ""
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"

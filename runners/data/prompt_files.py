@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runners.data.row_files import SUFFIXES, RawRow, read_file
+from runners.data.messages import Message, conversation, prompt_fault
+from runners.data.row_files import SUFFIXES, read_file
 from runners.errors import UserError, did_you_mean, listed, show
-from runners.tokenization.chat_format import SPEAKERS
-
-if TYPE_CHECKING:
-    # Importing it would import MLX: `grpo generate` reads its prompts before the BLAS is loaded.
-    from runners.data.prompts import Message
 
 
 def read_prompts(name: str, column: str, system: str = "") -> list[list[Message]]:
-    """The conversations of a file, each ending with a user's message.
+    """The conversations of a file, none of which ends with the assistant's turn.
 
     Args:
         name: a .txt file with a prompt on each line that is not blank, "-" for such lines on standard input,
@@ -26,50 +23,36 @@ def read_prompts(name: str, column: str, system: str = "") -> list[list[Message]
 
     Raises UserError, with the line, for a row that is not a prompt, and for a file without prompts.
     """
+    found = []
+    for place, value in _values(name, column):
+        if fault := prompt_fault(value):
+            raise UserError(f"{place}: {fault}")
+        if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
+            raise UserError(f"{place}: the messages have a system message, and --system gives another")
+        found.append(list(conversation(value, system)))
+    if not found:
+        raise UserError(f"--prompts {name}: there is no prompt in it")
+    return found
+
+
+def _values(name: str, column: str) -> Iterator[tuple[str, Any]]:
+    """Each prompt with its place."""
     path = Path(name).expanduser()
-    if name == "-":
-        found = [line.strip() for line in sys.stdin if line.strip()]
-        prompts = [_messages(text, "standard input", system) for text in found]
-    elif path.suffix.lower() in SUFFIXES:
-        if not path.is_file():
-            raise UserError(f"--prompts {name}: there is no such file")
-        prompts = [_messages(_value(row, column), row.place, system) for row in read_file(path)]
-    else:
+    if path.suffix.lower() not in SUFFIXES:
         try:
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"--prompts {name}: cannot be read as text ({error})") from error
-        prompts = [_messages(line.strip(), name, system) for line in lines if line.strip()]
-    if not prompts:
-        raise UserError(f"--prompts {name}: there is no prompt in it")
-    return prompts
-
-
-def _value(row: RawRow, column: str) -> Any:
-    if row.fault:
-        raise UserError(f"{row.place}: {row.fault}")
-    if column not in row.values:
-        raise UserError(
-            f"{row.place}: no column {show(column)} (--column); found {listed(list(row.values))}"
-            f"{did_you_mean(column, row.values)}"
-        )
-    return row.values[column]
-
-
-def _messages(value: Any, place: str, system: str) -> list[Message]:
-    start: list[Message] = [{"role": "system", "content": system}] if system.strip() else []
-    if isinstance(value, str) and value.strip():
-        return [*start, {"role": "user", "content": value}]
-    if not isinstance(value, list) or not all(_is_message(message) for message in value):
-        raise UserError(
-            f"{place}: expected a text or a list of messages with role and content, found {show(value)}"
-        )
-    if not value or value[-1]["role"] != "user":
-        raise UserError(f"{place}: the last message is not the user's, so there is nothing to answer")
-    if start and value[0]["role"] == "system":
-        raise UserError(f"{place}: the messages have a system message, and --system gives another")
-    return [*start, *({"role": each["role"], "content": each["content"]} for each in value)]
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in SPEAKERS and isinstance(value.get("content"), str)
+        yield from ((name, line.strip()) for line in text.split("\n") if line.strip())
+        return
+    if not path.is_file():
+        raise UserError(f"--prompts {name}: there is no such file")
+    for row in read_file(path):
+        if row.fault:
+            raise UserError(f"{row.place}: {row.fault}")
+        if column not in row.values:
+            raise UserError(
+                f"{row.place}: no column {show(column)} (--column); found {listed(list(row.values))}"
+                f"{did_you_mean(column, row.values)}"
+            )
+        yield row.place, row.values[column]

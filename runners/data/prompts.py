@@ -9,20 +9,15 @@ from typing import Any
 import attrs
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
-from runners.data.row_images import row_images, with_image_parts
+from runners.data.messages import Message, conversation
+from runners.data.rendering import render
+from runners.data.row_images import row_images
 from runners.data.value_text import value_text, without_exponent
-from runners.errors import UserError, error_line, show
+from runners.errors import UserError, show
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
-from runners.tokenization.chat_format import described_tools, merge_system, plain_text
-from runners.tokenization.text import encode
 
-Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
-
-NO_KWARGS: Mapping[str, Any] = {}
 GOLD_MARK = "####"
-ROLES = ("system", "user", "assistant", "tool")
-_LONGEST_TOKEN = 256  # characters: some vocabularies have such long tokens of blanks
 
 
 @attrs.frozen
@@ -69,24 +64,18 @@ def build_examples(
             if config.on_bad_row == "raise":
                 raise UserError(f'{refused[place]} (data.on_bad_row = "skip" would leave it out)') from error
             continue
-        if example is not None:
-            lengths.append(len(example.tokens))
-            if lengths[-1] <= config.max_prompt_length:
-                examples.append(attrs.evolve(example, number=number))
+        lengths.append(len(example.tokens))
+        if lengths[-1] <= config.max_prompt_length:
+            examples.append(attrs.evolve(example, number=number))
     getattr(rows, "refused", {}).update(refused)
-    if examples or not rows:
-        return examples, len(rows) - len(refused) - len(examples)
-    if len(refused) == len(rows):
+    if rows and not lengths:
         raise UserError(f"all {len(rows)} rows are refused, the first: {next(iter(refused.values()))}")
-    if lengths:
+    if rows and not examples:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "
             f"prompts has {min(lengths)} tokens"
         )
-    raise UserError(
-        f"data.max_prompt_length is {config.max_prompt_length}, but each of {len(rows) - len(refused)} "
-        f"prompts has over {_LONGEST_TOKEN * config.max_prompt_length:,} characters"
-    )
+    return examples, len(lengths) - len(examples)
 
 
 def _example(
@@ -96,15 +85,11 @@ def _example(
     tools: Sequence[dict[str, Any]],
     processor: ImageProcessor | None,
     columns: Mapping[str, str],
-) -> Example | None:
-    """A row's example; None if its prompt is so long that counting its tokens would take long."""
+) -> Example:
     gold = gold_answer(row[config.answer]) if config.answer else ""
     if gold is None:
         raise UserError(f"no answer in {config.answer}: {show(row[config.answer])}")
-    messages = prompt_messages(row, config)
-    characters = sum(len(str(message.get("content") or "")) for message in messages[-1:])
-    if characters > _LONGEST_TOKEN * config.max_prompt_length:
-        return None
+    messages = conversation(row[config.prompt or config.question], config.system_prompt)
     images = row_images(row, config)
     text, tokens = render(
         tokenizer,
@@ -118,63 +103,6 @@ def _example(
     values = {column: row.get(field) for column, field in columns.items()}
     answers = {"answer": gold} if config.answer else {}
     return Example(messages, text, tokens, gold, {**values, **answers}, images)
-
-
-def prompt_messages(row: Mapping[str, Any], config: DataConfig) -> tuple[Message, ...]:
-    """A row's prompt: its messages if `data.prompt` names their column, else its question.
-
-    The system prompt is put in front of messages without one.
-    """
-    if config.prompt:
-        found = row[config.prompt]
-        messages = (
-            ({"role": "user", "content": found},) if isinstance(found, str) else tuple(map(_message, found))
-        )
-    else:
-        messages = ({"role": "user", "content": row[config.question]},)
-    if not config.system_prompt.strip() or messages[0]["role"] == "system":
-        return messages
-    return ({"role": "system", "content": config.system_prompt}, *messages)
-
-
-def _message(found: Mapping[str, Any]) -> Message:
-    """A message with one text as its content, and without the keys that Arrow adds where only others have
-    them: a template may take a `tool_calls` of None for calls."""
-    message = {key: _without_none(value) for key, value in found.items() if value is not None}
-    content = found.get("content")
-    if isinstance(content, list):
-        content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def prompt_fault(value: Any) -> str:
-    """The fault of a prompt that should be a text or a list of messages; empty: none."""
-    if isinstance(value, str):
-        return "" if value.strip() else "is blank"
-    if not isinstance(value, list | tuple) or not value:
-        return f"expected a text or a list of messages, found {type(value).__name__}"
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-            role = message.get("role") if isinstance(message, Mapping) else message
-            return f"message {number}: expected a role of {', '.join(ROLES)}, found {show(role)}"
-        content = message.get("content")
-        if isinstance(content, list) and content and all(map(_is_text_part, content)):
-            continue
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            return f"message {number}: expected text as its content, found {type(content).__name__}"
-    if value[-1]["role"] == "assistant":
-        return "ends with the assistant's turn, which the model has to write"
-    return ""
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:
@@ -219,128 +147,3 @@ def gold_answer(value: object) -> str | None:
     if not isinstance(value, str) and not text.lstrip("-")[:1].isdigit():  # nan, inf
         return None
     return without_exponent(text.rpartition(GOLD_MARK)[2].strip()) or None
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    nudge: str = "",
-    *,
-    tools: Sequence[dict[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    images: Sequence[ImageFile] = (),
-    processor: ImageProcessor | None = None,
-) -> tuple[str, tuple[int, ...]]:
-    """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
-
-    `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
-    is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
-    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template. `images` come
-    before the last user message's text; the `processor` of a model that sees has a template of its own, and
-    says how many tokens each image takes.
-
-    With a chat template the text and its special tokens come from the template. If a template refuses or
-    drops the system role, the system prompt is put in front of the first user message. Without a template the
-    form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, and the tokenizer's BOS in
-    front if the tokenizer adds it by default (an EOS is never added).
-
-    `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
-    add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
-    `runners.tokenization.text.encode` does.
-    """
-    if images:
-        messages = with_image_parts(messages, len(images))
-    if processor is not None and processor.template:
-        template_kwargs = {**template_kwargs, "chat_template": processor.template}
-    if not has_template(tokenizer) and "chat_template" not in template_kwargs:
-        text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
-        return text, _expanded(_with_bos(tokenizer, text), images, processor)
-    text = _conversation(tokenizer, messages, tools, template_kwargs)
-    if tools and not all(tool["function"]["name"] in text for tool in tools):
-        text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
-    if not text.strip():
-        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
-        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
-    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
-    if not tokens:
-        raise UserError("the tokenizer makes no tokens of the prompt")
-    return text + nudge, _expanded(tokens, images, processor)
-
-
-def _expanded(
-    tokens: tuple[int, ...], images: Sequence[ImageFile], processor: ImageProcessor | None
-) -> tuple[int, ...]:
-    return tokens if processor is None else processor.expanded(tokens, images)
-
-
-def template_notices(tokenizer: Any) -> list[str]:
-    """A line if a tokenizer has no chat template, which an instruction-tuned model should have."""
-    # nanochat's tokenizers render by a function; without their turn marks it also writes plain text.
-    if has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
-        return []
-    return [
-        "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "
-        "model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json"
-    ]
-
-
-def has_template(tokenizer: Any) -> bool:
-    # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
-    wrapper_says = getattr(tokenizer, "has_chat_template", None)
-    return (
-        getattr(tokenizer, "chat_template", None) is not None if wrapper_says is None else bool(wrapper_says)
-    )
-
-
-def apply_template(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[dict[str, Any]] = (),
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
-    add_generation_prompt: bool = True,
-) -> str:
-    """The text of a conversation by the tokenizer's chat template; errors of the template pass through."""
-    options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
-    return tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
-    )
-
-
-def _conversation(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    template_kwargs: Mapping[str, Any],
-) -> str:
-    def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
-        return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
-
-    system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
-    try:
-        text = apply(messages)
-        if system in text:
-            return text
-    except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
-        if not system:
-            raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
-    try:
-        return apply(merge_system(messages))
-    except Exception as error:
-        raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
-
-
-def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools described in the system message."""
-    described, rest = described_tools(tools), list(messages)
-    if rest and rest[0]["role"] == "system":
-        described = f"{rest.pop(0)['content']}\n\n{described}"
-    return [{"role": "system", "content": described}, *rest]
-
-
-def _with_bos(tokenizer: Any, text: str) -> tuple[int, ...]:
-    tokens = encode(tokenizer, text, add_special_tokens=False)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None or tokens[:1] == (bos,) or encode(tokenizer, text)[:1] != (bos,):
-        return tokens
-    return (bos, *tokens)

@@ -4,6 +4,8 @@ The parsers are the standard library's and pyarrow's. Unlike the loaders of `dat
 row and continue after it, they guess no types, and they leave no second copy of the file in a cache.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import json
@@ -22,6 +24,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 MAX_ROW = 1 << 24  # bytes of a row
 _LARGEST_CELL = (1 << 31) - 1  # characters: rows are measured when they are read
 MAX_COLUMNS = 10_000
+_TOO_LARGE = f"expected at most {MAX_ROW:,} bytes a row, found more"
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
@@ -35,6 +38,10 @@ class RawRow:
     place: str  # "FILE, line 3"
     values: dict[str, Any] = attrs.field(factory=dict)
     fault: str = ""
+
+    def sized(self) -> RawRow:
+        """The row, with a fault if it is larger than MAX_ROW; the bytes of images do not count."""
+        return self if self.fault or _size(self.values) <= MAX_ROW else RawRow(self.place, fault=_TOO_LARGE)
 
 
 def split_name(split: str) -> str:
@@ -60,25 +67,25 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
             found.setdefault(split_name(_SHARD.sub("", path.stem)), []).append(path)
     if not found and (folder / "data").is_dir():
         return find_split(folder / "data", split, key)
-    paths = found.get(split_name(split), [])
-    if not paths:
+    if split_name(split) not in found:
         only = f'; "{next(iter(found))}" for both splits holds out a tenth' if len(found) == 1 else ""
         raise UserError(
             f"{key}: expected {split}.jsonl, .json, .csv or .parquet in {folder}, found "
             f"{', '.join(found) or 'no data file'}{did_you_mean(split, found) or only}"
         )
-    shards = [_SHARD.search(path.stem) for path in paths]
-    kinds = {
-        (_SHARD.sub("", path.stem), shard and shard[2], path.suffix.lower())
-        for path, shard in zip(paths, shards, strict=True)
-    }
-    if len(kinds) > 1 or len(paths) > len({shard and int(shard[1]) for shard in shards}):
-        names = ", ".join(path.name for path in paths)
+    shards = {path: _SHARD.search(path.stem) for path in found[split_name(split)]}
+    numbers = {path: int(shard[1]) if shard else 0 for path, shard in shards.items()}
+    totals = {(path.suffix.lower(), shard and shard[2]) for path, shard in shards.items()}
+    if len(totals) > 1 or len(set(numbers.values())) < len(shards):
+        names = ", ".join(path.name for path in shards)
         raise UserError(f"{key}: expected the split {show(split)} once in {folder}, found {names}")
-    if shards[0] and len(paths) < (expected := int(shards[0][2])):
-        raise UserError(f"{key}: expected {expected} shards of {show(split)} in {folder}, found {len(paths)}")
-    check_links(folder, paths)
-    return sorted(paths, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
+    total = next(iter(totals))[1]
+    if total and len(shards) < int(total):
+        raise UserError(
+            f"{key}: expected {int(total)} shards of {show(split)} in {folder}, found {len(shards)}"
+        )
+    check_links(folder, list(shards))
+    return sorted(shards, key=numbers.__getitem__)
 
 
 def read_file(path: Path) -> list[RawRow]:
@@ -92,24 +99,17 @@ def read_file(path: Path) -> list[RawRow]:
         raise UserError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {show(suffix)}")
     try:
         if suffix == ".parquet":
-            from runners.data.parquet_rows import parquet_rows  # pyarrow takes half a second to import
+            from runners.data.parquet_rows import parquet_rows
 
-            return [RawRow(f"{path}, row {number}", *row) for number, row in enumerate(parquet_rows(path), 1)]
+            rows = enumerate(parquet_rows(path), 1)
+            return [RawRow(f"{path}, row {number}", *row).sized() for number, row in rows]
         if suffix == ".csv":
-            return list(_csv_rows(path, _text(path)))
-        # Many files of JSON lines are named .json; only a list starts with a bracket.
+            return [row.sized() for row in _csv_rows(path, _text(path))]
         if suffix == ".json" and _starts_with_bracket(path):
-            return list(_json_rows(path, _text(path)))
+            return [row.sized() for row in _json_rows(path, _text(path))]
         return list(_line_rows(path))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def measured(raw: RawRow) -> RawRow:
-    """The row, with a fault if it is larger than MAX_ROW; the bytes of images do not count."""
-    if raw.fault or _size(raw.values) <= MAX_ROW:
-        return raw
-    return RawRow(raw.place, fault=f"expected at most {MAX_ROW:,} bytes a row, found more")
 
 
 def _size(value: Any) -> int:
@@ -125,8 +125,7 @@ def _text(path: Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise _not_utf8(path, line, data[error.start]) from error
+        raise _not_utf8(path, data.count(b"\n", 0, error.start) + 1, data[error.start]) from error
 
 
 def _not_utf8(path: Path, line: int, byte: int) -> UserError:
@@ -135,22 +134,15 @@ def _not_utf8(path: Path, line: int, byte: int) -> UserError:
 
 def _starts_with_bracket(path: Path) -> bool:
     with path.open("rb") as stream:
-        head = stream.read(1 << 16)
-    return head.decode("utf-8-sig", "ignore").lstrip()[:1] == "["
+        return stream.read(1 << 16).decode("utf-8-sig", "ignore").lstrip()[:1] == "["
 
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
-    # Line by line, so that a line too long for a row is never in memory. In bytes only \n ends a line: U+2028
-    # and similar characters are allowed inside a JSON string.
-    with path.open("rb") as stream:
-        number = 0
-        while line := stream.readline(MAX_ROW + 1):
-            number += 1
+    with path.open("rb") as stream:  # in bytes only \n ends a line: JSON strings may contain U+2028
+        for number, line in enumerate(stream, 1):
             place = f"{path}, line {number}"
             if len(line) > MAX_ROW:
-                while not line.endswith(b"\n") and (line := stream.readline(MAX_ROW)):
-                    pass
-                yield RawRow(place, fault=f"expected at most {MAX_ROW:,} bytes a row, found more")
+                yield RawRow(place, fault=_TOO_LARGE)
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -174,8 +166,7 @@ def _json_rows(path: Path, text: str) -> Iterator[RawRow]:
         values = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
-    for number, value in enumerate(values, 1):
-        yield _as_row(f"{path}, row {number}", value)
+    return (_as_row(f"{path}, row {number}", value) for number, value in enumerate(values, 1))
 
 
 class _Twice(dict[str, Any]):
@@ -198,25 +189,31 @@ def _as_row(place: str, value: Any) -> RawRow:
 def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
     csv.field_size_limit(_LARGEST_CELL)  # by default 131,072 characters
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = next((cells for cells in reader if cells), [])
-        if len(header) > MAX_COLUMNS:
-            raise UserError(f"{path}: expected at most {MAX_COLUMNS:,} columns, found {len(header):,}")
-        if twice := [name for name, count in Counter(header).items() if count > 1]:
-            raise UserError(f"{path} has two columns named {show(twice[0])}")
-        while True:
-            try:
-                cells, fault = next(reader), ""
-            except StopIteration:
-                return
-            except csv.Error as error:
-                if "end of data" in str(error):  # a quote that never ends: all rows after it are lost
-                    raise
-                cells, fault = [], f"not CSV: {error}"
-            if cells and len(cells) != len(header):
+    header: list[str] = []
+    while True:
+        fault = ""
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if (
+                "end of data" in str(error) or not header
+            ):  # a quote that never ends: all rows after it are lost
+                raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+            cells, fault = [], f"not CSV: {error}"
+        if not header:
+            header = _checked_header(path, cells)
+        elif cells or fault:
+            if not fault and len(cells) != len(header):
                 fault = f"expected {len(header)} cells, as in the header, found {len(cells)}"
-            if cells or fault:
-                values = {} if fault else dict(zip(header, cells, strict=True))
-                yield RawRow(f"{path}, line {reader.line_num}", values, fault)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
+            values = {} if fault else dict(zip(header, cells, strict=True))
+            yield RawRow(f"{path}, line {reader.line_num}", values, fault)
+
+
+def _checked_header(path: Path, names: list[str]) -> list[str]:
+    if len(names) > MAX_COLUMNS:
+        raise UserError(f"{path}: expected at most {MAX_COLUMNS:,} columns, found {len(names):,}")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{path} has two columns named {show(twice[0])}")
+    return names

@@ -1,9 +1,16 @@
-"""The usable rows of a split, and what became of the others."""
+"""The usable rows of a split, what became of the others, and `data.transform`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import attrs
+
+from runners.data.row_files import RawRow
+from runners.errors import error_line, show
+
+Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 
 class Row(dict[str, Any]):
@@ -38,3 +45,26 @@ class Rows(list[Row]):
                 f"data.max_prompt_length = {limit} tokens"
             )
         return found
+
+
+def transformed(raw: RawRow, transform: Transform) -> RawRow | None:
+    """The result of the function for a row; None if it leaves the row out.
+
+    A row that could not be read is not passed to it. If it raises, or returns something else than a row or
+    None, that is a fault of the row.
+    """
+    if raw.fault:
+        return raw
+    source = getattr(getattr(transform, "__code__", None), "co_filename", None)
+    fault = ""
+    try:
+        values = transform(dict(raw.values))
+    except (Exception, SystemExit) as error:  # raised by the custom function: reported with the row's place
+        return attrs.evolve(raw, fault=f"data.transform failed: {error_line(error, source)}")
+    if values is None:
+        return None
+    if not isinstance(values, Mapping):
+        fault = f"data.transform: expected a row (a dict) or None, found {type(values).__name__}"
+    elif other := next((name for name in values if not isinstance(name, str)), None):
+        fault = f"data.transform: expected names of columns, found {show(other)}"
+    return attrs.evolve(raw, values={} if fault else dict(values), fault=fault)

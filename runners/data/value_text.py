@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from numbers import Real
-from typing import Any
 
-_NARROW = {"halffloat": "float16", "float16": "float16", "float": "float32", "float32": "float32"}
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 
 
@@ -32,17 +30,6 @@ def value_text(value: object) -> str:
 def without_exponent(text: str) -> str:
     """A text that is a number with an exponent as a plain decimal; any other text as it is."""
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text
-
-
-def widened(row: dict[str, Any], types: Mapping[str, object]) -> dict[str, Any]:
-    """A row whose columns of narrow floats hold the doubles that are written alike: the float32 0.1 as 0.1,
-    not as 0.10000000149011612. `types` has the columns' types, of which all others are passed over."""
-    import numpy as np  # not where values are only written
-
-    for name, kind in types.items():
-        if str(kind) in _NARROW and row.get(name) is not None:
-            row[name] = float(str(np.dtype(_NARROW[str(kind)]).type(row[name])))
-    return row
 
 
 def _part(value: object) -> str:

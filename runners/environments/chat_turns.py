@@ -11,7 +11,8 @@ from typing import Any
 
 import attrs
 
-from runners.data.prompts import Message, apply_template, has_template
+from runners.data.messages import Message
+from runners.data.rendering import apply_template, has_template
 from runners.errors import UserError, error_line
 from runners.tokenization.text import TextDecoder, encode
 

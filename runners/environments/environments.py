@@ -15,7 +15,8 @@ import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
 from runners.config.sections import CALCULATOR, DataConfig, EnvConfig
-from runners.data.prompts import Example, render
+from runners.data.prompts import Example
+from runners.data.rendering import render
 from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
 from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns

@@ -8,7 +8,8 @@ import attrs
 
 import grpo_fn as g
 from runners.config.sections import EnvConfig
-from runners.data.prompts import Example, Message
+from runners.data.messages import Message
+from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.instances import failure

@@ -14,7 +14,8 @@ import numpy as np
 
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
-from runners.data.prompts import Example, build_examples, columns_of, reward_columns, template_notices
+from runners.data.prompts import Example, build_examples, columns_of, reward_columns
+from runners.data.rendering import template_notices
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker

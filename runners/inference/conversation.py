@@ -10,7 +10,8 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.checks import TooLong
-from runners.data.prompts import NO_KWARGS, Message
+from runners.data.messages import Message
+from runners.data.rendering import NO_KWARGS
 from runners.engines.engine import Requests, ShouldStop, never
 from runners.engines.settings import requests_of
 from runners.errors import UserError

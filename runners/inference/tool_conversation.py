@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from runners.data.prompts import Message
+from runners.data.messages import Message
 from runners.engines.engine import Requests, ShouldStop, never
 from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session

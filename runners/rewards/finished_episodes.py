@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from runners.data.prompts import Message
+from runners.data.messages import Message
 
 COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """What is counted of a conversation; "cut" are shortened results."""

@@ -13,7 +13,8 @@ from grpo_fn.policy import bound_positions
 from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
-from runners.data.prompts import Example, build_examples, reward_columns, template_notices
+from runners.data.prompts import Example, build_examples, reward_columns
+from runners.data.rendering import template_notices
 from runners.data.stream import PromptStream, RunLength
 from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch

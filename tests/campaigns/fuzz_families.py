@@ -110,7 +110,7 @@ class Templates(Target):
         return mutated(valid) | invented.map(lambda text: text.encode("utf-8", "surrogateescape"))
 
     def feed(self, value: bytes) -> None:
-        from runners.data.prompts import render
+        from runners.data.rendering import render
         from runners.models.model_reader import load_tokenizer
 
         (self.model / "chat_template.jinja").write_bytes(value)

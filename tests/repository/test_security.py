@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from runners.cli import main
 from runners.config.loading import load_config
-from runners.data.prompts import render
+from runners.data.rendering import render
 from runners.errors import UserError, one_line
 from runners.files.links import check_links
 from runners.models import model_reader

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
-from runners.data.prompts import template_notices
+from runners.data.rendering import template_notices
 from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
 from runners.models.model_reader import load_tokenizer

@@ -25,9 +25,9 @@ def test_lines_of_a_text_file_and_of_standard_input(tmp_path, monkeypatch):
 
 
 def test_rows_with_texts_or_conversations(tmp_path):
-    """A column of a file: texts and lists of messages; other keys of a message are left out."""
+    """A column of a file: texts and lists of messages."""
     talk = [user("a"), {"role": "assistant", "content": "b"}, user("c")]
-    rows = [{"q": "one"}, {"q": [SYSTEM, *talk]}, {"q": [{**talk[0], "name": "x"}]}]
+    rows = [{"q": "one"}, {"q": [SYSTEM, *talk]}, {"q": talk[:1]}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert read_prompts(str(tmp_path / "p.jsonl"), "q") == [[user("one")], [SYSTEM, *talk], [user("a")]]
     (tmp_path / "p.csv").write_text("q\none\n", encoding="utf-8")
@@ -39,11 +39,11 @@ def test_rows_with_texts_or_conversations(tmp_path):
     [
         (['{"questoin": "x"}'], r'no column "question".*found questoin; did you mean questoin\?'),
         (['{"question": "x"}', "{"], r"line 2"),
-        (['{"question": 7}'], r"expected a text or a list of messages with role and content, found 7"),
-        (['{"question": " "}'], r"expected a text"),
-        (['{"question": [{"role": "bot", "content": "x"}]}'], r"expected a text or a list of messages"),
-        (['{"question": [{"role": "assistant", "content": "x"}]}'], r"not the user's"),
-        (['{"question": []}'], r"not the user's"),
+        (['{"question": 7}'], r"expected a text or a list of messages, found int"),
+        (['{"question": " "}'], r"is blank"),
+        (['{"question": [{"role": "bot", "content": "x"}]}'], r"expected a role of"),
+        (['{"question": [{"role": "assistant", "content": "x"}]}'], r"assistant's turn"),
+        (['{"question": []}'], r"expected a text or a list of messages, found list"),
         (
             ['{"question": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}'],
             r"--system",

@@ -12,17 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
-from runners.data.prompts import (
-    build_examples,
-    columns_of,
-    prompt_fault,
-    prompt_messages,
-    render,
-    reward_columns,
-)
+from runners.data.messages import conversation, prompt_fault
+from runners.data.prompts import build_examples, columns_of, reward_columns
+from runners.data.rendering import render
 from runners.errors import UserError
 
-GSM8K = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "gsm8k"
 SPECIAL = {"<s>": 256, "</s>": 257, "<|user|>": 258, "<|end|>": 259, "<|bot|>": 260}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
@@ -130,14 +124,6 @@ def test_examples() -> None:
     }
 
 
-def test_no_system_prompt() -> None:
-    """An empty or blank system prompt makes no message."""
-    for empty in ("", " \n"):
-        config = DataConfig(system_prompt=empty)
-        examples, _ = build_examples([{"question": "1+1?", "answer": "2"}], config, tokenizer(TEMPLATE))
-        assert examples[0].messages == ({"role": "user", "content": "1+1?"},)
-
-
 def test_long_prompts_are_left_out_and_counted() -> None:
     """A prompt at the limit stays, one token more goes; if all go, the shortest length is reported."""
     rows = [{"question": "x" * n, "answer": "1"} for n in (5, 6, 7)]
@@ -192,7 +178,7 @@ def test_messages_as_arrow_gives_them() -> None:
     ]
     called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     assert prompt_fault(talk) == ""
-    assert prompt_messages({"talk": talk}, DataConfig(prompt="talk", system_prompt="")) == (
+    assert conversation(talk) == (
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "content": "2", "name": "add"},
@@ -211,24 +197,3 @@ def test_columns_have_names_that_rewards_can_have() -> None:
         "caf\xe9": "cafe\u0301",
         **{name: name for name in fields[4:]},
     }
-
-
-def test_rows_without_an_answer() -> None:
-    """A row that never went through load_rows and has no answer is refused, not trained on."""
-    with pytest.raises(UserError, match="row 1: no answer in answer: None"):
-        build_examples([{"question": "1+1?", "answer": None}], DataConfig(), tokenizer(TEMPLATE))
-
-
-def test_gsm8k_prompts() -> None:
-    """Real problems keep their text whole in the prompt, and their tokens decode to it."""
-    if not (GSM8K / "test.jsonl").is_file():
-        pytest.skip("the GSM8K files are not here")
-    config = DataConfig(source=str(GSM8K), max_samples=200, max_prompt_length=4096)
-    rows, _ = load_rows(config)
-    bytewise = tokenizer(TEMPLATE)
-    examples, too_long = build_examples(rows, config, bytewise)
-    assert (len(examples), too_long) == (200, 0)
-    for row, example in zip(rows, examples, strict=True):
-        assert row["question"] in example.text
-        assert example.text.endswith("<|bot|><reasoning>")
-        assert bytewise.decode(example.tokens) == example.text

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 import grpo_fn as g
 from runners.config.sections import DataConfig, EnvConfig
-from runners.data.prompts import Example, render
+from runners.data.prompts import Example
+from runners.data.rendering import render
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError

@@ -9,7 +9,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.prng import EVALUATION, fold_in
-from runners.data.prompts import render
+from runners.data.rendering import render
 from runners.engines.engine import Cancelled, Requests
 from runners.inference.batches import sample_batches
 from runners.inference.conversation import Conversation

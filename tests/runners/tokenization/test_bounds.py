@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from runners.config.loading import load_config
-from runners.config.sections import DataConfig
 from runners.data import parquet_rows
-from runners.data.prompts import build_examples, render
+from runners.data.rendering import render
 from runners.data.row_files import MAX_ROW, read_file
 from runners.errors import ConfigError, UserError, show
 from runners.machine import bounded_process
@@ -303,23 +302,6 @@ def test_a_template_that_renders_to_nothing(folder):
     tokenizer = load_tokenizer(folder)
     with pytest.raises(UserError, match=r"model: the chat template renders to nothing"):
         render(tokenizer, ({"role": "user", "content": "hi"},), "<reasoning>")
-
-
-class Letters:
-    """A tokenizer of letters, without a template."""
-
-    def encode(self, text, **options):
-        return list(text.encode())
-
-
-def test_prompts_far_too_long_are_left_out_uncounted():
-    """They are counted as left out; where there are no others, the line says what was found."""
-    config = DataConfig(system_prompt="", nudge="", max_prompt_length=64)
-    long, short = {"question": "x" * 20_000, "answer": "1"}, {"question": "x", "answer": "1"}
-    examples, left_out = build_examples([long, short, long], config, Letters())
-    assert len(examples) == 1 and left_out == 2
-    with pytest.raises(UserError, match="but each of 2 prompts has over 16,384 characters"):
-        build_examples([long, long], config, Letters())
 
 
 CONFIG = '[model]\npath = "embedded"\n[data]\nsource = "{data}"\n[eval]\nsamples = 2\n'

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 import grpo_fn as g
 from runners.config.sections import ModelConfig
-from runners.data.prompts import render
+from runners.data.rendering import render
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.folders import check_folder, copy_companions

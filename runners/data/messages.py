@@ -1,0 +1,60 @@
+"""Conversations as a row's column or a file of prompts holds them: checked, and cleaned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runners.errors import show
+
+Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def prompt_fault(value: Any) -> str:
+    """The fault of a prompt that should be a text or a list of messages; empty: none."""
+    if isinstance(value, str):
+        return "" if value.strip() else "is blank"
+    if not isinstance(value, list | tuple) or not value:
+        return f"expected a text or a list of messages, found {type(value).__name__}"
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, Mapping) else message
+            return f"message {number}: expected a role of {', '.join(ROLES)}, found {show(role)}"
+        content = message.get("content")
+        if isinstance(content, list) and content and all(map(_is_text_part, content)):
+            continue
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            return f"message {number}: expected text as its content, found {type(content).__name__}"
+    if value[-1]["role"] == "assistant":
+        return "ends with the assistant's turn, which the model has to write"
+    return ""
+
+
+def conversation(value: Any, system: str = "") -> tuple[Message, ...]:
+    """The messages of a prompt without a fault; `system`, if not blank, is put in front of those without one.
+
+    A content is one text. Keys that Arrow adds where only others have them are left out: a template may take
+    a `tool_calls` of None for calls.
+    """
+    found = ({"role": "user", "content": value},) if isinstance(value, str) else tuple(map(_cleaned, value))
+    if not system.strip() or found[0]["role"] == "system":
+        return found
+    return ({"role": "system", "content": system}, *found)
+
+
+def _cleaned(message: Mapping[str, Any]) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return {**_without_none(message), "content": content}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)

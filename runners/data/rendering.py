@@ -1,0 +1,142 @@
+"""A conversation as text and tokens: by the tokenizer's chat template, or in plain form without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runners.data.messages import Message
+from runners.data.row_images import with_image_parts
+from runners.errors import UserError, error_line
+from runners.images.image_files import ImageFile
+from runners.images.processor import ImageProcessor
+from runners.tokenization.chat_format import described_tools, merge_system, plain_text
+from runners.tokenization.text import encode
+
+NO_KWARGS: Mapping[str, Any] = {}
+
+
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    nudge: str = "",
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    images: Sequence[ImageFile] = (),
+    processor: ImageProcessor | None = None,
+) -> tuple[str, tuple[int, ...]]:
+    """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
+
+    `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
+    is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
+    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template. `images` come
+    before the last user message's text; the `processor` of a model that sees has a template of its own, and
+    says how many tokens each image takes.
+
+    With a chat template the text and its special tokens come from the template. If a template refuses or
+    drops the system role, the system prompt is put in front of the first user message. Without a template the
+    form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, and the tokenizer's BOS in
+    front if the tokenizer adds it by default (an EOS is never added).
+
+    `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
+    add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
+    `runners.tokenization.text.encode` does.
+    """
+    if images:
+        messages = with_image_parts(messages, len(images))
+    if processor is not None and processor.template:
+        template_kwargs = {**template_kwargs, "chat_template": processor.template}
+    if not has_template(tokenizer) and "chat_template" not in template_kwargs:
+        text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
+        return text, _expanded(encode_raw(tokenizer, text), images, processor)
+    text = _conversation(tokenizer, messages, tools, template_kwargs)
+    if tools and not all(tool["function"]["name"] in text for tool in tools):
+        text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
+    if not text.strip():
+        name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
+    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
+    if not tokens:
+        raise UserError("the tokenizer makes no tokens of the prompt")
+    return text + nudge, _expanded(tokens, images, processor)
+
+
+def _expanded(
+    tokens: tuple[int, ...], images: Sequence[ImageFile], processor: ImageProcessor | None
+) -> tuple[int, ...]:
+    return tokens if processor is None else processor.expanded(tokens, images)
+
+
+def template_notices(tokenizer: Any) -> list[str]:
+    """A line if a tokenizer has no chat template, which an instruction-tuned model should have."""
+    # nanochat's tokenizers render by a function; without their turn marks it also writes plain text.
+    if has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
+        return []
+    return [
+        "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "
+        "model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json"
+    ]
+
+
+def has_template(tokenizer: Any) -> bool:
+    # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
+    wrapper_says = getattr(tokenizer, "has_chat_template", None)
+    return (
+        getattr(tokenizer, "chat_template", None) is not None if wrapper_says is None else bool(wrapper_says)
+    )
+
+
+def apply_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template; errors of the template pass through."""
+    options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
+    )
+
+
+def _conversation(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    template_kwargs: Mapping[str, Any],
+) -> str:
+    def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
+        return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
+
+    system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
+    try:
+        text = apply(messages)
+        if system in text:
+            return text
+    except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
+        if not system:
+            raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
+    try:
+        return apply(merge_system(messages))
+    except Exception as error:
+        raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The messages with the tools described in the system message."""
+    described, rest = described_tools(tools), list(messages)
+    if rest and rest[0]["role"] == "system":
+        described = f"{rest.pop(0)['content']}\n\n{described}"
+    return [{"role": "system", "content": described}, *rest]
+
+
+def encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """The tokens of a text that no template wrote: after BOS if the tokenizer adds it, without EOS."""
+    tokens = encode(tokenizer, text, add_special_tokens=False)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or tokens[:1] == (bos,) or encode(tokenizer, text)[:1] != (bos,):
+        return tokens
+    return (bos, *tokens)
