@@ -1,6 +1,6 @@
 """The grad step: adds the gradient of a batch's loss to the state. Pure, compiled once per shape."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import mlx.core as mx
@@ -51,7 +51,13 @@ class GradStep:
         """How often the step was traced: once per shape of a (micro-)batch."""
         return self._micro_step.traces
 
-    def __call__(self, state: TrainState, batch: Batch | Sequence[Batch]) -> tuple[TrainState, LossStats]:
+    def __call__(
+        self,
+        state: TrainState,
+        batch: Batch | Sequence[Batch],
+        *,
+        submitted: Callable[[mx.array], None] | None = None,
+    ) -> tuple[TrainState, LossStats]:
         """Add a batch's gradient and denominator to the state's; one batch step.
 
         A loss that is not finite makes the denominator NaN, so that its update is skipped.
@@ -59,6 +65,8 @@ class GradStep:
         Args:
             state: the gradient is that of its params; its ref_params are used if the spec has a KL term.
             batch: one batch, or its micro-batches.
+            submitted: takes, after each micro-batch but the last, a 0-d array that is computed with it: who
+                evaluates the one before waits until the device is one micro-batch behind.
 
         Raises:
             ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
@@ -97,6 +105,8 @@ class GradStep:
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the last one.
                 mx.async_eval(list(arrays_of((accum, part_stats))))
+                if submitted is not None:
+                    submitted(weight)
         accum_grads, accum_weight = accum
         state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
         return state, merge_stats(stats)

@@ -27,6 +27,7 @@ HARMLESS = (
     "run.overwrite",
     "eval.every",
     "eval.at_start",
+    "eval.time_share",
     "checkpoint",
     "log",
     "watch",

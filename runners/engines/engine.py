@@ -16,6 +16,9 @@ from grpo_fn.trees import Tree
 ShouldStop = Callable[[], bool]  # asked between the steps of decoding
 
 
+Advance = Callable[[str, int, int], None]  # takes what is counted, how many are done, and how many there are
+
+
 def never() -> bool:
     """`ShouldStop` of sampling that nothing interrupts."""
     return False

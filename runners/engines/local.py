@@ -13,7 +13,8 @@ import grpo_fn as g
 from grpo_fn.policy import QuantizedRole
 from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
 from grpo_fn.trees import Tree, on_host
-from runners.engines.engine import Cancelled, Requests, Restart, ShouldStop, Token, never
+from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
+from runners.engines.meter import Meter
 
 
 class LocalEngine:
@@ -33,6 +34,7 @@ class LocalEngine:
         name: str = "none",
         mismatch_limit: float = 0.0,
         vocabulary: int = 0,
+        advance: Advance | None = None,
     ) -> None:
         """An engine without weights: `load` comes first.
 
@@ -43,11 +45,12 @@ class LocalEngine:
             name: their `rollout.quantization`.
             mismatch_limit: mean |Δ log p| per token, in nats, above which they are given up; 0: never.
             vocabulary: token ids that the model knows; 0: not checked.
+            advance: hears several times a second how far a rollout has come.
         """
         self.version, self.fallback = 0, None
         self.full, self.decoding = policy, decoding or g.Decoding()
         self._quantized, self._name = quantized, name
-        self._limit, self._vocabulary = mismatch_limit, vocabulary
+        self._limit, self._vocabulary, self._advance = mismatch_limit, vocabulary, advance
         self._loaded: Tree = None  # the learner's parameters
         self._params: Tree = None  # those that it samples with
         self._kept: tuple[list[int], Any] | None = None  # tokens of the last stream, and its caches
@@ -172,9 +175,10 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
+        meter = Meter(self._advance, requests, sampling, self.decoding.max_batch, policy.module)
         try:
             while True:
-                next(columns)
+                meter.count(next(columns))
                 if should_stop():
                     columns.throw(Interrupted())
         except StopIteration as end:

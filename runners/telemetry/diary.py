@@ -17,7 +17,18 @@ from runners.machine.memory_readings import read_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
-from runners.telemetry.events import Alert, Event, Note, Remark, Report, Started, Status, Table, Updated
+from runners.telemetry.events import (
+    Advanced,
+    Alert,
+    Event,
+    Note,
+    Remark,
+    Report,
+    Started,
+    Status,
+    Table,
+    Updated,
+)
 from runners.telemetry.log import MetricsLog
 
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
@@ -75,6 +86,10 @@ class Diary(Report):
     def status(self, text: str) -> None:
         """Sends a `Status`."""
         self.handle(Status(text))
+
+    def advanced(self, what: str, done: int, total: int) -> None:
+        """Sends an `Advanced`."""
+        self.handle(Advanced(what, done, total))
 
     def note(self, text: str) -> None:
         """Sends a `Note`."""

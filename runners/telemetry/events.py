@@ -25,6 +25,16 @@ class Status:
     """The current activity, such as "evaluating"; it ends with the next update or status."""
 
     text: str
+    rest: float = 0.0  # how much of the same kind follows, as a multiple of what begins now
+
+
+@attrs.frozen
+class Advanced:
+    """How far the current activity has come: in tokens, prompts, or whatever `what` names."""
+
+    what: str
+    done: int
+    total: int
 
 
 @attrs.frozen
@@ -101,7 +111,18 @@ class Finished:
 
 
 Event = (
-    Started | Status | Updated | Evaluated | Completions | Tokens | Note | Alert | Table | Remark | Finished
+    Started
+    | Status
+    | Advanced
+    | Updated
+    | Evaluated
+    | Completions
+    | Tokens
+    | Note
+    | Alert
+    | Table
+    | Remark
+    | Finished
 )
 
 

@@ -72,7 +72,7 @@ class LiveReport(Report):
         self._console = console or Console(file=cast(TextIO, output), highlight=False)
         self._progress = progress or Progress()
         self._title = "grpo"
-        self._status = ""
+        self._end = ""  # how the run has ended
         self._begun = self._finished = self._ended = False
         self._alerts = threading.Lock()  # no alert while the block is drawn for the last time
         # Two refreshes a second keep the time current and leave the cores to the run.
@@ -89,18 +89,14 @@ class LiveReport(Report):
         match event:
             case Started(header=header):
                 self._title = str(header.get("run", self._title))
-                self._begun, self._status = True, ""
+                self._begun = True
                 self._print(_facts({name: value for name, value in header.items() if name != "run"}))
                 self._live.start(refresh=True)
                 quiet_keys()
-            case Status(text):
-                self._status = text
+            case Status():
                 if not self._live.is_started and not self._finished:
                     self._live.start()
-            case Updated():
-                self._status = ""
             case Evaluated():
-                self._status = ""
                 self._print(_text(eval_line(event), "cyan"))
             case Note(text):
                 if self.fault:
@@ -113,7 +109,7 @@ class LiveReport(Report):
             case events.Table():
                 self._print(_table(event))
             case Finished(summary):
-                self._status = f"finished in {duration_text(self._progress.elapsed())}"
+                self._end = f"finished in {duration_text(self._progress.elapsed())}"
                 restore_terminals()
                 self._redraw()
                 self._stop()
@@ -126,7 +122,7 @@ class LiveReport(Report):
 
     def __exit__(self, *error: object) -> None:
         if not self._finished:
-            self._status = "stopped"  # the last status no longer holds
+            self._end = "stopped"
             restore_terminals()
         self._stop()
 
@@ -138,13 +134,14 @@ class LiveReport(Report):
     def render(self) -> RenderableType:
         """The current block; rich calls this at every refresh."""
         if not self._begun:
-            return _text(f"{self._status} ...", "dim")
+            return _text(self._progress.activity() or self._end, "dim")
         progress = self._progress
         width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
         rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
         rows += detail_rows(progress, width - 4)
         title = _text(self._title, "bold")
-        status = _text(self._status, "cyan") if self._status else None
+        activity = self._end or progress.activity()
+        status = _text(activity, "cyan") if activity else None
         return Panel(
             Group(*rows),
             title=title,

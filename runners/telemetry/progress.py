@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runners.telemetry.events import Evaluated, Event, Started, Updated
+from runners.telemetry.events import Advanced, Evaluated, Event, Started, Status, Updated
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -45,6 +45,9 @@ class Progress:
         self._evaluating = 0.0  # seconds of evaluation since the last step
         self._intervals: deque[float] = deque(maxlen=20)
         self._tokens = 0.0
+        self._status, self._status_began = Status(""), self._started
+        self._advanced: tuple[Advanced, float] | None = None  # the last one, and when it came
+        self._phase_began = self._started  # what it names
 
     def handle(self, event: Event) -> None:
         """Takes in an event; the clock starts again with the run."""
@@ -52,11 +55,20 @@ class Progress:
             case Started():
                 self.total, self.done, self.scores = event.updates, event.done, list(event.scores)
                 self._started = self._last_step = self._clock()
+            case Status():
+                self._status, self._status_began, self._advanced = event, self._clock(), None
+            case Advanced(what, done, _):
+                now, last = self._clock(), self._advanced
+                if last is None or last[0].what != what or done < last[0].done:
+                    self._phase_began = self._status_began if last is None else now
+                self._advanced = event, now
             case Updated(metrics):
+                self._status = Status("")
                 self._step(metrics)
             case Evaluated():
                 self.scores.append(event.score)
                 self._evaluating += event.seconds
+                self._status = Status("")
                 self.memory = max(self.memory, self._read_memory())
             case _:
                 pass
@@ -86,6 +98,22 @@ class Progress:
             return None
         pace = sum(self._intervals) / len(self._intervals)
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
+
+    def activity(self) -> str:
+        """The current activity, how far it has come, and its time left; empty: there is none."""
+        text, now = self._status.text, self._clock()
+        if not text:
+            return ""
+        spent = f"{text} {duration_text(now - self._status_began)}"
+        if self._advanced is None:
+            return spent
+        event, came = self._advanced
+        line = f"{text}: {event.what} {event.done:,} of {event.total:,}"
+        if not event.done:
+            return f"{line}, {duration_text(now - self._status_began)}"
+        left = (came - self._phase_began) * (event.total - event.done) / event.done
+        left += self._status.rest * (came - self._status_began + left) - (now - came)
+        return f"{line}, {duration_text(max(left, 0.0))} left"
 
     @property
     def exact_match(self) -> float | None:

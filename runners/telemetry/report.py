@@ -12,6 +12,7 @@ from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
 from runners.machine.terminal import Output, aligned, echo, visible
 from runners.telemetry.events import (
+    Advanced,
     Alert,
     Evaluated,
     Event,
@@ -37,6 +38,7 @@ from runners.telemetry.progress import (
 __all__ = ["PlainReport", "Quiet", "Report", "Silent", "make_report"]
 
 LINE_WIDTH = 100  # columns of a plain line
+PAUSE = 30.0  # seconds between two lines about an activity that takes long
 
 
 class PlainReport(Report):
@@ -47,6 +49,7 @@ class PlainReport(Report):
         self._stream = Output(stream)
         self._every = every
         self._progress = progress or Progress()
+        self._said = 0.0  # the time of the last line, in the run's seconds
 
     @property
     def fault(self) -> Exception | None:
@@ -59,6 +62,8 @@ class PlainReport(Report):
         match event:
             case Started(header=header):
                 self._facts(header)
+            case Advanced() if self._progress.elapsed() >= self._said + PAUSE:
+                self._line(self._progress.activity())
             case Updated():
                 done = self._progress.done
                 if done % self._every == 0 or done == self._progress.total:
@@ -99,6 +104,7 @@ class PlainReport(Report):
             self._note(f"{name:<{indent}}{as_text(value)}")
 
     def _line(self, text: str) -> None:
+        self._said = self._progress.elapsed()
         self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
         self._stream.flush()
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
+
 import attrs
 
+from runners.data.datasets import epoch_order
+from runners.data.prompts import Example
+from runners.engines.settings import DEFAULT_ROWS
 from runners.evaluation.episode_figures import logged_figures
-from runners.evaluation.exact_match import EvalResult, evaluate_on_ranks
-from runners.telemetry.events import Evaluated
+from runners.evaluation.exact_match import EvalResult, evaluate_on_ranks, held_out
+from runners.telemetry.events import Evaluated, Status
+from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
+
+LONG = 60.0  # seconds: shorter evaluations are never made smaller
+FEW = 16  # problems of each rank whose time is measured first
 
 
 def evaluate_if_due(session: Session) -> None:
@@ -21,44 +32,104 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match, for the log and the display."""
+    """Measures exact match, for the log and the display. A long one before training is saved at once."""
     if not session.config.data.answer:  # an environment rewards, and there are no answers to compare with
         return
     with session.steps.times.stopped():
-        session.shown.status("evaluating")
-        result = _measured(session)
+        problems, result = _measured(session)
         with session.committing("the evaluation"):
-            _log(session, name, result)
+            _log(session, name, problems, result)
+    if session.state.batch_step == 0 and result.seconds >= LONG:
+        session.save()
 
 
-def _measured(session: Session) -> EvalResult:
+def _measured(session: Session) -> tuple[list[Example], EvalResult]:
+    """The problems, as many as the time for them allows, and the answers to them."""
     config, run, state = session.config, session.run, session.state
     engine = run.learner.evaluator
     engine.load(state.train.params, state.update)
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    result = evaluate_on_ranks(
-        session.ranks,
-        engine,
-        run.data.evaluation,
-        attrs.evolve(run.collector.sampling, max_new_tokens=limit),
-        decoder=run.decoder,
-        nudge=config.data.nudge,
-        max_batch=config.rollout.max_batch,
-        environments=run.environments,
-        vision=run.loaded.vision,
-    )
+    rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
+
+    def answered(problems: Sequence[Example], left: int) -> EvalResult:
+        session.shown.handle(Status("evaluating", rest=left / len(problems)))
+        return evaluate_on_ranks(
+            session.ranks,
+            engine,
+            problems,
+            attrs.evolve(run.collector.sampling, max_new_tokens=limit),
+            decoder=run.decoder,
+            nudge=config.data.nudge,
+            max_batch=config.rollout.max_batch,
+            environments=run.environments,
+            vision=run.loaded.vision,
+        )
+
+    problems = held_out(run.data.evaluation, state.eval_problems)
+    results: list[EvalResult] = []
+    done, size = 0, rows
+    if few := _few(session, len(problems), limit):
+        size = few
+        problems = [problems[i] for i in epoch_order(len(problems), 0, 0)]  # the order of `held_out`
+    while done < len(problems):
+        part = problems[done : done + size]
+        results.append(answered(part, len(problems) - done - len(part)))
+        done += len(part)
+        if size < rows and done < len(problems):
+            problems = problems[: _affordable(session, results[0], len(problems), limit)]
+        size = rows
     engine.load(None, state.update)
-    return result
+    return problems, joined(results)
 
 
-def _log(session: Session, name: str, result: EvalResult) -> None:
+def _few(session: Session, problems: int, limit: int) -> int:
+    """Problems to measure the time of first, if all of them could take too long; 0: they cannot."""
+    share, first = session.config.eval.time_share, FEW * session.ranks.count
+    if session.state.scores or share == 1 or problems <= 2 * first:
+        return 0
+    return first if problems > share * _run_cost(session, limit) else 0
+
+
+def _run_cost(session: Session, limit: int) -> float:
+    """The run's time, in problems of an evaluation: learning from a completion takes about as long as it."""
+    rollout, optim, steps = session.config.rollout, session.config.optim, session.run.length.batch_steps
+    return 2 * steps * optim.batch_size * rollout.num_generations * rollout.max_new_tokens / limit
+
+
+def _affordable(session: Session, first: EvalResult, problems: int, limit: int) -> int:
+    """How many problems the run's evaluations use, from the time of the first few and of the steps so far."""
+    state, steps = session.state, session.run.length.batch_steps
+    each = first.seconds / first.total
+    run = _run_cost(session, limit) * each
+    if state.batch_step:
+        run = session.elapsed() / state.batch_step * steps
+    share = session.config.eval.time_share
+    if each * problems <= max(LONG, share * run):
+        return problems
+    fewer = min(max(int(max(LONG, share * run) / each), first.total), problems)
+    session.shown.note(
+        f"an evaluation of all {problems:,} problems would take {duration_text(each * problems)}, over "
+        f"{share:.0%} of the run: its evaluations use {fewer:,}; eval.time_share = 1 uses all"
+    )
+    with session.committing("the size of evaluations"):
+        session.change(eval_problems=fewer)
+    return fewer
+
+
+def joined(results: Sequence[EvalResult]) -> EvalResult:
+    """The results of several parts as one: texts one after the other, seconds added up."""
+    parts = [[getattr(result, field.name) for field in attrs.fields(EvalResult)] for result in results]
+    return EvalResult(*(functools.reduce(operator.add, values) for values in zip(*parts, strict=True)))
+
+
+def _log(session: Session, name: str, problems: Sequence[Example], result: EvalResult) -> None:
     found = logged_figures(result.figures)
     record = {**session.place(), "em": result.score, "em_subset": result.total, "time/eval": result.seconds}
     record |= {"time/elapsed": session.elapsed(), **found}
     update = session.state.update
-    problems = evaluation_records(session.run.data.evaluation, result.texts, result.right, update)
+    records = evaluation_records(problems, result.texts, result.right, update)
     measured = {name: record[name] for name in ("em", "time/eval", *found)}
     seen, _ = session.watch.see(measured, session.state.seen)
     session.change(scores=(*session.state.scores, result.score), evaluated_at=update, seen=seen)
     figures = result.score, result.correct, result.total, result.seconds
-    session.shown.handle(Evaluated(name, *figures, record, problems))
+    session.shown.handle(Evaluated(name, *figures, record, records))

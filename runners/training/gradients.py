@@ -15,6 +15,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.learner import halve_batch, pieces_of_rank
 from grpo_fn.trees import Tree
+from runners.engines.engine import Advance
 from runners.errors import UserError, is_out_of_memory
 from runners.ranks.ranks import Ranks
 
@@ -26,11 +27,12 @@ Pieces = Sequence[g.Batch]
 class MicroBatches:
     """Computes micro-batches; each rank its part of them. All ranks shrink the budget together."""
 
-    grad_step: Callable[[g.TrainState, Pieces], tuple[g.TrainState, g.LossStats]]
+    grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
     logprob_step: Callable[[Tree, g.Batch], mx.array]
     asked: int  # tokens: system.micro_batch_tokens
     ranks: Ranks
     note: Callable[[str], None]  # takes a line when the budget shrinks
+    advance: Advance = lambda what, done, total: None
 
     def gradients(
         self, start: g.TrainState, steps: Sequence[Pieces], budget: int
@@ -39,11 +41,11 @@ class MicroBatches:
 
         def act(steps: Sequence[Pieces]) -> tuple[g.TrainState, list[g.LossStats]]:
             state, found = start, []
-            for pieces in steps:
+            own = [pieces_of_rank(pieces, self.ranks.number, self.ranks.count) for pieces in steps]
+            count = _Count(self.advance, sum(map(len, own)))
+            for pieces in own:
                 # The state is rebound before anything is computed, so that nothing keeps the old sums.
-                state, stats = self.grad_step(
-                    state, pieces_of_rank(pieces, self.ranks.number, self.ranks.count)
-                )
+                state, stats = self.grad_step(state, pieces, submitted=count.submitted)
                 g.materialize(state.accum_grads, state.accum_weight, stats)
                 found.append(stats)
             return state, found
@@ -134,6 +136,21 @@ class MicroBatches:
                 break
             pieces = [half for p in pieces for half in (halve_batch(p) if id(p) in large else [p])]
         return pieces
+
+
+class _Count:
+    """Reports how many micro-batches are computed; the device stays one ahead of the reports."""
+
+    def __init__(self, advance: Advance, total: int) -> None:
+        self._advance, self._total, self._done = advance, total, 0
+        self._last: mx.array | None = None
+
+    def submitted(self, computed: mx.array) -> None:
+        self._last, before = computed, self._last
+        if before is not None:
+            mx.eval(before)
+            self._done += 1
+            self._advance("micro-batches", self._done, self._total)
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -21,6 +21,7 @@ from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.config.sections import OptimConfig
 from runners.data.stream import RunLength
+from runners.engines.engine import Advance
 from runners.engines.local import LocalEngine
 from runners.engines.settings import decoding_of
 from runners.errors import UserError, error_line, is_out_of_memory
@@ -64,6 +65,7 @@ def build_learner(
     ranks: Ranks | None = None,
     prompts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
+    advance: Advance | None = None,
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
 
@@ -127,12 +129,13 @@ def build_learner(
         name=config.rollout.quantization,
         mismatch_limit=config.rollout.mismatch_limit,
         vocabulary=vocabulary,
+        advance=advance,
     )
     temperature = config.rollout.temperature
     return Learner(
         policy=policy,
         engine=engine,
-        evaluator=LocalEngine(policy, decoding_of(config)),
+        evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
         spec=spec,
         grad_step=g.make_grad_step(

@@ -110,11 +110,12 @@ class Session:
         """Saves before the run ends early, unless the last checkpoint is current; whether there is one."""
         self.saver.wait()
         state = self.state
-        missing = bool(state.batch_step) and self.saver.done != (state.batch_step, state.update)
+        begun = state.batch_step > 0 or bool(state.scores)  # an evaluation is worth saving too
+        missing = begun and self.saver.done != (state.batch_step, state.update)
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")
             self.save(why, strict=True)
-        return bool(state.batch_step)
+        return begun
 
     def save_final(self, whole: g.TrainState) -> Path:
         """Writes the final model; if the run's folder is gone, into a new one. UserError if it fails."""

@@ -16,6 +16,7 @@ from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices
 from runners.data.stream import PromptStream, RunLength
+from runners.engines.engine import Advance
 from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
@@ -79,6 +80,7 @@ def build_run(
     *,
     ranks: Ranks | None = None,
     worker: Worker | None = None,
+    advance: Advance | None = None,
 ) -> Run:
     """Everything that `train` needs, from a checked config.
 
@@ -124,7 +126,7 @@ def build_run(
     if decided is not None:
         config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say)
+    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
     if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "

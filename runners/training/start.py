@@ -160,7 +160,9 @@ def _build(
 ) -> Run:
     """The run of this rank; rank 0 decides what depends on a measurement."""
     if ranks.is_rank_zero:
-        run = build_run(config, machine, shown.status, known, ranks=ranks, worker=worker)
+        run = build_run(
+            config, machine, shown.status, known, ranks=ranks, worker=worker, advance=shown.advanced
+        )
         ranks.all_gather_object("the decisions", decisions(run.config))
     else:
         run = build_run(

@@ -32,7 +32,7 @@ def show_summary(session: Session, final: Path, first: float | None) -> None:
         final,
         first=first,
         last=state.em,
-        held_out=len(session.run.data.evaluation),
+        held_out=state.eval_problems or len(session.run.data.evaluation),
         updates=state.update,
         tokens=state.sampled_tokens,
     )

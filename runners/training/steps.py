@@ -58,6 +58,7 @@ class TrainSteps:
             self.config.system.micro_batch_tokens,
             run.ranks,
             shown.note,
+            shown.advanced,
         )
         self.uses = (
             self.config.optim.num_iterations * self.config.optim.minibatches

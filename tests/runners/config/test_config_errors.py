@@ -32,7 +32,7 @@ def faults(tmp_path, monkeypatch):
         ("rollout.num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rollout.batch_size = 4", "unknown key; did you mean optim.batch_size?"),
         ("rollout.clip_eps = 0.2", "unknown key; did you mean loss.epsilon_low?"),
-        ("eval.zzz = 1", "unknown key; eval takes every, samples, max_new_tokens, at_start"),
+        ("eval.zzz = 1", "unknown key; eval takes every, samples, max_new_tokens, at_start, time_share"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("loss.overlong.bufer = 1", "unknown key; did you mean loss.overlong.buffer?"),

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from runners.engines import meter
 from runners.engines.engine import Cancelled, Requests
 from runners.engines.local import LocalEngine
 from tests.support.generating import EOS, RAGGED, roll
@@ -76,6 +77,21 @@ def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
     assert max(map(len, cancelled.value.rollout.completions())) <= 3
     again = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
     assert again.completions() == roll(tiny_policy(), eos_ids=EOS).completions()
+
+
+def test_a_rollout_reports_how_far_it_has_come(monkeypatch):
+    """First the tokens of the prompts, then the steps of decoding; the parts of a rollout add up."""
+    policy, reports = tiny_policy("llama"), []
+    monkeypatch.setattr(meter, "PAUSE", 0.0)
+    engine = LocalEngine(policy, g.Decoding(max_batch=2), advance=lambda *report: reports.append(report))
+    engine.load(policy.params, 0)
+    prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 4], [4, 5, 1]]
+    engine.generate(Requests(prompts=prompts), g.Sampling(max_new_tokens=3), key=mx.random.key(1))
+    read, drawn = (
+        [report for report in reports if report[0] == what] for what in ("prompt tokens", "tokens")
+    )
+    assert reports == read + drawn and read == sorted(read) and drawn == sorted(drawn)
+    assert read[-1] == ("prompt tokens", 6, 6) and drawn[-3:] == [("tokens", n, 6) for n in (4, 5, 6)]
 
 
 def stream(engine, prompt, **options):

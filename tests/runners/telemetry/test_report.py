@@ -13,7 +13,7 @@ from rich.console import Console
 
 from runners.errors import gigabytes
 from runners.telemetry import progress
-from runners.telemetry.events import Evaluated, Finished, Note, Started, Status, Table, Updated
+from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Table, Updated
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
@@ -240,7 +240,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was():
     output = on_a_terminal()
     assert output.rfind("\x1b[?25h") > output.find("\x1b[?25l") >= 0
     assert "a reward function prints" in output
-    assert output.count("loading the model ...") >= 1  # shown before the block was
+    assert output.count("loading the model 0:00") >= 1  # shown before the block was
     assert re.search(r"\x1b\[[0-9;]*3[0-9]m", output)  # in colour
 
 
@@ -279,6 +279,30 @@ def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
     assert run.seconds_left() == pytest.approx(8 * 2 - 1)
     clock.now += 100
     assert run.seconds_left() == 0
+
+
+def test_an_activity_shows_its_progress_and_its_time_left():
+    """Of the phase at its pace, of as much as follows; it counts down, and ends with the activity."""
+    clock, stream = Clock(), io.StringIO()
+    run = Progress(clock, lambda: 0)
+    report = PlainReport(stream, progress=run)
+
+    def after(seconds, event):
+        clock.now += seconds
+        report.handle(event)
+        return run.activity()
+
+    assert after(0, Started(10, {})) == ""
+    assert after(0, Status("evaluating", rest=1.0)) == "evaluating 0:00"
+    assert after(2, Advanced("prompt tokens", 0, 400)) == "evaluating: prompt tokens 0 of 400, 0:02"
+    assert after(2, Advanced("prompt tokens", 100, 400)) == "evaluating: prompt tokens 100 of 400, 0:28 left"
+    assert after(16, Advanced("tokens", 5, 64)) == "evaluating: tokens 5 of 64, 0:20 left"
+    assert after(10, Advanced("tokens", 32, 64)) == "evaluating: tokens 32 of 64, 0:50 left"
+    clock.now += 4
+    assert run.activity() == "evaluating: tokens 32 of 64, 0:46 left"
+    assert after(0, Updated({"update": 1})) == ""
+    # Plain lines have it every 30 s.
+    assert stream.getvalue().splitlines()[0] == "evaluating: tokens 32 of 64, 0:50 left"
 
 
 def test_a_resumed_run_does_not_count_old_tokens():

@@ -80,7 +80,7 @@ def spoiled(monkeypatch, calls, spoil):
     """The learner's grad step with what it gives changed at some of its calls."""
     real, count = g.GradStep.__call__, []
 
-    def step(self, state, batch):
+    def step(self, state, batch, **how):
         state, stats = real(self, state, batch)
         count.append(1)
         return spoil(state, stats) if len(count) in calls else (state, stats)

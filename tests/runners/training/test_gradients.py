@@ -29,7 +29,7 @@ class Steps:
         if len(self.calls) - 1 in self.fails:
             raise self.error
 
-    def grad_step(self, state, pieces):
+    def grad_step(self, state, pieces, **how):
         self._count(pieces)
         return self.real(state, pieces)
 
@@ -132,6 +132,15 @@ def test_other_errors_stay_what_they_are(policy):
 def test_what_running_out_of_memory_looks_like(error, is_it):
     """The messages of MLX's backends, of CUDA, C++ and Python."""
     assert is_out_of_memory(error) is is_it
+
+
+def test_each_micro_batch_is_reported_once_it_is_computed(policy):
+    """All but the last, after which the step ends."""
+    reports, pieces = [], pieces_of(policy, 1, tokens=30)
+    step = grad_step_of(policy, SPECS["grpo"])
+    learner = MicroBatches(step, print, 30, Ranks(), print, lambda *report: reports.append(report))
+    learner.gradients(make_state(policy), [pieces], 30)
+    assert reports == [("micro-batches", n, len(pieces)) for n in range(1, len(pieces) - 1)] != []
 
 
 def test_halving_is_exact_where_rows_are(policy):
