@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from tests.campaigns.fuzz_inputs import FolderTarget, Target, dumped, mutated
-from tests.campaigns.fuzz_runs import Runs
 
 ASKED = ({"role": "user", "content": "How many are left?"},)
 TALKS = (ASKED, ({"role": "system", "content": "Be brief."}, *ASKED))
@@ -194,7 +193,6 @@ def _letters(value: Any) -> int:
 
 
 FAMILIES: dict[str, type[Target]] = {
-    "runs": Runs,
     "adapters": Adapters,
     "templates": Templates,
     "parquet": Parquet,

@@ -65,10 +65,14 @@ class Harness:
                 f"the straight run ended with {process.returncode}: see {folder / 'straight.out'}"
             )
         self.seconds = time.monotonic() - started
-        self.straight = folder / "straight" / "tiny"
-        self.saved = {step: saved(path) for step, path in checkpoint_folders(self.straight).items()}
+        self._keep_straight(saving)
+
+    def _keep_straight(self, saving: float) -> None:
+        """Reads the straight run, which was saving for so many seconds."""
+        straight = self.folder / "straight" / "tiny"
+        self.saved = {step: saved(path) for step, path in checkpoint_folders(straight).items()}
         self.save_seconds = saving / len(self.saved)
-        self.outcome = outcome(self.straight)
+        self.outcome = outcome(straight)
 
     def run(self, name: str, kills: int, tally: Tally) -> None:
         """One run that is killed up to `kills` times, and then left to end."""

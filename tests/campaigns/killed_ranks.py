@@ -1,10 +1,9 @@
-"""Runs of several ranks of which one is killed, stopped, or hangs: all end soon, and nothing is lost.
+"""Runs of several ranks of which one is killed: all end soon, and nothing is lost.
 
 `python -m tests.campaigns.killed_ranks --kills 40` starts 2, 3 or 4 ranks under `mlx.launch --backend ring`
 and kills a random one at a random moment, mostly while rank 0 saves. It measures the seconds from the kill to
 the end of the last process, looks at what lies in the run's folder, and goes on with `--resume`; a run has to
-end with the weights, logs and completions of one that nobody killed. `--stops 6` does the same with ranks
-that are stopped by SIGSTOP.
+end with the weights, logs and completions of one that nobody killed.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ import attrs
 import click
 
 import grpo_fn  # noqa: F401 (before MLX)
-from runners.checkpoints.snapshot import checkpoint_folders
 from tests.campaigns.kill_harness import COMMON, Harness
 from tests.campaigns.killing import PATIENCE, SAVING, Surroundings, Tally
 from tests.support.ranks.launching import Launched, begin, is_running
-from tests.support.resuming import LETTERS, embedded_config, outcome, saved
+from tests.support.resuming import LETTERS, embedded_config, outcome
 
 SECONDS = 30.0  # from a kill to the end of the last process, at most
-TIMEOUT = 20.0  # system.collective_timeout of these runs
 NUMBERS = (2, 3, 4)
 SETTINGS = [
     "optim.max_steps=6",
@@ -41,7 +38,6 @@ SETTINGS = [
     "system.compile=false",  # a process lives for a few steps only
     "rollout.check_every=8",
     "rollout.max_batch=64",
-    f"system.collective_timeout={TIMEOUT}",
 ]
 
 
@@ -51,7 +47,6 @@ class End:
 
     ranks: int
     struck: int
-    how: str
     seconds: float  # to the end of the launcher and all ranks
     saving: bool
     met: bool  # whether the ranks had met before
@@ -59,7 +54,7 @@ class End:
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks} ranks, {self.how} rank {self.struck}"
+            f"{self.ranks} ranks, kill rank {self.struck}"
             f"{', while saving' * self.saving}{'' if self.met else ', before they had met'}: "
             f"{self.seconds:.1f} s"
         )
@@ -82,12 +77,9 @@ class RankHarness(Harness):
             time.sleep(0.002)
         self.seconds = time.monotonic() - started
         run.end()
-        self.straight = folder / "straight" / "tiny"
-        if not (self.straight / "final").is_dir():
+        if not (folder / "straight/tiny/final").is_dir():
             raise RuntimeError(f"the straight run did not end: {run.said()[-2000:]}")
-        self.saved = {step: saved(path) for step, path in checkpoint_folders(self.straight).items()}
-        self.save_seconds = saving / len(self.saved)
-        self.outcome = outcome(self.straight)
+        self._keep_straight(saving)
 
     def run(self, name: str, kills: int, tally: Tally) -> None:
         """One run of which ranks are killed up to `kills` times, and which is then left to end."""
@@ -100,19 +92,10 @@ class RankHarness(Harness):
             if not moment or pid is None or not is_running(pid):
                 run.end()
                 break
-            end = self._strike_rank(run, rank, "kill", around)
+            end = self._strike_rank(run, rank, around)
             tally.kills += 1
             tally.while_saving += end.saving
             self._note(end, name, around, tally)
-        self._to_the_end(name, around, tally)
-
-    def stop(self, name: str, tally: Tally) -> None:
-        """One run of which a rank is stopped, and which is then gone on with."""
-        around, rank = self._surroundings(name), self.chance.randrange(self.number)
-        run = self._begin(name)
-        if not self._moment(run, self.folder / name / "tiny", around):
-            raise RuntimeError(f"{self.kind}: the run ended before its moment: {run.said()[-2000:]}")
-        self._note(self._strike_rank(run, rank, "stop", around), name, around, tally)
         self._to_the_end(name, around, tally)
 
     def look(self, run: Path) -> list[str]:
@@ -131,12 +114,9 @@ class RankHarness(Harness):
     def _note(self, end: End, name: str, around: Surroundings, tally: Tally) -> None:
         """What is wrong after a strike."""
         click.echo(str(end))
-        most = SECONDS if end.how == "kill" else SECONDS + TIMEOUT
         problems = [*self.look(self.folder / name / "tiny"), *around.problems()]
-        if end.seconds > most:
+        if end.seconds > SECONDS:
             problems.append(f"the last process ended after {end.seconds:.1f} s")
-        if end.how != "kill" and (self.folder / name / "tiny" / "final").exists():
-            problems.append("there is a final model")
         done = "finished in" in end.said  # before the strike: nobody was left to say anything
         if end.met and not done and f"rank {end.struck} (" not in end.said:
             problems.append(f"no line names the rank: {end.said[-600:]}")
@@ -190,17 +170,14 @@ class RankHarness(Harness):
         run.wait_until(lambda: time.monotonic() > latest, PATIENCE)
         return run.process.poll() is None
 
-    def _strike_rank(self, run: Launched, rank: int, how: str, around: Surroundings) -> End:
+    def _strike_rank(self, run: Launched, rank: int, around: Surroundings) -> End:
         pid = run.pid(rank)
         assert pid is not None
         saving, met = bool(around.staged(whole=True)), "run          tiny" in run.said()
         started = time.monotonic()
-        os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-        return self._end_of(run, rank, how, started, saving=saving, met=met)
-
-    def _end_of(self, run: Launched, rank: int, how: str, started: float, *, saving: bool, met: bool) -> End:
+        os.kill(pid, signal.SIGKILL)
         try:
-            run.process.wait(SECONDS + TIMEOUT + 60)
+            run.process.wait(SECONDS + 60)
         except subprocess.TimeoutExpired:
             run.kill()
         seconds = time.monotonic() - started
@@ -208,7 +185,7 @@ class RankHarness(Harness):
         if left:
             run.kill()
             seconds = float("inf")
-        return End(self.number, rank, how, seconds, saving, met, _lines(run.said()))
+        return End(self.number, rank, seconds, saving, met, _lines(run.said()))
 
 
 def _tell(problems: list[str], tally: Tally) -> None:
@@ -225,11 +202,10 @@ def _lines(said: str) -> str:
 
 @click.command()
 @click.option("--kills", default=40, show_default=True)
-@click.option("--stops", default=6, show_default=True, help="Ranks that are stopped.")
 @click.option("--ranks", "numbers", multiple=True, type=int, help="[2, 3 and 4]")
 @click.option("--seed", default=0, show_default=True, help="Of the instants.")
 @click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the runs, which then stay.")
-def main(kills: int, stops: int, numbers: tuple[int, ...], seed: int, keep: Path | None) -> None:
+def main(kills: int, numbers: tuple[int, ...], seed: int, keep: Path | None) -> None:
     """Strike one rank of several again and again, and compare.
 
     Exit code 1 where anything was lost, differs, was touched, or took too long to end.
@@ -245,8 +221,6 @@ def main(kills: int, stops: int, numbers: tuple[int, ...], seed: int, keep: Path
             while tally.kills - before < wanted:
                 harness.run(f"run-{rounds}", min(wanted - tally.kills + before, 7), tally)
                 rounds += 1
-            for stopped in range(place, stops, len(numbers)):
-                harness.stop(f"stop-{stopped}", tally)
     lost = sum(": lost" in problem for problem in tally.problems)
     click.echo(
         f"{tally.kills} kills in {(time.monotonic() - started) / 60:.0f} minutes, {tally.while_saving} of "

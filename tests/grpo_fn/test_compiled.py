@@ -90,13 +90,6 @@ def test_the_structures_that_mlx_confuses(first, second):
     assert f.traces == 2
 
 
-def test_mlx_still_confuses_them():
-    """The reason for the wrapper: should this fail, mlx tells nestings apart by now."""
-    f = mx.compile(lambda tree: {"x": len(tree["x"])} and [v for v in tree["x"].values()])
-    assert len(f({"x": {"a": one(1)}, "b": one(2)})) == 1
-    assert len(f({"x": {"a": one(1), "b": one(2)}})) == 1  # wrong: there are two
-
-
 leaf = st.builds(one, st.integers(-9, 9))
 trees = st.recursive(
     leaf | st.sampled_from([None, 0, 1, "a"]),
@@ -164,14 +157,6 @@ def test_a_trace_a_shape_and_a_dtype():
     assert f.traces == 5
 
 
-def test_two_wrappers_of_one_function_share_nothing():
-    """Each wrapper counts its own traces and gets its own results."""
-    f, other = g.compiled(described), g.compiled(described)
-    f([one(1)], one(2))
-    assert_same(other([one(1), one(2)]), described([one(1), one(2)]))
-    assert f.traces == other.traces == 1
-
-
 def test_disabled_runs_the_function_itself():
     """No trace, the same value, and Python's side effects at every call."""
     calls = []
@@ -196,35 +181,6 @@ def test_a_program_takes_the_arrays_in_their_order(enabled):
     others = {"b": one(7), "a": [one(8), "note"]}, State(one(9), 5)
     assert_same(program([one(7), one(8), one(9)]), described(*others))
     assert f.traces == enabled
-
-
-def test_a_disabled_program_runs_the_function_itself():
-    """Which may look at numbers, has Python's side effects each time, and pins no argument."""
-    seen = []
-    f = g.compiled(lambda tree: seen.append(tree["x"].sum().item()), enabled=False)
-    before = memory_in_use()
-    program, leaves = f.program({"x": mx.ones((1 << 18,))})
-    program(leaves)
-    del leaves
-    program([mx.zeros((3,))])
-    assert seen == [1 << 18, 0] and f.traces == 0
-    assert memory_in_use() - before < 1 << 12
-
-
-def test_an_error_in_the_function_reaches_the_caller_and_leaves_no_trace_behind():
-    """The exception is the function's own; the same call works once its cause has gone."""
-    broken = [True]
-
-    @g.compiled
-    def f(x):
-        if broken:
-            raise KeyError("inside")
-        return x + 1
-
-    with pytest.raises(KeyError, match="inside"):
-        f(one(1))
-    broken.clear()
-    assert f(one(1)).item() == 2 and f(one(5)).item() == 6
 
 
 def test_arguments_are_not_kept_alive():
@@ -265,32 +221,6 @@ def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
         unfused = step(*args)
     assert step.traces == 1
     assert mx.allclose(unfused["y"], Compiled(function)(*args)["y"], rtol=1e-6).item()
-
-
-@pytest.mark.parametrize("fuse, kernels", [(True, 1), (False, 0)])
-def test_an_unfused_step_has_no_compiled_kernel(fuse, kernels, tmp_path):
-    """The graph that MLX draws names a fused kernel where there is one, also after an unfused step."""
-
-    def function(x):
-        return mx.exp(x) * mx.sin(x) + 1
-
-    x = mx.arange(8) / 7
-    Compiled(lambda x: function(x) * 2, fuse=False)(x)
-    y = Compiled(function, fuse=fuse)(x)
-    mx.export_to_dot(str(tmp_path / "graph.dot"), y)
-    assert (tmp_path / "graph.dot").read_text().count("Compiled") == kernels
-
-
-def test_a_library_without_the_function_means_no_compiling(monkeypatch):
-    """An unfused step is then the plain function, and a fused one is compiled."""
-    monkeypatch.setattr(compile_module, "_mode_setter", lambda: None)
-    for fuse, calls in ((True, 1), (False, 2)):
-        step = Compiled(lambda x: x + 1, fuse=fuse)
-        seen = []
-        step._function = lambda x, seen=seen: seen.append(1) or x + 1
-        for _ in range(2):
-            step(mx.array(1))
-        assert len(seen) == calls
 
 
 def test_an_unfused_step_leaves_compiling_disabled():

@@ -4,13 +4,10 @@ import itertools
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 import grpo_fn as g
 from grpo_fn import prng
-from grpo_fn.prng import completion_keys, fold_in, fold_in_rows, random_bits
-from tests.support.generating import roll
-from tests.support.tiny_policies import tiny_policy
+from grpo_fn.prng import fold_in, fold_in_rows, random_bits
 
 PURPOSES = [value for name, value in vars(prng).items() if name.isupper()]
 SEEDS = [*range(64), 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1]
@@ -46,12 +43,6 @@ def test_no_two_names_share_a_key():
     assert len(seen) == total > 200_000
 
 
-def test_steps_folded_into_neighbouring_seeds_differ():
-    """A loop of one's own, `fold_in(mx.random.key(seed), step)`: seeds 0 to 63 share no step's key."""
-    keys = mx.stack([mx.random.key(seed) for seed in range(64)])
-    assert len(tuples(folded(keys, range(256)))) == 64 * 256
-
-
 def test_all_levels_are_told_apart():
     """The order of a name's numbers counts, and so does how many there are."""
     key = mx.random.key(7)
@@ -69,24 +60,6 @@ def test_keys_of_neighbouring_names_have_nothing_in_common():
     assert (np.abs(bits.mean(axis=(0, 1)) - 0.5) < 5 * error).all()
     for other in (bits[::-1], bits[:, ::-1], bits[::-1, ::-1], bits[near], bits[:, near]):
         assert (np.abs((bits != other).mean(axis=(0, 1)) - 0.5) < 8 * error).all()
-
-
-@pytest.mark.parametrize("pair", [((0, 0), (1, 1)), ((0, 3), (3, 0)), ((2, 5), (5, 2))], ids=str)
-def test_seeds_and_completions_do_not_swap_roles(pair):
-    """Seed a, completion b is not seed b, completion a, nor any other with the same a XOR b."""
-    (seed, index), (other_seed, other_index) = pair
-    one, other = (
-        completion_keys(mx.random.key(s), mx.zeros((1,), mx.int32), mx.array([i]))
-        for s, i in ((seed, index), (other_seed, other_index))
-    )
-    assert not mx.array_equal(one, other)
-
-
-def test_seeds_draw_other_completions_not_the_same_in_another_order():
-    """Four copies of a prompt, seeds 0 to 3: sixteen completions, all different."""
-    policy = tiny_policy()
-    drawn = [roll(policy, [[1, 2, 3]] * 4, seed=seed, generations=1).completions() for seed in range(4)]
-    assert len({tuple(completion) for completions in drawn for completion in completions}) == 16
 
 
 def test_a_row_s_words_depend_on_its_key_and_the_draw_s_number_alone():

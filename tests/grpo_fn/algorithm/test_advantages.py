@@ -41,32 +41,6 @@ def test_advantages_match_the_reference(rewards, baseline, scale, seed):
 
 
 @given(
-    rewards=reward_groups(),
-    shift=st.integers(-50, 50),
-    scale=st.sampled_from(SCALES),
-    name=st.sampled_from(BASELINES[:2]),
-)
-def test_shifting_a_groups_rewards_changes_nothing(rewards, shift, scale, name):
-    """A constant added to one group's rewards (all groups', where scale is batch) leaves the advantages."""
-    moved = rewards.copy()
-    moved[slice(None) if scale == "batch" else 0] += shift
-    before, after = (advantages(r, baseline=name, scale=scale) for r in (rewards, moved))
-    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4)
-
-
-@given(rewards=reward_groups(), factor=st.sampled_from([0.5, 2.0, 64.0]), name=st.sampled_from(BASELINES[:2]))
-def test_scaling_a_groups_rewards_changes_only_the_floor(rewards, factor, name):
-    """Under scale = group, A·(std + 1e-4)/std is the same for rewards and their multiples."""
-
-    def without_floor(values):
-        spread = np.nanstd(np.where(np.isnan(values), np.nan, values), axis=1, ddof=1, keepdims=True)
-        return advantages(values, baseline=name) * (spread + 1e-4) / np.maximum(spread, 1e-9)
-
-    assume((np.isfinite(rewards).sum(axis=1) >= 2).all())
-    np.testing.assert_allclose(without_floor(rewards * factor), without_floor(rewards), rtol=1e-4, atol=1e-5)
-
-
-@given(
     size=st.integers(2, 9),
     value=st.floats(-1e3, 1e3, width=32),
     name=st.sampled_from(BASELINES[:2]),
@@ -121,16 +95,6 @@ def test_invalid_completions_are_as_if_deleted(rewards, name, scale):
     filled = np.where(kept, rewards, np.float32(7e7))
     by_mask = advantages(filled, baseline=name, scale=scale, valid_pg=mx.array(kept[None]))
     np.testing.assert_array_equal(by_mask, adv)
-
-
-@given(rewards=reward_groups(missing=False), scale=st.sampled_from(SCALES))
-def test_group_baselines_sum_to_zero(rewards, scale):
-    """Each group's advantages sum to 0, and leave-one-out is group mean times G/(G − 1)."""
-    by_mean = advantages(rewards, scale=scale)
-    left_out = advantages(rewards, baseline="leave_one_out", scale=scale)
-    np.testing.assert_allclose(by_mean.sum(axis=1), 0.0, atol=1e-4)
-    size = rewards.shape[1]
-    np.testing.assert_allclose(left_out, by_mean * size / (size - 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +165,6 @@ def test_combined_rewards_match_the_reference(data, aggregate, seed):
         rewards, weights.astype(np.float64), aggregate=aggregate, group_size=size
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-def test_a_missing_reward_leaves_the_others():
-    """Functions (1, NaN) and (NaN, NaN) with weights 2 and 3: 2·1, and nothing at all."""
-    total = combined(
-        np.array([[1.0, np.nan], [np.nan, np.nan]], np.float32), np.array([2.0, 3.0], np.float32)
-    )
-    assert total[0] == 2.0 and np.isnan(total[1])
 
 
 def test_gdpo_by_hand():

@@ -24,20 +24,6 @@ def test_estimate_and_slope_match_the_reference(logp, ref, kind):
     assert float(slope) == pytest.approx(want_slope, rel=1e-5, abs=1e-6 * size + 1e-12)
 
 
-@given(logp=nats, ref=nats, kind=st.sampled_from(["k2", "k3"]))
-def test_k2_and_k3_are_never_negative(logp, ref, kind):
-    """k2 ≥ 0 and k3 ≥ 0 (to float32's rounding of exp(y) − y − 1), whatever the two policies say."""
-    assert float(kl_estimate(kind, mx.array(logp), mx.array(ref))) >= (0.0 if kind == "k2" else -2e-7)
-
-
-@given(logp=nats, kind=st.sampled_from(KLS))
-def test_every_estimate_is_zero_at_equality(logp, kind):
-    """π_θ = π_ref: the estimate is exactly 0, and so is the slope of k2 and k3 (k1's is 1)."""
-    value, slope = mx.value_and_grad(lambda x: kl_estimate(kind, x, mx.array(logp)))(mx.array(logp))
-    assert float(value) == 0.0
-    assert float(slope) == pytest.approx(1.0 if kind == "k1" else 0.0, abs=1e-7)
-
-
 @pytest.mark.parametrize(("kind", "tolerance"), [("k1", 1e-6), ("k2", 2e-2), ("k3", 1e-6)])
 def test_the_mean_over_the_policy_is_the_divergence(kind, tolerance):
     """Σ_v π_θ(v)·estimate(v) is KL(π_θ ‖ π_ref) itself: exactly for k1 and k3, to second order for k2."""
@@ -49,34 +35,6 @@ def test_the_mean_over_the_policy_is_the_divergence(kind, tolerance):
     divergence = (policy * np.log(policy / ref)).sum()
     estimates = kl_estimate(kind, mx.array(np.log(policy)), mx.array(np.log(ref)))
     assert (policy * np.array(estimates)).sum() == pytest.approx(divergence, rel=tolerance * 10, abs=1e-7)
-
-
-def test_k3_goes_on_as_a_straight_line():
-    """From y = ln 1e4 = 9.21034 on: at y = 15 it is 1e4·(1 + 15 − 9.21034) − 16 = 67,880.6, slope 9,999."""
-    value, slope = mx.value_and_grad(lambda x: kl_estimate("k3", x, mx.array(0.0)))(mx.array(-15.0))
-    assert float(value) == pytest.approx(67880.6, rel=1e-6) and float(slope) == pytest.approx(-9999.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "y", "wanted"),
-    [("k1", 25.0, -1.0), ("k1", -25.0, -1.0), ("k2", 25.0, 20.0), ("k2", -25.0, -20.0), ("k3", -25.0, -1.0),
-     ("k3", 25.0, 9999.0)],
-)  # fmt: skip
-def test_no_estimate_loses_its_pull(kind, y, wanted):
-    """The slope in y is that of the last point inside, however far the policies have come apart."""
-    slope = mx.grad(lambda x: kl_estimate(kind, x, mx.array(y)))(mx.array(0.0))
-    assert -float(slope) == pytest.approx(wanted, rel=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "edge"), [("k2", 20.0), ("k2", -20.0), ("k3", np.log(1e4))])
-def test_value_and_slope_are_continuous_where_the_line_begins(kind, edge):
-    """A hundredth of a nat before and behind the edge, values and gradients are neighbours."""
-    before, behind = (
-        mx.value_and_grad(lambda x: kl_estimate(kind, x, mx.array(0.0)))(mx.array(-edge * share))
-        for share in (0.9999, 1.0001)
-    )
-    for one, other in zip(before, behind, strict=True):
-        assert float(one) == pytest.approx(float(other), rel=5e-3)
 
 
 @pytest.mark.parametrize("kind", KLS)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 import grpo_fn as g
-from tests.support.properties.strategies import all_field_sets, spec_fields
+from tests.support.properties.strategies import spec_fields
 
 
 @given(fields=spec_fields())
@@ -14,11 +14,6 @@ def test_every_legal_combination_is_accepted_and_kept(fields):
     spec = g.LossSpec(**fields)
     assert {name: getattr(spec, name) for name in fields} == fields
     assert spec == g.LossSpec(**fields) and hash(spec) == hash(g.LossSpec(**fields))
-
-
-def test_the_legal_combinations_are_many():
-    """Nothing legal is refused: all named combinations construct."""
-    assert sum(isinstance(g.LossSpec(**fields), g.LossSpec) for fields in all_field_sets()) > 1000
 
 
 def test_a_spec_is_frozen():
@@ -146,12 +141,6 @@ def test_presets_are_the_published_algorithms(name, wanted, recipe):
     defaults = dict(baseline="group_mean", scale="group", dynamic_sampling=False)
     assert {key: getattr(found, key) for key in defaults} == defaults | recipe
     assert spec.beta == 0.0 and (found.overlong != 0) == (name == "dapo")
-
-
-def test_there_is_a_preset_for_every_published_name():
-    """The nine names, no fewer and no more."""
-    names = {"grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "luspo", "rloo"}
-    assert set(g.PRESETS) == names
 
 
 def test_preset_changes_are_checked_and_spelled():

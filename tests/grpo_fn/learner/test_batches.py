@@ -1,7 +1,5 @@
 """From rollout to learner: layout, rows left out, minibatches and micro-batches conserve what they must."""
 
-from itertools import pairwise
-
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -82,15 +80,6 @@ def test_a_row_is_prompt_completion_padding(prompts, generations, width, seed):
     assert batch.num_sequences.item() == len(lengths) and batch.num_tokens.item() == lengths.sum()
     assert batch.old_logp_bt is None and batch.ref_logp_bt is None and batch.keep_bt is None
     assert bool((batch.rollout_logp_bt == rollout.logp_bt).all())
-
-
-def test_truncated_completions_count_no_token():
-    """With mask_truncated a completion that hit the limit is masked, and still counts as a sequence."""
-    rollout = attrs.evolve(tiny_rollout(), finished_b=mx.array([True, False, True, True, False, True]))
-    batch = g.make_batch(rollout, tiny_advantages(rollout), mask_truncated=True)
-    lengths = np.array(rollout.lengths_b)
-    assert np.array(batch.mask_bt).sum(axis=1).tolist() == [*(lengths * [1, 0, 1, 1, 0, 1])]
-    assert batch.num_sequences.item() == 6 and batch.num_tokens.item() == (lengths * [1, 0, 1, 1, 0, 1]).sum()
 
 
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
@@ -254,28 +243,12 @@ def test_bucketed_sizes_are_rungs_of_the_ladder(prompts, generations, width, see
             assert part.prompt_index_b.max().item() < part.tokens_bl.shape[0]
 
 
-def test_rows_of_like_length_stay_together():
-    """No row is longer than one in a later part: padding is what the ladder adds, and no more."""
-    batch = make((3, 9, 1, 6), 8, 30, seed=3)
-    parts = g.split_batch(batch, max_tokens=150, bucketed=False)
-    totals = [(part.prompt_lengths_b + part.mask_bt.sum(axis=1)).tolist() for part in parts]
-    assert len(parts) > 3
-    assert all(max(a) <= min(b) for a, b in pairwise(totals))
-
-
 @given(number=st.integers(1, 100_000))
 def test_round_up_bounds(number):
     """At least the number, at most an eighth more, monotone, and a fixed point of itself."""
     size = round_up(number)
     assert number <= size <= 1.125 * number
     assert round_up(size) == size and round_up(number + 1) >= size
-
-
-def test_round_up_has_eight_sizes_an_octave():
-    """The ladder written out, and its number of rungs up to 4,096."""
-    rungs = sorted({round_up(n) for n in range(1, 4097)})
-    assert rungs[15:25] == [16, 18, 20, 22, 24, 26, 28, 30, 32, 36]
-    assert len(rungs) == 16 + 8 * 8
 
 
 @pytest.mark.parametrize("max_tokens", [0, -5])

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_fn.learner.packing import Packer, Row, Shape
-from tests.support.properties.examples import examples
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 80)), min_size=1, max_size=12)
 
@@ -17,50 +16,6 @@ def rows_of(groups, generations=3):
         for group, (prompt, completion) in enumerate(groups)
         for i in range(generations)
     ]
-
-
-def gsm8k_like(rng, prompts, generations):
-    """Lengths as GSM8K's are, at four characters a token: log-normal, completions of a prompt alike.
-
-    A template of 90 tokens before the question; four groups in ten have no variance and are left out.
-    """
-    rows = []
-    for group in range(prompts):
-        if rng.random() < 0.4:
-            continue
-        prompt = 90 + int(np.clip(rng.lognormal(4.0, 0.38), 12, 250))
-        typical = rng.lognormal(4.45, 0.5)
-        for _ in range(generations):
-            completion = int(np.clip(typical * rng.lognormal(0, 0.3), 8, 512))
-            rows.append(Row(len(rows), group, prompt, completion, completion))
-    return rows
-
-
-def run(steps, *, rng, prompts=16, known=None, new_shape_tokens=200):
-    """(new shapes, padding's share of the tokens computed) of `steps` batches."""
-    known = set() if known is None else known
-    before, used, spent = len(known), 0, 0
-    for _ in range(steps):
-        rows = gsm8k_like(rng, prompts, 8)
-        if not rows:
-            continue
-        packer = Packer(max_tokens=16384, bucketed=True, known=known, new_shape_tokens=new_shape_tokens)
-        for piece in packer.pack(rows, False):
-            known.add(piece.shape)
-            used += sum(row.prompt + row.completion for row in piece.rows)
-            spent += piece.shape.tokens
-    return len(known) - before, 1 - used / spent
-
-
-def test_gsm8k_s_lengths_pad_by_a_tenth_and_cost_no_trace_after_an_epoch():
-    """At most 10 % padding in a part of GSM8K, no new shape in the next; as a campaign in half of all."""
-    batches = 90 if examples(1) == 1 else 233  # of 16 prompts
-    rng, known = np.random.default_rng(0), set()
-    _, padding = run(batches, rng=rng, known=known)
-    assert padding <= 0.10
-    new, later = run(batches, rng=rng, known=known, new_shape_tokens=1_000_000)
-    assert new == 0 and later <= 0.11
-    assert len(known) < 150
 
 
 SHAPES = st.builds(

@@ -8,11 +8,10 @@ import pytest
 import grpo_fn as g
 from grpo_fn.learner import can_share, halve_batch, shape_of
 from grpo_fn.trees import arrays_of
-from tests.support.closeness import assert_same_figures, assert_same_gradients, assert_same_weights
+from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import (
     memory_in_use,
-    tiny_module,
     tiny_policy,
     tiny_rollout,
 )
@@ -80,23 +79,6 @@ def test_halves_are_smaller(shared):
     assert halve_batch(single) == [single]
 
 
-def test_a_split_changes_no_parameter_of_the_update():
-    """After the optimizer too: one batch and many micro-batches give the same parameters."""
-    policy = tiny_policy("llama-untied")
-    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
-    optimizer = g.adamw(1e-3, eps=1e-3)
-    grad_step, update = (
-        grad_step_of(policy, SPECS["grpo"], compile=False),
-        g.make_update_step(optimizer, compile=False),
-    )
-    results = []
-    for batch in (whole, g.split_batch(g.drop_inactive(whole, SPECS["grpo"]), max_tokens=30)):
-        state, _ = grad_step(make_state(policy, optimizer=optimizer), batch)
-        state, _ = update(state)
-        results.append(state.params)
-    assert_same_weights(*results, policy.params)
-
-
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "cohere", "nanochat", "smollm3", "gpt_neox"]
 )
@@ -110,12 +92,6 @@ def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
     want, _ = grad_step(make_state(policy), whole)
     got, _ = grad_step(make_state(policy), g.split_batch(whole, max_tokens=1000, share_prompts=True))
     assert_same_gradients(got.accum_grads, want.accum_grads)
-
-
-def test_windows_and_states_are_not_shared():
-    """A sliding window and a recurrent state cannot be forked by concatenation."""
-    assert not can_share(tiny_module("gemma3")) and not can_share(tiny_module("mamba"))
-    assert can_share(tiny_module("llama"))
 
 
 def test_a_batch_without_rows_counts_in_the_denominator():

@@ -6,9 +6,7 @@ from mlx.utils import tree_flatten
 
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
-from grpo_fn.backends import disabled
-from grpo_fn.policy.layers.quantized_layers import unpack_rows
-from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
+from grpo_fn.policy.quantized_role import MODES, quantized_role
 from grpo_fn.trees import map_arrays, named_leaves
 from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_module, tiny_policy, token_rows
 
@@ -66,16 +64,6 @@ def test_experts_are_rounded(model, name):
     assert 1e-4 < relative_error(logits["dequantized"], policy.logits(policy.params, tokens)) < bits
 
 
-def test_more_bits_are_closer():
-    """The modes' errors fall in the order of their bits."""
-    policy, tokens = wide_policy(), token_rows(4, 6)
-    full, errors = policy.logits(policy.params, tokens), []
-    for name in ("affine-8", "affine-6", "affine-4", "affine-3"):
-        role = quantized_role(policy, name)
-        errors.append(relative_error(role.policy.logits(role.transform(policy.params), tokens), full))
-    assert errors == sorted(errors)
-
-
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
 @pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2"])
 def test_embeddings_norms_and_the_head_keep_their_precision(name, storage):
@@ -96,44 +84,6 @@ def test_embeddings_norms_and_the_head_keep_their_precision(name, storage):
         else:
             assert made[leaf_name].shape == given[leaf_name].shape
             assert bool((made[leaf_name] != given[leaf_name]).any())
-
-
-@pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_the_role_follows_the_learner(storage):
-    """transform takes other parameters too: nothing of the first ones is left in the role."""
-    policy, other = wide_policy(), wide_policy(seed=3)
-    role, of_other = quantized_role(policy, "affine-8", storage), quantized_role(other, "affine-8", storage)
-    tokens = token_rows(2, 5)
-    got = role.policy.logits(role.transform(other.params), tokens)
-    want = of_other.policy.logits(of_other.transform(other.params), tokens)
-    assert bool((got == want).all())
-
-
-@pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_a_role_samples_and_the_learner_is_untouched(storage):
-    """generate with the role records the rounded model's log-probs; the learner's module still is its own."""
-    policy, tokens = wide_policy(), token_rows(2, 5)
-    before = policy.module(tokens)
-    held = {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())}
-    role = quantized_role(policy, "affine-4", storage)
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    state = g.sync_old(state, role.transform)
-    rollout = g.generate(
-        role.policy,
-        state.old_params,
-        [[1, 2], [3]],
-        g.Sampling(num_generations=2, max_new_tokens=5),
-        key=mx.random.key(0),
-    )
-    for row, completion in enumerate(rollout.completions()):
-        prompt = rollout.prompts[row // 2]
-        z = role.policy.logits(state.old_params, mx.array([[*prompt, *completion]]))[0, len(prompt) - 1 : -1]
-        logp = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), mx.array(completion)[:, None], -1)[
-            :, 0
-        ]
-        assert mx.abs(logp - rollout.logp_bt[row]).max().item() < 1e-4
-    assert bool((policy.module(tokens) == before).all())
-    assert {name: id(leaf) for name, leaf in tree_flatten(policy.module.parameters())} == held
 
 
 def test_a_packed_role_is_small():
@@ -217,22 +167,6 @@ def test_rows_that_do_not_fit_keep_their_precision():
     assert role.unfit == () and len(role.names) == 2 * 7
 
 
-def test_smaller_groups_are_closer():
-    """A weight's error falls with the group; each size is the one asked for, and 0 is the mode's own."""
-    policy, errors = tiny_policy("llama-untied", hidden_size=128, intermediate_size=128), {}
-    name = "model.layers.0.self_attn.q_proj"
-    weight = dict(tree_flatten(policy.params))[f"{name}.weight"]
-    for size in (0, 128, 64, 32):
-        made = dict(
-            tree_flatten(quantized_role(policy, "affine-4", group_size=size).transform(policy.params))
-        )
-        errors[size] = relative_error(made[f"{name}.weight"], weight)
-        packed = quantized_role(policy, "affine-4", "packed", group_size=size).transform(policy.params)
-        assert dict(tree_flatten(packed))[f"{name}.scales"].shape[-1] == 128 // (size or 64)
-    assert quantized_role(wide_policy(), "mxfp4", group_size=32).names
-    assert errors[0] == errors[64] and errors[128] > 1.1 * errors[64] > 1.2 * errors[32]
-
-
 @pytest.mark.parametrize("dtype", [None, mx.bfloat16])
 @pytest.mark.parametrize("mode", ["affine-8", "mxfp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-untied", "gemma2", "cohere"])
@@ -271,31 +205,3 @@ def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
         relative_error(plain.policy.logits(plain.transform(policy.params), tokens), logits["dequantized"])
         > 1e-4
     )
-
-
-@pytest.mark.skipif(not unpack_rows(), reason="packed products take many rows well here")
-def test_from_unpack_rows_on_a_product_is_dense():
-    """The numbers of dequantized storage, bit for bit, from that many rows on; mlx's product below them."""
-    policy = wide_policy()
-    few, many = (token_rows(1, n) for n in (unpack_rows() - 1, unpack_rows()))
-    dense, packed = (quantized_role(policy, "affine-4", kind, head=True) for kind in STORAGES)
-    expected = dense.policy.logits(dense.transform(policy.params), many)
-    params = packed.transform(policy.params)
-
-    def logits(tokens):
-        return packed.policy.logits(params, tokens)
-
-    assert bool((logits(many) == expected).all())
-    with disabled("unpacked_products"):
-        by_mlx = logits(few), logits(many)
-    assert bool((logits(few) == by_mlx[0]).all()) and not bool((by_mlx[1] == expected).all())
-
-
-def test_making_a_role_draws_no_random_numbers():
-    """Nothing of mlx's global random state is used up by the packed layers."""
-    policy = wide_policy()
-    mx.random.seed(5)
-    want = mx.random.uniform(shape=(3,))
-    mx.random.seed(5)
-    quantized_role(policy, "affine-4", "packed", head=True)
-    assert bool((mx.random.uniform(shape=(3,)) == want).all())

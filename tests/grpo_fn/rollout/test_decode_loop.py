@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.rollout import decode_loop
-from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll
+from tests.support.generating import EOS, assert_same, roll
 from tests.support.tiny_policies import VOCAB, tiny_policy
 
 
@@ -72,15 +71,6 @@ def test_tokens_do_not_depend_on_how_rows_are_decoded(name, options):
     """Batch size, checks, dropped rows and pipelining change no token: a row has a key of its own."""
     policy, want = usual(name)
     assert_same(roll(policy, eos_ids=EOS, **options), want)
-
-
-@pytest.mark.parametrize("share", [0.01, 1.0])
-def test_tokens_do_not_depend_on_compaction(share, monkeypatch):
-    """Rows dropped at once, or never."""
-    policy = tiny_policy()
-    want = roll(policy, eos_ids=EOS, check_every=2)
-    monkeypatch.setattr(decode_loop, "COMPACT_SHARE", share)
-    assert_same(roll(policy, eos_ids=EOS, check_every=2), want)
 
 
 def test_ended_rows_really_leave_the_batch():
@@ -184,30 +174,3 @@ def test_a_stop_outside_of_the_completion_is_refused(found):
         ValueError, match=rf"find_stop: expected None, or how many of 12 tokens to keep, found {found}"
     ):
         roll(tiny_policy(), find_stop=lambda tokens, start: found, check_every=12)
-
-
-@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-def test_repetition_is_penalized(prompts):
-    """Greedy with a penalty: at each step the largest of the teacher-forced, penalized logits; rows that end
-    early and are dropped take their history with them."""
-    policy = tiny_policy("llama")
-    rollout = roll(
-        policy,
-        prompts,
-        generations=2,
-        temperature=0,
-        repetition_penalty=1.7,
-        eos_ids=EOS,
-        check_every=2,
-        limit=16,
-    )
-    plain = roll(policy, prompts, generations=2, temperature=0, eos_ids=EOS, limit=16)
-    assert rollout.completions() != plain.completions()
-    for row, completion in enumerate(rollout.completions()):
-        text = list(rollout.prompts[row // 2])
-        for token in completion:
-            z = np.array(policy.logits(policy.params, mx.array([text]))[0, -1], np.float64)
-            seen = sorted(set(text))
-            z[seen] = np.where(z[seen] > 0, z[seen] / 1.7, z[seen] * 1.7)
-            assert z[token] > z.max() - 1e-5
-            text.append(token)

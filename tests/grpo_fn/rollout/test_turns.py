@@ -198,17 +198,6 @@ def test_the_limit_counts_given_tokens_and_leaves_room_for_an_answer():
         assert finished == (len(tokens) == 12 and tokens[-1] in ENDS), "an end at the very limit is one"
 
 
-def test_an_empty_reply_goes_on_after_the_end_token():
-    """No token is given: the next turn follows the last one's end."""
-    policy = tiny_policy()
-    replies = Respond(lambda row, tokens: [])
-    with_ends = roll(policy, generations=4, limit=12, eos_ids=ENDS, replies=replies)
-    free = roll(policy, generations=4, limit=12)
-    for got, want in zip(with_ends.completions(), free.completions(), strict=True):
-        assert got == want[: len(got)]
-        assert len(got) == 12 or len(got) == 11
-
-
 def test_bad_replies_are_refused():
     """Token ids that the model has no row for, and rows that were not asked about."""
     policy = tiny_policy()

@@ -121,13 +121,6 @@ def test_a_python_snippet_runs(snippet, folder):
         assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
 
 
-def test_the_loops_of_the_pages_need_the_core_alone():
-    """README.md's loop and that of docs/own-loop.md import nothing of the shell."""
-    loops = [s for s in SNIPPETS if "learns" in s.comments or s.comments.get("file") == "loop.py"]
-    assert len(loops) == 2
-    assert not any(re.search(r"^(from|import) (runners|configs)\b", s.text, re.MULTILINE) for s in loops)
-
-
 COMMANDS = [
     (f"{snippet.page.name}: {line}", line)
     for snippet in SNIPPETS
@@ -194,13 +187,6 @@ def test_the_presets_are_as_the_page_says():
         assert (spec.beta, spec.correction) == (0, "none")
 
 
-def test_every_preset_has_a_section_and_a_snippet():
-    """Each preset has a heading of its own, with a snippet that names it below."""
-    page = DOCS / "algorithms.md"
-    chosen = {tomllib.loads(s.text)["loss"]["preset"] for s in snippets(page) if "preset =" in s.text}
-    assert set(g.PRESETS) <= anchors(page) & chosen
-
-
 def test_the_flat_keys_are_as_the_page_says(tmp_path):
     """docs/migrating.md gives each key of MLX-GRPO its place and default, and what its script fixes."""
     flat, fixed = tables(DOCS / "migrating.md")[:2]
@@ -224,18 +210,6 @@ MOVING = [
     if table.header[1:3] == ("here", "default there")
     for row in table.rows
 ]
-
-
-def test_the_pages_for_movers_have_their_tables():
-    """Both pages have rows; what the second column names is a key of the config."""
-    assert {page: sum(p == page for p, _ in MOVING) > 30 for page, _ in MOVING} == {
-        "from-trl.md": True,
-        "from-mlx-lm-lora.md": True,
-    }
-    for _, row in MOVING:
-        keys = [code for code in codes(row[1]) if "." in code and not code.startswith('"')]
-        assert set(keys) <= set(DEFAULTS), row
-        assert row[1] == "–" or keys, row  # a dash, or something to set
 
 
 @pytest.mark.parametrize(("page", "row"), MOVING, ids=lambda part: part if isinstance(part, str) else part[0])
@@ -264,14 +238,6 @@ def test_the_rewards_are_as_the_page_says():
     perfect = [[{"role": "assistant", "content": "<reasoning>7+5=12</reasoning>\n<answer>12</answer>"}]]
     found = {codes(name)[0]: float(value.split(" to ")[-1]) for name, value, _ in table.rows}
     assert found == {name: function(perfect, answer=["12"])[0] for name, function in REWARDS.items()}
-
-
-def test_nothing_is_to_be_installed_from_an_index_under_our_name():
-    """No index has the package: pages and messages name a clone, with `pip install -e`."""
-    sources = [path for name in ("grpo_fn", "runners", "configs") for path in (ROOT / name).rglob("*.py")]
-    wrong = re.compile(r"pip install ['\"]?grpo[-_]fn")
-    assert [path.name for path in (*PAGES, *sources) if wrong.search(path.read_text())] == []
-    assert "pip install -e '.[cpu]'" in (ROOT / "README.md").read_text()
 
 
 def test_the_description_on_an_index_has_no_relative_links(monkeypatch):

@@ -3,9 +3,7 @@
 import re
 from pathlib import Path
 
-from benchmarks.architectures.page import row_of
 from benchmarks.architectures.small_models import modules
-from benchmarks.architectures.trial import SLOWER, Outcome
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -27,12 +25,3 @@ def test_the_counts_are_those_of_the_rows():
     assert works + slower + refused == len(verdicts)
     text = f"Of {len(verdicts)} architectures {works} work, {slower} work slower, and {refused} are refused."
     assert text in PAGE.read_text()
-
-
-def test_a_verdict_follows_from_the_outcomes():
-    """A fault of decoding refuses; one of LoRA alone is a word; equal lengths are slower."""
-    right = [Outcome("load"), Outcome("gradient")]
-    assert row_of(right) == ("works", "")
-    assert row_of([*right, Outcome("ragged", note=SLOWER)]) == ("slower", "")
-    assert row_of([Outcome("load"), Outcome("equal", "off by 1")]) == ("refused", "equal: off by 1")
-    assert row_of([*right, Outcome("lora", "off by 1")])[0] == "works"

@@ -38,16 +38,6 @@ def test_importing_the_core_makes_a_blas_global_once():
     assert result.stderr == ""
 
 
-@linux_cpu
-@needs_blas
-def test_importing_run_training_is_enough():
-    """What `runners.training.train` imports has the core before MLX."""
-    result = in_new_process(
-        f"from runners.training.train import run_training\n{IS_GLOBAL}", "-W", "error::RuntimeWarning"
-    )
-    assert result.stdout.split() == ["True"], result.stderr
-
-
 class OldLibrary:
     """An OpenBLAS that knows no processor of today, and takes what the environment names when asked again."""
 
@@ -80,33 +70,6 @@ def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags,
     library = OldLibrary()
     blas._choose_kernels(library)
     assert library.kernels == kernels and "OPENBLAS_CORETYPE" not in os.environ
-
-
-def test_kernels_that_openblas_or_the_user_chose_stay(monkeypatch):
-    """Nothing is chosen again."""
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
-    monkeypatch.setattr(blas, "processor_flags", lambda: {"avx2", "fma"})
-    known = OldLibrary(b"SapphireRapids")
-    blas._choose_kernels(known)
-    monkeypatch.setenv("OPENBLAS_CORETYPE", "Prescott")
-    wished = OldLibrary()
-    blas._choose_kernels(wished)
-    assert known.asked == wished.asked == 0 and known.kernels == b"SapphireRapids"
-
-
-@linux_cpu
-@needs_blas
-def test_this_machine_s_products_use_its_instructions():
-    """An x86 processor with AVX2 is not given kernels without."""
-    if "avx2" not in blas.processor_flags():
-        pytest.skip("a processor without AVX2")
-    code = (
-        "import ctypes, grpo_fn\nlibrary = ctypes.CDLL(None)\n"
-        "name = getattr(library, 'openblas_get_corename', None)\n"
-        "if name: name.restype = ctypes.c_char_p\nprint(name() if name else 'MKL')"
-    )
-    result = in_new_process(code)
-    assert result.returncode == 0 and "Prescott" not in result.stdout, result.stdout + result.stderr
 
 
 @linux_cpu
@@ -157,21 +120,6 @@ def test_a_misnamed_blas_is_an_import_error_and_a_line_of_the_commands():
     command = in_new_process(code, GRPO_FN_BLAS="libm.so.6")
     assert command.returncode == 2
     assert command.stderr.splitlines() == [last.removeprefix("ImportError: ")]
-
-
-@linux_cpu
-def test_a_reload_keeps_what_was_found():
-    """MLX is there when the module is loaded again, which is no reason for a warning."""
-    code = (
-        "import importlib, grpo_fn\n"
-        "from grpo_fn.backends import cpu\n"
-        "before = cpu.load_blas()\n"
-        "cpu.blas._found[0] = type(before)(None, 'no OpenBLAS or MKL was found')\n"
-        "importlib.reload(cpu.blas); importlib.reload(cpu)\n"
-        "print(cpu.load_blas().reason)"
-    )
-    result = in_new_process(code, "-W", "error")
-    assert result.stdout.strip() == "no OpenBLAS or MKL was found", result.stderr
 
 
 @linux_cpu

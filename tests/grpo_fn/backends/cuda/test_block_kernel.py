@@ -126,13 +126,6 @@ def test_large_blocks_of_many_rows_are_left_to_cublas(shape, most, monkeypatch):
     assert max(taken, default=0) == most
 
 
-def test_blocks_stay_as_they_are_elsewhere():
-    policy = g.Policy.from_module(module_of("llama"))
-    with policy.sampling(policy.params) as module:
-        found = any(isinstance(layer, DecodeBlock) for layer in module.modules())
-    assert not found
-
-
 def steps_of(name, taken_rows, monkeypatch):
     """Kernel steps on the CPU, the kernel's place being taken by the block itself: logits, and the calls."""
     calls = []

@@ -127,12 +127,6 @@ def test_rows_that_are_kept_go_on_as_they_were(prompts, when, kernel):
     assert [n for n, _, _ in kernel.calls[::LAYERS]] == sizes
 
 
-def test_a_prompt_may_lose_all_its_rows(kernel):
-    """Those of the others go on; the numbers of the prompts stay."""
-    ours, theirs = both_steps(with_kernel(), RAGGED, 2, room=6)
-    assert_step_for_step(ours, theirs, token_rows(6, 6), {2: [4, 5]})
-
-
 @pytest.mark.parametrize(
     ("rows", "wanted"),
     [

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding
-from grpo_fn.trees import arrays_of, materialize, named_leaves, nbytes
+from grpo_fn.trees import arrays_of, materialize, nbytes
 from tests.support.ranks.rank_threads import on_ranks
-from tests.support.tiny_policies import lora_policy, same_tree, tiny_policy
+from tests.support.tiny_policies import same_tree, tiny_policy
 
 OPTIMIZER = g.adamw(1e-3)
 BUCKET = 400  # bytes: 100 numbers
@@ -68,11 +68,6 @@ def test_small_leaves_are_joined_and_a_large_one_is_alone():
     assert [part.tolist() for part in (parts[0]["2"], parts[1]["2"])] == [[341.0], [0.0]]
 
 
-def test_a_leaf_smaller_than_the_ranks_leaves_some_with_padding_alone():
-    """Two numbers on four ranks: one each on two of them."""
-    assert [own["0"].tolist() for own in masters_of(numbers((2,)), 4)] == [[1.0], [2.0], [0.0], [0.0]]
-
-
 def test_the_same_cut_for_every_dtype_of_the_computation():
     """Buckets are counted in numbers: masters in float32 and weights in bfloat16 are cut alike."""
     tree = numbers((60,), (5, 6), (250,), (1,))
@@ -87,26 +82,6 @@ def test_the_same_cut_for_every_dtype_of_the_computation():
     for sharded, again in on_ranks(3, act):
         assert {leaf.dtype for leaf in arrays_of(sharded.params)} == {mx.bfloat16}
         assert same_tree(again, sharded.params)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-untied"])
-def test_tied_leaves_are_cut_once(name):
-    """A tied head has no leaf of its own: its numbers are on one rank, as the embedding's."""
-    policy = tiny_policy(name)
-    names = set(named_leaves(policy.params))
-    assert ("lm_head.weight" in names) == (name == "llama-untied")
-    size = sum(leaf.size for leaf in arrays_of(policy.params))
-    held = [sum(part.size for part in own.values()) for own in masters_of(policy.params, 2)]
-    assert size <= sum(held) < size + 2
-
-
-def test_adapters_are_cut_and_the_frozen_base_is_not():
-    """With LoRA the state has the adapters alone: nothing of the base is in the parts."""
-    policy = lora_policy()
-    size = sum(leaf.size for leaf in arrays_of(policy.params))
-    held = [sum(part.size for part in own.values()) for own in masters_of(policy.params, 3)]
-    assert size <= sum(held) < size + 3
-    assert all("lora" in name for name in named_leaves(policy.params))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -98,21 +98,6 @@ def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeyp
         assert abs((moved - linear.weight.astype(mx.float32)).mean().item() - 1e-4) < 2e-5
 
 
-def test_large_adapted_weights_are_left_alone(monkeypatch):
-    module = adapted()
-    monkeypatch.setattr(merging, "MOST_BYTES", decode_weights_bytes(module, mx.float32) - 1)
-    with merged_adapters(module):
-        assert "LoRALinear" in kinds(module)
-    assert decode_weights_bytes(module, mx.float32) == 0
-
-
-def test_an_error_inside_puts_the_adapters_back():
-    module = adapted()
-    with pytest.raises(RuntimeError, match="stop"), merged_adapters(module):
-        raise RuntimeError("stop")
-    assert "LoRALinear" in kinds(module)
-
-
 def test_a_rollout_of_adapters_draws_what_the_learner_would():
     """The sampler's log-probs are those of a forward with adapters as they are."""
     module = adapted("qwen2")

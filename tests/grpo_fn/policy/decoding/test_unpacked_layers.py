@@ -82,20 +82,6 @@ def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_byt
             assert worst_difference({"a": got}, {"a": want}) < 1e-5
 
 
-def test_few_rows_are_mlx_s_own_product(monkeypatch):
-    """From `unpack_rows` rows on the weight is unpacked; below them reading it packed is faster."""
-    layer = nn.Linear(64, 96).to_quantized(32, 4)
-    substitutes.patch_layers(layer)
-    taken = []
-    monkeypatch.setattr(
-        mx, "quantized_matmul", lambda x, *_, **__: taken.append(x.shape) or mx.zeros((1, 96))
-    )
-    layer(mx.zeros((unpack_rows(), 64)))
-    assert not taken
-    layer(mx.zeros((unpack_rows() - 1, 64)))
-    assert taken
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_the_learner_takes_no_packed_product(compile, no_packed_products):
     """Forward and backward, compiled and not; the gradient is that of the same weights in full size."""
@@ -187,21 +173,6 @@ def test_what_sampling_holds_is_counted():
     assert 0 <= held - unpacked < 2000, "MLX rounds sizes up"
     assert decode_weights_bytes(module, mx.bfloat16) == unpacked / 2
     assert kinds(module) >= {"_QuantizedLinear"}
-
-
-def test_large_packed_weights_stay_packed(monkeypatch):
-    """Each product unpacks them then."""
-    module = packed_module()
-    policy = g.Policy.from_module(module)
-    usual = roll(policy, RAGGED)
-    monkeypatch.setattr(unpacking, "MOST_BYTES", 10)
-    assert unpackable(module) == []
-    policy = g.Policy.from_module(module)
-    with policy.sampling(policy.params) as inside:
-        assert {"_QuantizedLinear", "LoRALinear"} <= kinds(inside)
-    drawn = roll(policy, RAGGED)
-    assert drawn.completions() == usual.completions()
-    assert mx.abs(drawn.logp_bt - usual.logp_bt).max().item() < 1e-4
 
 
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
