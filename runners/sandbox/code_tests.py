@@ -1,0 +1,105 @@
+"""Whether a program that a model wrote passes its tests: each runs in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from runners.errors import show
+from runners.sandbox.sandbox import DEFAULT, Limits, mechanism, run_program
+
+_FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PYTHON = ("", "python", "py", "python3")
+
+# Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
+# The grader keeps its own names of what it calls: a program may put others in their place.
+_GRADER = """
+import json, os, sys
+report, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+task = json.loads(sys.stdin.buffer.read())
+for number in (0, 1, 2):
+    os.dup2(nothing, number)
+def grade(code, tests, mark, run=exec, read=compile, copy=dict, write=os.write, failure=BaseException):
+    names = {"__name__": "__main__"}
+    tests = [(read(test, "<test>", "exec"), f"{mark} {n}\\n".encode()) for n, test in enumerate(tests)]
+    run(read(code, "<program>", "exec"), names)
+    for test, passed in tests:
+        try:
+            run(test, copy(names))
+        except failure:
+            continue
+        write(report, passed)
+grade(**task)
+"""
+
+
+def extract_code(text: str) -> str:
+    """The program in a model's text: its last whole block of Python between ``` lines, else all of it."""
+    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in _PYTHON]
+    return blocks[-1] if blocks else text
+
+
+def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
+    """A problem's tests as its column has them: Python statements, or inputs with the output that each wants.
+
+    Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
+    ``{"input": …, "output": …}``, or any of these as JSON. Raises ValueError for anything else.
+    """
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+        with suppress(ValueError):  # a Python statement may begin like this too
+            value = json.loads(value)
+    if isinstance(value, str | dict):
+        value = [value]
+    tests = list(value) if isinstance(value, list | tuple) else []
+    if tests and all(isinstance(test, str) and test.strip() for test in tests):
+        return tests
+    if tests and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+        return [{name: str(test[name]) for name in ("input", "output")} for test in tests]
+    wanted = 'Python statements, or a list of {"input": …, "output": …}'
+    raise ValueError(f"expected {wanted}, found {show(value)}")
+
+
+def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
+    """Which tests the program in a model's text passes, in order; `limits` are for all of them together.
+
+    With inputs the program runs once for each, and what it prints is compared without white space at the ends
+    of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
+    """
+    code, cases = extract_code(text), read_tests(tests)
+    statements = [case for case in cases if isinstance(case, str)]
+    if not statements:
+        return [_prints(code, case, limits) for case in cases if isinstance(case, dict)]
+    mark = secrets.token_hex(16)
+    task = json.dumps({"code": code, "tests": statements, "mark": mark}).encode()
+    printed = run_program(_GRADER, stdin=task, limits=limits).output.decode("ascii", "replace").splitlines()
+    return [f"{mark} {number}" in printed for number in range(len(statements))]
+
+
+def score_programs(texts: Sequence[str], tests: Sequence[Any], limits: Limits = DEFAULT) -> list[float]:
+    """The share of its tests that each text's program passes, as many at a time as there are processors.
+
+    Raises UserError where there is no sandbox, ValueError as `read_tests`.
+    """
+    mechanism()
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        results = list(pool.map(lambda text, wanted: passed_tests(text, wanted, limits), texts, tests))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [sum(passed) / len(passed) for passed in results]
+
+
+def _prints(code: str, case: dict[str, str], limits: Limits) -> bool:
+    outcome = run_program(code, stdin=case["input"].encode(), limits=limits)
+    printed = outcome.output.decode("utf-8", "replace")
+    return outcome.code == 0 and not outcome.over and _lines(printed) == _lines(case["output"])
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,233 @@
+"""Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
+
+Linux: namespaces through util-linux, else bubblewrap where a user may make none. macOS: `sandbox-exec`. The
+program sees this Python's standard library, read-only, and an empty folder of its own. Where no mechanism works
+nothing is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import attrs
+
+from runners.errors import UserError
+
+SCRATCH = "/scratch"  # the program's own folder on Linux
+_DEVICES = ("null", "zero", "urandom")  # as in namespaces.sh
+_HERE = Path(__file__).parent
+_PROBE = Path(__file__).name  # any text that a probe prints
+
+
+@attrs.frozen
+class Limits:
+    """What a program may use."""
+
+    seconds: float = 10.0  # from its start to its end, waiting included
+    memory: int = 512_000_000  # bytes of address space of each of its processes
+    processes: int = 8  # at a time, threads included
+    disk: int = 64_000_000  # bytes in its folder; on macOS of each file
+    output: int = 1_000_000  # bytes; what is printed beyond ends the program
+
+
+DEFAULT = Limits()
+
+
+@attrs.frozen
+class Outcome:
+    """How a program ended, and what it printed."""
+
+    output: bytes  # stdout and stderr as they came, up to the limit
+    code: int  # exit code; -N: signal N
+    over: str = ""  # "time" or "output": the limit that ended it
+
+
+def run_program(program: str, *, stdin: bytes = b"", limits: Limits = DEFAULT) -> Outcome:
+    """Runs a Python program's text to its end or to a limit; nothing of it is left afterwards.
+
+    Raises UserError where this system offers no sandbox.
+    """
+    with _command(limits) as (command, folder):
+        places = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
+        process = subprocess.Popen(
+            [*command, *_python(limits, program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**places, "LC_ALL": "C.UTF-8"},
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            return _collect(process, stdin, limits)
+        finally:
+            _kill(process)
+
+
+def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
+    """Feeds and reads a process until it ends or exceeds a limit."""
+    assert process.stdin is not None and process.stdout is not None
+    end = time.monotonic() + limits.seconds
+    output, waiting = bytearray(), memoryview(stdin)
+    os.set_blocking(process.stdin.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while selector.get_map():
+            left = end - time.monotonic()
+            if left <= 0:
+                return Outcome(bytes(output), process.poll() or 0, "time")
+            for key, _ in selector.select(left):
+                if key.fileobj is process.stdout:
+                    found = os.read(key.fd, 65536)
+                    output += found
+                    if len(output) > limits.output:
+                        return Outcome(bytes(output[: limits.output]), 0, "output")
+                    if not found:
+                        selector.unregister(process.stdout)
+                        if process.stdin in {entry.fileobj for entry in selector.get_map().values()}:
+                            selector.unregister(process.stdin)
+                else:
+                    try:
+                        waiting = waiting[os.write(key.fd, waiting[:65536]) :]
+                    except BrokenPipeError:
+                        waiting = waiting[:0]
+                    if not waiting:
+                        selector.unregister(process.stdin)
+                        process.stdin.close()
+    try:
+        return Outcome(bytes(output), process.wait(max(end - time.monotonic(), 0)))
+    except subprocess.TimeoutExpired:
+        return Outcome(bytes(output), 0, "time")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Ends the program: its process namespace, or on macOS its session, ends with the first process."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.wait()
+
+
+def _python(limits: Limits, program: str) -> list[str]:
+    """The command inside: sets limits that the program cannot lift, then runs its text."""
+    numbers = [limits.memory, limits.processes, limits.disk, int(limits.seconds) + 1]
+    return [_interpreter(), "-I", "-S", "-B", "-c", _INSIDE, *map(str, numbers), program]
+
+
+_INSIDE = """
+import os, resource, sys
+memory, processes, disk, seconds = map(int, sys.argv[1:5])
+limits = {"CORE": 0, "FSIZE": disk, "NOFILE": 64, "CPU": seconds, "NPROC": processes, "AS": memory}
+for name, most in limits.items():
+    try:
+        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
+    except (ValueError, OSError):
+        if sys.platform != "darwin":
+            raise
+os.chdir(os.environ["TMPDIR"])
+program = sys.argv[5]
+del sys.argv[1:], memory, processes, disk, seconds, limits, name, most
+exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+"""
+
+
+@contextmanager
+def _command(limits: Limits) -> Iterator[tuple[list[str], str]]:
+    """The command that shuts off what follows it, and the program's folder as it will see it."""
+    kind = mechanism()
+    if kind == "sandbox-exec":
+        with tempfile.TemporaryDirectory(prefix="grpo-sandbox-") as folder:
+            folder = os.path.realpath(folder)
+            yield ["sandbox-exec", "-p", _seatbelt(folder)], folder
+    else:
+        yield (_bubblewrap if kind == "bubblewrap" else _namespaces)(limits), SCRATCH
+
+
+@functools.cache
+def mechanism() -> str:
+    """The first mechanism that works here: "namespaces", "bubblewrap" or "sandbox-exec".
+
+    Raises UserError where there is none.
+    """
+    if sys.platform == "darwin":
+        candidates = {"sandbox-exec": ["sandbox-exec", "-p", "(version 1)(allow default)"]}
+    else:
+        candidates = {"namespaces": _namespaces(Limits())}
+        if os.geteuid() != 0:  # in bubblewrap root keeps root's files, /proc/sys among them
+            candidates["bubblewrap"] = _bubblewrap(Limits())
+    reasons = []
+    for kind, command in candidates.items():
+        if shutil.which(command[0]) is None:
+            reasons.append(f"{kind}: no {command[0]}")
+            continue
+        probe = [*command, _interpreter(), "-I", "-S", "-c", f"print({_PROBE!r})"]
+        found = subprocess.run(probe, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd="/")
+        if found.stdout.strip() == _PROBE:
+            return kind
+        reasons.append(f"{kind}: {(found.stderr.strip().splitlines() or ['no output'])[-1]}")
+    raise UserError(
+        f"a model's programs run only in a sandbox, and none works here ({'; '.join(reasons)}); on Linux "
+        "install bubblewrap, in a container allow user namespaces"
+    )
+
+
+def _interpreter() -> str:
+    """This Python's real file: a virtual environment's is a link to it."""
+    return os.path.realpath(sys.executable)
+
+
+def _readable() -> list[str]:
+    """The folders and files that a Python needs to start."""
+    places = {"/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", sysconfig.get_path("stdlib")}
+    places |= {os.path.realpath(sys.base_prefix), os.path.dirname(_interpreter())}
+    below = sorted(place for place in places if os.path.exists(place))
+    return [place for place in below if not any(place.startswith(other + "/") for other in below)]
+
+
+def _bubblewrap(limits: Limits) -> list[str]:
+    binds = [word for place in _readable() for word in ("--ro-bind", place, place)]
+    binds += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+    return [
+        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
+        *("--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
+        *(*binds, "--proc", "/proc", "--size", str(limits.disk), "--tmpfs", SCRATCH, "--remount-ro", "/"),
+    ]
+
+
+def _namespaces(limits: Limits) -> list[str]:
+    # Root has no bound on its processes: it becomes a user that nobody else is.
+    user = str(1_000_000_000 + secrets.randbelow(1_000_000_000)) if os.geteuid() == 0 else ""
+    share = ["--mount", "--net", "--ipc", "--uts", "--pid", "--fork", "--kill-child"]
+    share += [] if user else ["--user", "--map-root-user"]
+    script = (_HERE / "namespaces.sh").read_text()
+    return ["unshare", *share, "sh", "-c", script, "sh", user, str(limits.disk), *_readable(), "--"]
+
+
+def _seatbelt(folder: str) -> str:
+    def paths(places: list[str]) -> str:
+        return " ".join(f'(subpath "{place}")' for place in places)
+
+    return (
+        "(version 1)(allow default)(deny network*)(deny file-write*)"
+        f'(allow file-write* {paths([folder])} (literal "/dev/null"))'
+        f"(deny file-read* {paths(['/Users', '/Volumes', '/private/var', '/private/tmp', '/private/etc'])})"
+        f"(allow file-read* {paths([folder, os.path.realpath(sys.base_prefix)])})"
+        "(deny process-info*)(deny signal)(allow signal (target self))"
+        "(deny mach-lookup)(deny appleevent-send)"
+    )

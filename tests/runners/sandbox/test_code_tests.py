@@ -1,0 +1,98 @@
+"""Programs in a model's text against their tests."""
+
+import json
+import time
+
+import pytest
+
+from runners.errors import UserError
+from runners.sandbox.code_tests import extract_code, passed_tests, read_tests, score_programs
+from runners.sandbox.sandbox import Limits, mechanism
+
+try:
+    mechanism()
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+ADD = "def add(a, b):\n    return a + b"
+TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add(1, 1) == 3"]
+DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\n```text\nhello\n```", "x = 1\n"),
+        ("```python\nx = 1", "```python\nx = 1"),
+    ],
+    ids=["bare", "one block", "the last", "another language", "cut off"],
+)
+def test_code_is_the_last_block_of_python(text, code):
+    assert extract_code(text) == code
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        (ADD, [True, True, False]),
+        (f"Here it is.\n```python\n{ADD}\n```", [True, True, False]),
+        (
+            ADD + "\nprint('anything', 0, 1)\nimport sys; print(sys.argv, file=sys.stderr)",
+            [True, True, False],
+        ),
+        ("def add(a, b): return 3", [True, False, True]),
+        ("def add(a, b):", [False] * 3),
+        ("raise SystemExit(0)", [False] * 3),
+        ("import os; os._exit(0)", [False] * 3),
+        ("import os\nfor n in range(3, 9):\n    os.write(n, b'0\\n1\\n2\\n')", [False] * 3),
+        ("class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()", [True] * 3),
+        (ADD + "\nimport builtins\nbuiltins.exec = print", [True, True, False]),
+    ],
+)
+def test_a_program_passes_the_tests_that_it_should(program, passed):
+    """An object that equals everything passes: tests see only what the program shows them."""
+    assert passed_tests(program, TESTS) == passed
+
+
+def test_tests_before_one_that_hangs_count():
+    tests = ["assert add(1, 2) == 3", "while True: pass", "assert add(0, 0) == 0"]
+    assert passed_tests(ADD, tests, Limits(seconds=2.0)) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("print(int(input()) * 2)", [True, False]),
+        ("line = input()\nprint(int(line) * 2 if line.isdigit() else 0, '  \\n')", [True, True]),
+        ("print(4); raise SystemExit(1)", [False, False]),
+        ("", [False, False]),
+    ],
+)
+def test_a_program_prints_the_wanted_output(program, passed):
+    assert passed_tests(program, DOUBLE) == passed
+
+
+@pytest.mark.parametrize("form", [TESTS, json.dumps(TESTS), tuple(TESTS)])
+def test_tests_may_be_json(form):
+    assert read_tests(form) == TESTS
+
+
+def test_one_text_is_one_test():
+    assert read_tests("assert f(1)\nassert f(2)") == ["assert f(1)\nassert f(2)"]
+    assert read_tests("[1] == f()") == ["[1] == f()"]
+
+
+@pytest.mark.parametrize("value", [None, "", [], [1], ["a", {"input": "", "output": ""}], [{"input": "1"}]])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="expected Python statements"):
+        read_tests(value)
+
+
+def test_many_programs_run_side_by_side():
+    start = time.monotonic()
+    scores = score_programs(["import time; time.sleep(1)\n" + ADD] * 2 + ["x"] * 2, [TESTS] * 4)
+    assert scores == [2 / 3, 2 / 3, 0.0, 0.0]
+    assert time.monotonic() - start < 30
