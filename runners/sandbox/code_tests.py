@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from typing import Any
 from runners.errors import show
 from runners.sandbox.sandbox import DEFAULT, Limits, mechanism, run_program
 
-_FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "py", "python3")
 
 # Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
@@ -41,8 +39,16 @@ grade(**task)
 
 def extract_code(text: str) -> str:
     """The program in a model's text: its last whole block of Python between ``` lines, else all of it."""
-    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
+    found, block, python = text, None, False
+    for line in text.splitlines(keepends=True):
+        if not line.startswith("```"):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block, python = [], line.strip("` \t\r\n").lower() in _PYTHON
+        else:
+            found, block = "".join(block) if python else found, None
+    return found
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:

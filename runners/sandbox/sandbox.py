@@ -1,7 +1,7 @@
 """Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
 
 Linux: namespaces through util-linux, else bubblewrap where a user may make none. macOS: `sandbox-exec`. The
-program sees this Python's standard library, read-only, and an empty folder of its own. Where no mechanism works
+program sees this Python's standard library, read-only, and an empty folder. Where none of these works
 nothing is run.
 """
 
