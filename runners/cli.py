@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ import click
 
 import runners
 from runners.commands.base import HELP, INTERRUPTED, LazyGroup, ends_with_a_line
-from runners.commands.options import SET
+from runners.commands.options import SET, echo_all, read_config
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr, to_terminal
 from runners.machine.terminal import echo
@@ -149,8 +149,10 @@ def run_command(
         raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
     if resume is None and allow_config_change:
         raise click.UsageError("--allow-config-change needs --resume.")
-    how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
+    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
 
+    origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
+    how = {"resume": origin, "allow_config_change": allow_config_change, "overwrite": overwrite}
     command = _command(config, overrides)
     again = ["--overwrite"] if overwrite else ["--resume", *([resume] if resume not in (None, _LAST) else [])]
     again += ["--allow-config-change"] * allow_config_change
@@ -158,8 +160,18 @@ def run_command(
     def advise(saved: bool) -> str:
         return f"to continue: {command} {shlex.join(['--resume'] if saved else again)}"
 
+    let_launcher_sleep()
+    place = read_rank_place()
     try:
-        _run(config, overrides, dry_run, advise, watch=watch, **how)
+        if dry_run:
+            if place is None or place.rank == 0:
+                _show_resolved(config, overrides)
+        elif place is None:
+            with StopSignals(advise=advise) as signals:
+                _run_alone(config, overrides, signals, watch, how)
+        else:  # ranks save together, in their main threads
+            with StopSignals(to_stderr if place.rank == 0 else lambda text: None) as signals:
+                _run_rank(config, overrides, signals, watch, how, place)
     except Stopped as stopped:
         stopped.advice = stopped.advice or advise(stopped.saved)
         if stopped.exit_code == INTERRUPTED and not getattr(stopped, "reported", True):
@@ -185,103 +197,72 @@ def _command(config: str, overrides: Sequence[str]) -> str:
     return f"{program} {shlex.join([config, *settings])}"
 
 
-def _run(
-    name: str,
-    overrides: Sequence[str],
-    dry_run: bool,
-    advise: Callable[[bool], str],
-    **how: Any,
+def _show_resolved(name: str, overrides: Sequence[str]) -> None:
+    from runners.config.loading import write_resolved
+    from runners.machine import startup
+
+    config = read_config(name, overrides)
+    startup.load_blas()  # before `check` imports MLX
+    config = config.check()
+    echo(config.to_toml())
+    echo(f"written to {write_resolved(config)}", err=True)
+
+
+def _run_alone(
+    name: str, overrides: Sequence[str], signals: StopSignals, watch: bool, how: dict[str, Any]
 ) -> None:
-    from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
+    from runners.machine import startup
 
-    let_launcher_sleep()
-    place = read_rank_place()
-    if place and dry_run and place.rank > 0:
-        return  # rank 0 shows it
-    if place is None:
-        found = StopSignals(advise=advise)
-    else:  # ranks save together, in their main threads
-        found = StopSignals(to_stderr if place.rank == 0 else lambda text: None)
-    with found as signals:
-        _start(name, overrides, place, signals, dry_run, **how)
+    config = read_config(name, overrides)
+    # The BLAS has to be in place before anything imports MLX.
+    echo_all(startup.prepare(config.system.memory_limit_gb).notices)
+    _train(config, None, signals, watch, how)
 
 
-def _start(
+def _run_rank(
     name: str,
     overrides: Sequence[str],
-    place: RankPlace | None,
     signals: StopSignals,
-    dry_run: bool,
-    **how: Any,
+    watch: bool,
+    how: dict[str, Any],
+    place: RankPlace,
 ) -> None:
-    from runners.config.loading import load_config, write_resolved
+    from runners.config.loading import load_config
     from runners.machine import startup
     from runners.ranks.rank_place import share_cores
 
-    if place and not dry_run:
-        share_cores(place, os.environ)
-        startup.separate_programs(place.rank, os.environ)
-        found: Config | UserError
-        try:
-            found = load_config(name, overrides)
-        except UserError as error:  # reported to the other ranks once they have met
-            found = error
-        notices = startup.prepare().notices
+    share_cores(place, os.environ)
+    startup.separate_programs(place.rank, os.environ)
+    found: Config | UserError
+    try:
+        found = load_config(name, overrides)
+    except UserError as error:  # reported to the other ranks once they have met
+        found = error
+    notices = startup.prepare().notices
 
-        from runners.ranks.ranks import Ranks
+    from runners.ranks.ranks import Ranks
 
-        wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
-        ranks = Ranks(place, signals=signals, **wait)
-        with ranks.ending_together():
-            if isinstance(found, UserError):
-                raise found
-            for notice in (*found.notices, *notices) if ranks.is_rank_zero else ():
-                echo(notice, err=True)
-            _run_training(found, ranks, signals, **how)
-        return
-    config = load_config(name, overrides)
-    for notice in config.notices:
-        echo(notice, err=True)
-    if dry_run:
-        startup.load_blas()  # before `check` imports MLX
-        config = config.check()
-        echo(config.to_toml())
-        echo(f"written to {write_resolved(config)}", err=True)
-        return
-
-    # The BLAS has to be in place before anything imports MLX.
-    for notice in startup.prepare(config.system.memory_limit_gb).notices:
-        echo(notice, err=True)
-    _run_training(config, None, signals, **how)
+    wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
+    ranks = Ranks(place, signals=signals, **wait)
+    with ranks.ending_together():
+        if isinstance(found, UserError):
+            raise found
+        echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
+        _train(found, ranks, signals, watch and ranks.is_rank_zero, how)
 
 
-def _run_training(
-    config: Config,
-    ranks: Ranks | None,
-    signals: StopSignals,
-    *,
-    watch: bool,
-    resume: str | None,
-    allow_config_change: bool,
-    overwrite: bool,
+def _train(
+    config: Config, ranks: Ranks | None, signals: StopSignals, watch: bool, how: dict[str, Any]
 ) -> None:
     from runners.training.train import run_training
 
-    origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     with ExitStack() as stack:
-        if watch and (ranks is None or ranks.is_rank_zero):
+        if watch:
             from runners.report.server import watched
 
             folder = Path(config.run.output_dir) / config.run.name
             echo(f"live page: {stack.enter_context(watched(folder))}", err=True)
-        run_training(
-            config,
-            resume=origin,
-            allow_config_change=allow_config_change,
-            overwrite=overwrite,
-            ranks=ranks,
-            signals=signals,
-        )
+        run_training(config, ranks=ranks, signals=signals, **how)
 
 
 if __name__ == "__main__":

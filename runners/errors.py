@@ -89,12 +89,9 @@ def system_fault(error: BaseException) -> str | None:
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None if none is close."""
-    if len(name) > _SHOWN:
-        return None
-    few = itertools.islice(known, _COMPARED)
+    few = itertools.islice(known, _COMPARED if len(name) <= _SHOWN else 0)
     lowered = {candidate.lower(): candidate for candidate in few if len(candidate) <= 2 * _SHOWN}
-    match = get_close_matches(name.lower(), lowered, n=1)
-    return lowered[match[0]] if match else None
+    return next((lowered[match] for match in get_close_matches(name.lower(), lowered, n=1)), None)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -115,22 +112,10 @@ def show(value: object) -> str:
     `value` may be any object. If its text cannot be made, its class is shown.
     """
     try:
-        text = spell(_cut(value, 3), depth=3)
+        text = spell(value[: _SHOWN + 1] if isinstance(value, str | list | tuple) else value, depth=3)
     except (Exception, SystemExit) as error:  # raised by its __str__, or by a part's
         text = f"a {type(value).__name__}, whose text fails with {type(error).__name__}"
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
-def _cut(value: object, depth: int) -> object:
-    """A value without the parts that `show` would cut off anyway: it may be as large as a file."""
-    if isinstance(value, str):
-        return value[: _SHOWN + 1]
-    if isinstance(value, list | tuple) and depth:
-        return [_cut(item, depth - 1) for item in value[:_SHOWN]]
-    if isinstance(value, dict) and depth:
-        few = itertools.islice(value.items(), _SHOWN)
-        return {_cut(key, 0): _cut(item, depth - 1) for key, item in few}
-    return value
 
 
 def spell_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import attrs
 
+from runners.config.rules import SIGNS
 from runners.config.sections import judge_of
 from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
@@ -19,21 +19,8 @@ JUDGE_METRICS = (
 )
 """What a judge logs, as `judge/NAME/…`."""
 
-
-CONDITION_FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
-
-
-_SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-
-
-_CONDITION = re.compile(
-    r"\s*(?P<metric>[^\s<>=]+)\s*(?P<sign><=|>=|<|>)\s*(?P<limit>[^\s<>=]+)(\s+for\s+(?P<readings>\d{1,9}))?\s*"
-)
+_FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
+_CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+(\d{1,9}))?\s*")
 
 
 @attrs.frozen
@@ -48,20 +35,18 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition | None:
         """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
-        found = _CONDITION.fullmatch(text)
-        if not found:
+        if not (found := _CONDITION.fullmatch(text)):
             return None
+        metric, sign, limit, readings = found.groups(default="1")
         try:
-            limit = float(found["limit"])
+            condition = cls(metric, sign, float(limit), int(readings))
         except ValueError:
             return None
-        readings = int(found["readings"] or 1)
-        legal = readings and math.isfinite(limit)
-        return cls(found["metric"], found["sign"], limit, readings) if legal else None
+        return condition if condition.readings and math.isfinite(condition.limit) else None
 
     def holds(self, value: float) -> bool:
         """Whether one reading meets the condition."""
-        return _SIGNS[self.sign](value, self.limit)
+        return SIGNS[self.sign](value, self.limit)
 
     def __str__(self) -> str:
         return f"{self.metric} {self.sign} {self.limit:g}"
@@ -74,7 +59,7 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
     """
     condition = Condition.parse(text)
     if condition is None:
-        return f"expected {CONDITION_FORM}, found {show(text)}"
+        return f"expected {_FORM}, found {show(text)}"
     known = [*COMPARABLE]
     for name in rewards:
         names = dict.fromkeys((name, name.rpartition(":")[2]))

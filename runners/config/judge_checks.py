@@ -6,6 +6,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,6 @@ from runners.config.reading import Settings
 from runners.config.sections import JUDGE_PREFIX, JudgeConfig, RewardConfig, judge_of
 from runners.errors import did_you_mean, listed, show
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
 """A name in braces; a name in double braces is not a placeholder."""
 _OF_OTHERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # other clients of a run read these
@@ -30,39 +30,36 @@ def placeholders(prompt: str) -> tuple[str, ...]:
 def is_local(url: str) -> bool:
     """Whether the host of a URL is this machine."""
     host = urlsplit(url).hostname or ""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost" or host.endswith(".localhost")
 
 
 def check_judge(name: str, judge: JudgeConfig, found: Settings) -> None:
     """Adds a fault for each key that does not fit the others, and a notice for what is allowed but unwise."""
-
-    def check(key: str, fault: str) -> None:
-        if fault:
-            found.fault(("judge", name, key), fault)
-
     classifier = judge.kind == "classifier"
+    faults = {}
     for key in _OF_ENDPOINTS if classifier else _OF_CLASSIFIERS:
         if value := getattr(judge, key):
             # An address may contain a password, and a wrong api_key_env may be the key itself.
             shown = "a value" if key in ("url", "api_key_env") else show(value)
-            check(key, f"expected none with kind = {show(judge.kind)}, found {shown}")
-    if classifier:
-        expected = "the folder of a classifier or a name on the Hugging Face Hub"
-        check("path", "" if judge.path else f"expected {expected}, found nothing")
-        return
-    check("url", _url_fault(judge.url))
-    check("api_key_env", _variable_fault(judge.api_key_env))
-    check("prompt", _prompt_fault(judge))
-    check("pattern", _pattern_fault(judge))
-    check("extra", _extra_fault(judge.extra))
-    if judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
-        key = f"{JUDGE_PREFIX}{name}.url"
-        found.notices.append(f"{key}: the key in ${judge.api_key_env} goes over the network unencrypted")
+            faults[key] = f"none with kind = {show(judge.kind)}, found {shown}"
+    if not classifier:
+        faults |= {
+            "url": _url_fault(judge.url),
+            "api_key_env": _variable_fault(judge.api_key_env),
+            "prompt": _prompt_fault(judge),
+            "pattern": _pattern_fault(judge),
+            "extra": _extra_fault(judge.extra),
+        }
+        if judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
+            key = f"{JUDGE_PREFIX}{name}.url"
+            found.notices.append(f"{key}: the key in ${judge.api_key_env} goes over the network unencrypted")
+    elif not judge.path:
+        faults["path"] = "the folder of a classifier or a name on the Hugging Face Hub, found nothing"
+    for key, fault in faults.items():
+        if fault:
+            found.fault(("judge", name, key), f"expected {fault}")
 
 
 def check_names(reward: RewardConfig, judges: Mapping[str, Any], found: Settings) -> None:
@@ -80,60 +77,52 @@ def check_names(reward: RewardConfig, judges: Mapping[str, Any], found: Settings
 
 
 def _url_fault(url: str) -> str:
-    if not url:
-        return f"expected {_URL}, found nothing"
-    try:
+    parts, is_url = None, False
+    with suppress(ValueError):
         parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_url, parts = False, None
     if parts is None or not is_url or not url.isprintable() or " " in url:
-        return f"expected {_URL}, found {show(url) if '@' not in url else 'something else'}"
+        return f"{_URL}, found {'nothing' if not url else 'something else' if '@' in url else show(url)}"
     if "@" in parts.netloc:  # the config is written into the run's folder
-        return "expected no user or password in the address, found one; api_key_env names a key"
-    if parts.path.rstrip("/").endswith("/chat/completions"):
-        return f"expected the address without /chat/completions, found {show(url)}"
-    return ""
+        return "no user or password in the address, found one; api_key_env names a key"
+    is_whole = parts.path.rstrip("/").endswith("/chat/completions")
+    return f"the address without /chat/completions, found {show(url)}" if is_whole else ""
 
 
 def _variable_fault(name: str) -> str:
-    if name and not _VARIABLE.fullmatch(name):
+    if name and not (name.isidentifier() and name.isascii()):
         expected = "the name of the environment's variable that holds the key, such as OPENAI_API_KEY"
-        return f"expected {expected}, found another text (not shown: it may be the key itself)"
-    if name in _OF_OTHERS:
-        expected = "a variable for this judge alone (a judge's key is removed from the environment)"
-        return f"expected {expected}, found {show(name)}, which other clients read too"
-    return ""
+        return f"{expected}, found another text (not shown: it may be the key itself)"
+    expected = "a variable for this judge alone (a judge's key is removed from the environment)"
+    return f"{expected}, found {show(name)}, which other clients read too" if name in _OF_OTHERS else ""
 
 
 def _prompt_fault(judge: JudgeConfig) -> str:
-    names = placeholders(judge.prompt)
-    ranking = judge.kind == "ranking"
-    one, other = ("completions", "completion") if ranking else ("completion", "completions")
-    if judge.prompt and (one not in names or other in names):
-        shown = f"{{{other}}}" if other in names else "no such name"
-        return f"expected {{{one}}} where the judged text stands, found {shown}"
-    return ""
+    names, both = placeholders(judge.prompt), ("completion", "completions")
+    one, other = reversed(both) if judge.kind == "ranking" else both
+    if not judge.prompt or (one in names and other not in names):
+        return ""
+    shown = f"{{{other}}}" if other in names else "no such name"
+    return f"{{{one}}} where the judged text stands, found {shown}"
 
 
 def _pattern_fault(judge: JudgeConfig) -> str:
     if not judge.pattern:
         return ""
     if judge.kind == "ranking":
-        return 'expected none with kind = "ranking", whose answer is a list of numbers, found one'
+        return 'none with kind = "ranking", whose answer is a list of numbers, found one'
     try:
         groups = re.compile(judge.pattern).groups
     except re.error as error:
-        return f"expected a regular expression, found {show(judge.pattern)}: {error}"
-    return "" if groups == 1 else f"expected one group, (the score), found {groups} in {show(judge.pattern)}"
+        return f"a regular expression, found {show(judge.pattern)}: {error}"
+    return "" if groups == 1 else f"one group, (the score), found {groups} in {show(judge.pattern)}"
 
 
 def _extra_fault(extra: str) -> str:
-    try:
+    found = None
+    with suppress(ValueError, RecursionError):
         found = json.loads(extra or "{}")
-    except (ValueError, RecursionError):
-        found = None
     if not isinstance(found, dict):
-        return f"expected a JSON object in a string, such as '{{\"top_p\": 0.9}}', found {show(extra)}"
+        return f"a JSON object in a string, such as '{{\"top_p\": 0.9}}', found {show(extra)}"
     taken = sorted({"messages", "stream", "model"} & set(found))
-    return f"expected none of the keys that the judge sets itself, found {listed(taken)}" if taken else ""
+    return f"none of the keys that the judge sets itself, found {listed(taken)}" if taken else ""

@@ -108,11 +108,9 @@ class Config:
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        tables: dict[str, dict[str, Any]] = {}
-        for name, table in self.to_dict().items():
-            named = name in NAMED and table
-            tables |= {f"{name}.{key}": value for key, value in table.items()} if named else {name: table}
-        return spell_tables(tables)
+        tables = self.to_dict()
+        judges = {f"judge.{name}": table for name, table in tables.pop("judge").items()}
+        return spell_tables(tables | judges)
 
 
 SECTIONS: dict[str, Any] = {
@@ -146,10 +144,9 @@ def load_config(
         found.put((section,), table, f"{label}: {section}")
     for override in overrides:
         apply_override(found, override, KEYS)
-    built = {}
+    built: dict[str, Any] = {}
     if not found.problems or found.values:
-        ordered = [name for name in found.values if name in SECTIONS]
-        for name in [*ordered, *(name for name in SECTIONS if name not in ordered)]:
+        for name in dict.fromkeys([*found.values, *SECTIONS]):  # faults in the order of the file
             built[name] = _build(name, found.values.get(name, {}), found)
         built = checks.check_sections(built, found)
     if found.problems:
@@ -179,7 +176,7 @@ def _check_complete(config: Config) -> None:
     without variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 
-    loss, problems = config.loss, []
+    loss, faults = config.loss, []
     for key, off, what in (
         ("ref_sync_every", 0, "nothing to sync"),
         ("ref_quantization", "none", "nothing to quantize"),
@@ -187,19 +184,18 @@ def _check_complete(config: Config) -> None:
         found = getattr(loss, key)
         if found != off and loss.beta == 0:
             expected = f"{show(off)}, or loss.beta > 0 (without a reference there is {what})"
-            problems.append(f"{config.where(f'loss.{key}')}: expected {expected}, found {show(found)}")
+            faults.append((f"loss.{key}", f"expected {expected}, found {show(found)}"))
     if (loss.baseline, loss.scale) == ("batch_mean", "group"):
-        problems.append(
-            f'{config.where("loss.scale")}: expected "batch" or "none" with loss.baseline = "batch_mean", '
-            'found "group", which divides a group whose rewards are all equal by a deviation of 0'
-        )
+        expected = 'expected "batch" or "none" with loss.baseline = "batch_mean"'
+        why = "which divides a group whose rewards are all equal by a deviation of 0"
+        faults.append(("loss.scale", f'{expected}, found "group", {why}'))
     for name in config.system.disable:
         try:
             check_mechanism(name)
         except ValueError as error:
-            problems.append(f"{config.where('system.disable')}: {error}")
-    if problems:
-        raise ConfigError(problems)
+            faults.append(("system.disable", str(error)))
+    if faults:
+        raise ConfigError([f"{config.where(key)}: {fault}" for key, fault in faults])
 
 
 def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
@@ -207,39 +203,37 @@ def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
     if name not in NAMED:
         return _values(SECTIONS[name], raw, (name,), found)
     if not isinstance(raw, Mapping):
-        found.problems.append(f"{found.where((name,))}: expected tables [{name}.NAME], found {show(raw)}")
+        found.fault((name,), f"expected tables [{name}.NAME], found {show(raw)}")
         return {}
     built = {}
     for each, table in raw.items():
-        path = (name, each)
         if not NAME.fullmatch(each):
-            expected = "a name of letters, digits, - and _"
-            found.problems.append(f"{found.where(path)}: expected {expected}, found {show(each)}")
+            found.fault((name, each), f"expected a name of letters, digits, - and _, found {show(each)}")
         elif not isinstance(table, Mapping) and each in attrs.fields_dict(SECTIONS[name]):
             expected = f"a table [{name}.NAME], each with its own name"
-            found.problems.append(f"{found.where(path)}: expected {expected}, found {show(table)}")
+            found.fault((name, each), f"expected {expected}, found {show(table)}")
         else:
-            built[each] = _values(SECTIONS[name], table, path, found)
+            built[each] = _values(SECTIONS[name], table, (name, each), found)
     return built
 
 
 def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
-        found.problems.append(f"{found.where(path)}: expected a table, found {show(raw)}")
+        found.fault(path, f"expected a table, found {show(raw)}")
         return {}
     fields, values = attrs.fields_dict(kind), {}
     for key, value in raw.items():
+        place = (*path, key)
         if key not in fields:
-            hint = key_hint((*path, key), KEYS)
-            found.problems.append(f"{found.where((*path, key))}: unknown key{hint}")
+            found.fault(place, f"unknown key{key_hint(place, KEYS)}")
         elif nested := _table_kind(fields[key].type):
-            values[key] = _values(nested, value, (*path, key), found)
+            values[key] = _values(nested, value, place, found)
         else:
             try:
                 rules.check(value, fields[key])
                 values[key] = value
             except rules.Mismatch as error:
-                found.problems.append(f"{found.where((*path, key))}: {error.reason(value)}")
+                found.fault(place, error.reason(value))
     return values
 
 
@@ -248,8 +242,7 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
     before, kind = len(found.problems), SECTIONS[name]
     values = section_values(name, raw, found)
     if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
-        expected = f"a string: {checks.EXPECTED_MODEL}"
-        found.problems.append(f"{found.where((name, 'path'))}: expected {expected}, found nothing")
+        found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     if len(found.problems) > before:
         return None
     if name in NAMED:

@@ -84,27 +84,26 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
     settings = Settings(label=label, folder=path.parent)
     flat = [key for key in table if key in flat_keys.FLAT_KEYS]
     nested = [f"[{key}]" for key in table if key in sections]
-    kinds = [f"MLX-GRPO's keys ({_some(flat)})"] if flat else []
-    kinds += [f"the table [{flat_keys.TABLE}]"] if flat_keys.TABLE in table else []
-    kinds += [f"sections ({_some(nested)})"] if nested else []
-    if len(kinds) > 1:
-        settings.problems.append(
-            f"{label}: expected one kind of keys in a file (--set may add to either), found "
-            f"{' and '.join(kinds)}"
-        )
-        return settings
-    if flat:
-        _take(settings, flat_keys.translate(table, complete=True), f"{label}: ")
-        return settings
-    for key, value in table.items():
-        if key in sections:
-            settings.put((key,), value, f"{label}: {key}")
-        elif key != flat_keys.TABLE:
-            settings.problems.append(f"{label}: {key}: unknown key{key_hint((key,), keys)}")
-        elif not isinstance(value, Mapping):
-            settings.problems.append(f"{label}: {key}: expected a table, found {show(value)}")
-        else:
-            _take(settings, flat_keys.translate(value, complete=True), f"{label}: {key}.")
+    kinds = {
+        f"MLX-GRPO's keys ({_some(flat)})": flat,
+        f"the table [{flat_keys.TABLE}]": flat_keys.TABLE in table,
+        f"sections ({_some(nested)})": nested,
+    }
+    if len(found := [kind for kind, there in kinds.items() if there]) > 1:
+        expected = "expected one kind of keys in a file (--set may add to either)"
+        settings.problems.append(f"{label}: {expected}, found {' and '.join(found)}")
+    elif flat:
+        _take(settings, flat_keys.translate(table), f"{label}: ")
+    else:
+        for key, value in table.items():
+            if key in sections:
+                settings.put((key,), value, f"{label}: {key}")
+            elif key != flat_keys.TABLE:
+                settings.fault((key,), f"unknown key{key_hint((key,), keys)}")
+            elif isinstance(value, Mapping):
+                _take(settings, flat_keys.translate(value), f"{label}: {key}.")
+            else:
+                settings.fault((key,), f"expected a table, found {show(value)}")
     return settings
 
 
@@ -120,9 +119,10 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
     path = tuple(key.split("."))
     listed = as_listed(path, keys)
     if len(path) == 1 and key in flat_keys.FLAT_KEYS:
-        value = _override_value(written, flat_keys.FLAT_KEYS[key].kind)
-        translation = flat_keys.translate({key: value}, complete=False, sections=settings.values)
-        _take(settings, translation, "--set: ")
+        value = _override_value(written, type(flat_keys.FLAT_KEYS[key].default))
+        optim = settings.values.get("optim")
+        before = optim if isinstance(optim, Mapping) else {}
+        _take(settings, flat_keys.translate({key: value}, before), "--set: ")
     elif any(known[: len(path)] == listed for known in keys):
         kind = keys[listed].type if listed in keys else None
         settings.put(path, _override_value(written, kind), f"--set: {key}")
@@ -140,36 +140,33 @@ def as_listed(path: KeyPath, keys: Iterable[KeyPath]) -> KeyPath:
 def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
     """A hint for an unknown key: a key of that name elsewhere, the nearest spelling, or its table's keys."""
     keys = list(keys)
-    elsewhere = [known for known in keys if known[-1] == path[-1] and len(known) == 2 <= len(path)]
+    elsewhere = [".".join(known) for known in keys if known[-1] == path[-1] and len(known) == 2 <= len(path)]
     if path[-1] in flat_keys.FLAT_KEYS:
         elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
     if elsewhere:
-        return f"; did you mean {'.'.join(elsewhere[0])}?"
+        return f"; did you mean {elsewhere[0]}?"
     parent, table = as_listed(path, keys)[:-1], ".".join(path[:-1])
     if parent in keys:
         return f"; {table} is not a table"
-    siblings = {known[len(parent)]: None for known in keys if known[: len(parent)] == parent}
-    near = nearest(path[-1], siblings)
+    siblings = list(dict.fromkeys(known[len(parent)] for known in keys if known[: len(parent)] == parent))
     if siblings and parent:
+        near = nearest(path[-1], siblings)
         return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
-    known = [".".join(known) for known in keys] + list(flat_keys.FLAT_KEYS) + list(siblings)
-    hint = did_you_mean(".".join(path), known)
-    return hint or f"; the sections are {', '.join(dict.fromkeys(known[0] for known in keys))}"
+    sections = list(dict.fromkeys(known[0] for known in keys))
+    known = [*(".".join(known) for known in keys), *flat_keys.FLAT_KEYS, *sections]
+    return did_you_mean(".".join(path), known) or f"; the sections are {', '.join(sections)}"
 
 
 def _locate(config: str) -> tuple[Path, str]:
-    path = Path(os.path.expanduser(config))
+    path, presets = Path(os.path.expanduser(config)), preset_names()
     if not config:
         raise ConfigError(["CONFIG: expected a TOML file or a preset, found an empty name"])
-    if os.path.isfile(path):
-        return path, config
-    presets = preset_names()
-    if config in presets:
+    if config in presets and not os.path.isfile(path):
         return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
     if os.path.isdir(path):
         raise ConfigError([f"{config}: expected a TOML file, found a folder"])
     if os.path.exists(path):
-        return path, config  # a pipe or a device: read like a file
+        return path, config
     near = nearest(Path(config).name.removesuffix(".toml"), presets)
     hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
     raise ConfigError([f"{config}: no such file or preset{hint}"])
@@ -182,32 +179,20 @@ def parse(
 
     Raises ConfigError, in bounded time, if it cannot be read, or is larger than a config may be.
     """
+    kind = "JSON" if path.suffix == ".json" else "TOML"
     try:
         with opened(path) as stream:
             data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError([f"{label}: expected at most {MAX_BYTES:,} bytes, found more"])
+        text = data.decode("utf-8-sig")
+        if kind == "TOML" and _MANY_DOTS.search(text):
+            raise ValueError("a key has too many dots")
+        table = json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror or error}"]) from error
-    if len(data) > MAX_BYTES:
-        raise ConfigError([f"{label}: expected at most {MAX_BYTES:,} bytes, found more"])
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
-        raise ConfigError([f"{label}:{line}: expected UTF-8 text, found the byte 0x{byte:02x}"]) from error
-    kind = "JSON" if path.suffix == ".json" else "TOML"
-    if kind == "TOML" and (dotted := _MANY_DOTS.search(text)):
-        line = text.count("\n", 0, dotted.start()) + 1
-        raise ConfigError([f"{label}:{line}: expected a key of the config, found one with too many dots"])
-    try:
-        table = json.loads(text) if kind == "JSON" else tomllib.loads(text)
-    except RecursionError:
-        raise ConfigError([f"{label}: not {kind}: nested too deeply"]) from None
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"{label}:{error.lineno}:{error.colno}: not JSON: {error.msg}"]) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([_syntax_error(label, text, str(error))]) from error
-    except ValueError as error:  # Python's own limit on the digits of an integer
-        raise ConfigError([f"{label}: not {kind}: an integer of too many digits"]) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"{label}: not {kind}: {error}"]) from error
     if not isinstance(table, dict):
         raise ConfigError([f"{label}: expected a JSON object, found {show(table)}"])
     if (count := _count(table)) > MAX_VALUES:  # each could be a fault with its own line
@@ -220,23 +205,14 @@ def _count(value: Any) -> int:
     return len(items) + sum(map(_count, items))
 
 
-def _syntax_error(label: str, text: str, message: str) -> str:
-    reason, _, place = message.partition(" (at ")
-    spot = re.match(r"line (\d+), column (\d+)", place)
-    last = text.split("\n")  # without a place: at the end of the document
-    line, column = (spot[1], spot[2]) if spot else (len(last), len(last[-1]) + 1)
-    return f"{label}:{line}:{column}: not TOML: {reason[:1].lower()}{reason[1:]}"
-
-
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _take(settings: Settings, translation: flat_keys.Translation, prefix: str) -> None:
     source = prefix.split(": ")[0]
-    for entry in translation.entries:
-        origin = f"{prefix}{entry.key}" if entry.key else f"{settings.label}: {'.'.join(entry.path)}"
-        settings.put(entry.path, entry.value, origin)
+    for name, value, key in translation.entries:
+        settings.put(tuple(name.split(".")), value, f"{prefix}{key}" if key else f"{settings.label}: {name}")
     settings.problems += [f"{prefix}{key}: {reason}" for key, reason in translation.problems]
     settings.notices += [f"{source}: {notice}" for notice in translation.notices]
 

@@ -33,9 +33,9 @@ class Recorded:
     def only(self, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         """The values of these keys."""
         return {
-            section: {key: table[key] for key in names if key in table}
+            section: {key: self.values[section][key] for key in names if key in self.values[section]}
             for section, names in keys.items()
-            if (table := self.values.get(section))
+            if self.values.get(section)
         }
 
     @property
@@ -61,13 +61,12 @@ def read_recorded(file: Path) -> Recorded:
 
     Raises UserError if it cannot be read as a JSON object, and for a link or anything else but a file.
     """
-    found = Settings(label=str(file), folder=Path())
-    values = {}
+    found, values = Settings(label=str(file), folder=Path()), {}
     for name, table in parse(file, str(file), open_file).items():
         if name in SECTIONS:
             values[name] = section_values(name, table, found)
         else:
-            found.problems.append(f"{file}: {name}: unknown key")
+            found.fault((name,), "unknown key")
     return Recorded(file, values, tuple(found.problems))
 
 

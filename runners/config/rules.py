@@ -1,22 +1,26 @@
 """Keys of the config: a field's type, default, range and meaning, and the check of a value by them.
 
-Types are strict (through cattrs): only an integer is converted, if a number is expected. "3" and 1.0 are not
-integers, and true is not a number.
+Types are strict: only an integer is converted, if a number is expected. "3" and 1.0 are not integers, and
+true is not a number.
 """
 
 import math
-import re
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 import attrs
-import cattrs
 
 from runners.errors import did_you_mean, show
 
 INT_MAX = 2**31 - 1  # step counters and token ids are int32 in MLX
 LONG = "0 <= x <= 1e9"  # seconds or GB: the system's calls take no more
-ONE_LINE = "one line, not empty"
+SIGNS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 # Arguments of transformers' apply_chat_template itself, which do not reach the template.
 _NOT_THE_TEMPLATE_S = {
@@ -24,6 +28,7 @@ _NOT_THE_TEMPLATE_S = {
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
 
 
 class Mismatch(ValueError):
@@ -50,13 +55,9 @@ def key(default: Any, meaning: str, within: str = "", choices: tuple[str, ...] =
 
 def choices_of(field: attrs.Attribute) -> tuple[str, ...]:
     """The names that a field accepts; () if it accepts any."""
-    return field.metadata.get("choices") or _literals(field.type)
-
-
-def _literals(kind: Any) -> tuple[str, ...]:
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return next((found for part in get_args(kind) if (found := _literals(part))), ())
+    kinds = (field.type, *get_args(field.type))
+    listed = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+    return field.metadata.get("choices") or listed
 
 
 def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
@@ -78,24 +79,20 @@ def is_within(value: Any, within: str) -> bool:
         return _RULES[within](value)
     if within.startswith("each: "):
         return all(is_within(item, within.removeprefix("each: ")) for item in value)
-    return any(_compare(value, part) for part in within.split(" or "))
+    return any(_compare(value, *part.split()) for part in within.split(" or "))
 
 
-def _compare(value: float, part: str) -> bool:
-    found = re.fullmatch(r"(?:(\S+) (<=?) x (<=?) (\S+)|(>=?) (\S+)|(\S+))", part)
-    assert found, f"no range: {part}"
-    low, above, below, high, sign, bound, equal = found.groups()
-    if equal is not None:
-        return value == _number(equal)
-    if sign:
-        return value > _number(bound) or (sign == ">=" and value == _number(bound))
-    return (value > _number(low) or (above == "<=" and value == _number(low))) and (
-        value < _number(high) or (below == "<=" and value == _number(high))
-    )
+def _compare(value: float, *terms: str) -> bool:
+    if len(terms) == 1:
+        return value == _number(terms[0])
+    if len(terms) == 2:  # >= 1
+        return SIGNS[terms[0]](value, _number(terms[1]))
+    low, above, _, below, high = terms  # 0 <= x < 1
+    return SIGNS[above](_number(low), value) and SIGNS[below](value, _number(high))
 
 
 def _number(text: str) -> float:
-    return int(text) if text.lstrip("-").isdigit() else float(text)
+    return int(text) if text.lstrip("-").isdigit() else float(text)  # 2⁶³ − 1 is no float
 
 
 def _is_line(text: str) -> bool:
@@ -103,7 +100,7 @@ def _is_line(text: str) -> bool:
 
 
 _RULES: dict[str, Callable[[Any], bool]] = {
-    ONE_LINE: _is_line,
+    "one line, not empty": _is_line,
     "a relative folder name, no `..`": lambda text: (
         _is_line(text) and not {"", ".", ".."} & {*text.replace("\\", "/").split("/")}
     ),
@@ -116,11 +113,9 @@ _RULES: dict[str, Callable[[Any], bool]] = {
 
 def words(kind: Any) -> str:
     """A type in words, for messages and tables."""
-    if kind in _WORDS:
-        return _WORDS[kind]
-    if attrs.has(kind):
-        return "a table"
     arguments = get_args(kind)
+    if kind in _WORDS or attrs.has(kind):
+        return _WORDS.get(kind, "a table")
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(arguments)
     if get_origin(kind) is dict:
@@ -131,19 +126,11 @@ def words(kind: Any) -> str:
     return words(arguments[0])  # T | None: absent or a T
 
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", dict: "a table"}
-
-
 def is_text(kind: Any) -> bool:
     """Whether a field of this type holds a string (on the command line it needs no quotes)."""
-    if kind is str or get_origin(kind) is Literal:
-        return True
-    return type(None) in get_args(kind) and is_text(get_args(kind)[0])
-
-
-def structure(value: object, kind: Any) -> Any:
-    """`value` (from TOML) as a `kind`. Raises Mismatch if it is not one."""
-    return _converter.structure(value, kind)
+    return any(one is str or get_origin(one) is Literal for one in (kind, *get_args(kind))) and (
+        get_origin(kind) not in (tuple, dict)
+    )
 
 
 def check(value: object, field: attrs.Attribute) -> Any:
@@ -154,47 +141,40 @@ def check(value: object, field: attrs.Attribute) -> Any:
     return found
 
 
-def _structure_float(value: object, kind: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise Mismatch(value, words(kind))
-    try:
-        number = float(value)
-    except OverflowError:
-        raise Mismatch(value, "a number that float64 can hold") from None
-    if not math.isfinite(number):
-        raise Mismatch(value, "a finite number")
-    return number
-
-
-def _structure_exact(value: object, kind: Any) -> Any:
-    if type(value) is not (kind if isinstance(kind, type) else str):  # true is not an integer
+def structure(value: Any, kind: Any) -> Any:
+    """`value` (from TOML or JSON) as a `kind`. Raises Mismatch if it is not one."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if type(None) in arguments:
+        return None if value is None else structure(value, arguments[0])
+    if attrs.has(kind):
+        fields = attrs.fields_dict(kind)
+        return kind(**{name: structure(item, fields[name].type) for name, item in value.items()})
+    if origin is tuple and isinstance(value, list) and (arguments[-1] is ... or len(value) == len(arguments)):
+        try:
+            return tuple(structure(item, arguments[0]) for item in value)
+        except Mismatch:
+            raise Mismatch(value, words(kind)) from None
+    if origin is dict and isinstance(value, Mapping):
+        if not all(type(item) in (bool, int, float, str) for item in value.values()):
+            raise Mismatch(value, words(kind))
+        exact = arguments[1] in (int, float)
+        return {str(k): structure(item, arguments[1] if exact else type(item)) for k, item in value.items()}
+    if kind is float:
+        return _float(value)
+    if type(value) is not (str if origin is Literal else kind):  # true is not an integer
         raise Mismatch(value, words(kind))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise Mismatch(value, "text that UTF-8 can hold")
     return value
 
 
-def _structure_tuple(value: object, kind: Any) -> tuple:
-    arguments = get_args(kind)
-    if not isinstance(value, list) or (arguments[-1] is not ... and len(value) != len(arguments)):
-        raise Mismatch(value, words(kind))
+def _float(value: object) -> float:
+    if type(value) not in (int, float):
+        raise Mismatch(value, "a number")
     try:
-        return tuple(structure(item, arguments[0]) for item in value)
-    except Mismatch:
-        raise Mismatch(value, words(kind)) from None
-
-
-def _structure_dict(value: object, kind: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(type(x) in (bool, int, float, str) for x in value.values()):
-        raise Mismatch(value, words(kind))
-    values = get_args(kind)[1]
-    exact = values in (int, float)
-    return {str(name): structure(entry, values if exact else type(entry)) for name, entry in value.items()}
-
-
-_converter = cattrs.Converter(detailed_validation=False)
-for _kind in (bool, int, str, dict):
-    _converter.register_structure_hook(_kind, _structure_exact)
-_converter.register_structure_hook(float, _structure_float)
-for _origin, _hook in ((Literal, _structure_exact), (tuple, _structure_tuple), (dict, _structure_dict)):
-    _converter.register_structure_hook_func(lambda kind, _origin=_origin: get_origin(kind) is _origin, _hook)
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise Mismatch(value, "a number that float64 can hold") from None
+    if not math.isfinite(number):
+        raise Mismatch(value, "a finite number")
+    return number

@@ -44,9 +44,8 @@ def resolve_function(
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{key}: expected {FUNCTION_FORMS}, found {show(name)}")
-    dirs = _folders(base_dirs)
     what = f"{key} {show(name)}"
-    module = _load_file(what, place, dirs) if _is_file(place) else _load_module(what, place, dirs)
+    module = (_load_file if _is_file(place) else _load_module)(what, place, _folders(base_dirs))
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
@@ -60,12 +59,11 @@ def resolve_function(
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise UserError(f"{what}: the parameters of {attribute} cannot be read; wrap it in a def") from error
-    if takes is not None:
-        try:
-            signature.bind(*takes)
-        except TypeError as error:
-            expected = f"{attribute}({', '.join(takes)})"
-            raise UserError(f"{what}: expected {expected}, found {attribute}{signature}") from error
+    try:
+        signature.bind(*takes) if takes is not None else None
+    except TypeError as error:
+        expected = f"{attribute}({', '.join(takes or ())})"
+        raise UserError(f"{what}: expected {expected}, found {attribute}{signature}") from error
     return function
 
 
@@ -92,7 +90,7 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
     """The file of the module in which `resolve_function` found a function; None if it has no file."""
     place = name.rpartition(":")[0]
     if _is_file(place):
-        return _find_file(place, _folders(base_dirs))
+        return next(filter(Path.is_file, _candidates(place, _folders(base_dirs))), None)
     found = getattr(sys.modules.get(place), "__file__", None)
     return Path(found) if found and Path(found).is_file() else None
 
@@ -105,15 +103,14 @@ def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
     return [Path(folder).expanduser().resolve() for folder in base_dirs] or [Path.cwd()]
 
 
-def _find_file(place: str, dirs: Sequence[Path]) -> Path | None:
-    candidates = (folder / Path(place).expanduser() for folder in dirs)
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+def _candidates(place: str, dirs: Sequence[Path]) -> list[Path]:
+    return [folder / Path(place).expanduser() for folder in dirs]
 
 
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
-    path = _find_file(place, dirs)
+    candidates = _candidates(place, dirs)
+    path = next(filter(Path.is_file, candidates), None)
     if path is None:
-        candidates = [folder / Path(place).expanduser() for folder in dirs]
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
@@ -124,18 +121,17 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     if known is not None and sys.modules.get(known.__name__) is known:
         return known
     _extend_path([path.parent])
-    module_name = path.stem
-    if not _imports(module_name, path):
-        module_name = f"grpo_own_{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{what}: Python cannot import {path}")
+    name = path.stem
+    if not _imports(name, path):
+        name = f"grpo_own_{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a name that ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before execution: dataclasses and pickle look their module up
+    sys.modules[name] = module  # before execution: dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
+        del sys.modules[name]
         raise UserError(f"{what}: importing {path} failed: {error_line(error, path)}") from error
     _loaded[stamp] = module
     return module
@@ -153,16 +149,12 @@ def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
-        looked = ", ".join(map(str, dirs))
-        raise UserError(
-            f"{what}: no module named {error.name} on Python's path or in {looked}; a file is "
-            "written path/to/file.py:function"
-        ) from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{place}.".startswith(f"{missing}."):
+            raise UserError(f"{what}: importing {place} failed: {error_line(error)}") from error
+        looked = f"no module named {missing} on Python's path or in {', '.join(map(str, dirs))}"
+        raise UserError(f"{what}: {looked}; a file is written path/to/file.py:function") from error
 
 
 def _extend_path(dirs: Iterable[Path]) -> None:
