@@ -169,7 +169,7 @@ def _write_config(work: Path) -> None:
 def _pack(source: Path, target: Path) -> None:
     """A copy of a model folder with weights of four bits."""
     if not target.exists():
-        command = ["runners.cli", "convert", str(source), str(target), "--bits", "4"]
+        command = ["runners.cli", "convert", str(source), "--out", str(target), "--bits", "4"]
         done = subprocess.run(
             [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
         )

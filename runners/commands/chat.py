@@ -13,7 +13,6 @@ from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
 from runners.commands.options import (
     MODEL,
     PROMPT,
-    RAW,
     SAMPLING,
     TOOLS,
     TOOLS_OF,
@@ -43,7 +42,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF, RAW)
+@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -57,7 +56,7 @@ def chat_command(model: str, **values: Any) -> None:
     conversation = open_conversation(model, loaded, values)
     if sys.stdin.isatty():
         echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
-    talk(conversation, raw=values["raw"])
+    talk(conversation)
 
 
 def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) -> Conversation:
@@ -74,58 +73,54 @@ def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) 
     return ToolConversation(model, sampling, environments, columns=row_of(values), **how)
 
 
-def show_reply(pieces: Iterable[str | Event], *, raw: bool) -> None:
+def show_reply(pieces: Iterable[str | Event]) -> None:
     """Writes a reply to standard output as it comes; calls, answers and rewards go to standard error."""
     open_line = True  # whether the current line still needs its line break
     for piece in pieces:
         if isinstance(piece, str):
-            echo(piece, nl=False, raw=raw)
+            echo(piece, nl=False)
             open_line = True
             continue
         if open_line:
             echo()
             open_line = False
-        first, *others = piece.text.split("\n")
-        echo(f"  {piece.kind:6} | {first}", err=True)
-        for line in others:
-            echo(f"  {'':6} | {line}", err=True)
+        for number, line in enumerate(piece.text.split("\n")):
+            echo(f"  {'' if number else piece.kind:6} | {line}", err=True)
     if open_line:
         echo()
 
 
-def talk(conversation: Conversation, *, raw: bool = False) -> None:
-    """Messages from standard input, replies to standard output, until the input ends; `raw` as in `echo`."""
+def talk(conversation: Conversation) -> None:
+    """Messages from standard input, replies to standard output, until the input ends."""
     from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
     speed.start()
-    asked = False  # whether the last input was Ctrl-C
+    stopped = False  # by Ctrl-C, in the last reply or at the prompt
     while True:
         try:
             message = _read()
         except KeyboardInterrupt:
             echo("", err=True)
-            if asked:
+            if stopped:
                 break
-            asked = True
+            stopped = True
             echo("Press Ctrl-C again to quit.", err=True)
             continue
+        stopped = False
         if message is None or message == "/exit":
-            asked = False
             break
-        asked = False
         if message == "/help":
             echo(_COMMANDS, nl=False, err=True)
         elif message == "/clear":
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
-                pieces = conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed)
-                show_reply(pieces, raw=raw)
-                asked = interrupts.stopped
+                show_reply(conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed))
+            stopped = interrupts.stopped
     echo(speed.line(), err=True)
-    if asked:
+    if stopped:
         sys.exit(INTERRUPTED)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, TOOLS, TRUST, echo_all, options
+from runners.commands.options import SET, TOOLS, TRUST, echo_all, option, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -35,38 +35,31 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
 
 @click.command("eval", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("models", nargs=-1, required=True, metavar="MODEL [OTHER]")
-@click.option(
-    "--config", default="", metavar="CONFIG", help="A training's config: its data, prompts and rewards."
+@options(
+    option("--config=CONFIG", "A training's config: its data, prompts and rewards.", default=""),
+    option("--data=SOURCE", "A file, a folder or a name on the Hub: all its problems.", default=""),
+    option("--split=NAME", "The data's split [data.eval_split of the config].", default=""),
+    option("--samples", "Number of problems [200]; 0: all.", click.IntRange(0)),
+    option("--num", "Samples of each problem [the largest k].", click.IntRange(0)),
+    option("--k as ks=K[,K…]", "pass@k and maj@k, such as 1,8.", default=""),
+    option("--max-tokens", "Length limit [the config's].", click.IntRange(1)),
+    option("--batch", "Completions at a time [256].", click.IntRange(1)),
+    option("--out=FILE", "Write every completion as a JSON line.", default=""),
+    option("--json as json_file=FILE", "Write the numbers of the table as JSON.", default=""),
+    TOOLS,
+    option(
+        "--success-at",
+        "An episode is a success if the environment's own reward is at least this.",
+        float,
+        1.0,
+        show_default=True,
+    ),
+    SET,
+    option(
+        "--loader=FUNCTION", "The function that opens the models [model.loader of the config].", default=""
+    ),
+    TRUST,
 )
-@click.option(
-    "--data", default="", metavar="SOURCE", help="A file, a folder or a name on the Hub: all its problems."
-)
-@click.option("--split", default="", metavar="NAME", help="The data's split [data.eval_split of the config].")
-@click.option("--samples", type=click.IntRange(0), default=None, help="Number of problems [200]; 0: all.")
-@click.option("--num", type=click.IntRange(0), default=None, help="Samples of each problem [the largest k].")
-@click.option("--k", "ks", default="", metavar="K[,K…]", help="pass@k and maj@k, such as 1,8.")
-@click.option("--max-tokens", type=click.IntRange(1), default=None, help="Length limit [the config's].")
-@click.option("--batch", type=click.IntRange(1), default=None, help="Completions at a time [256].")
-@click.option("--out", default="", metavar="FILE", help="Write every completion as a JSON line.")
-@click.option(
-    "--json", "json_file", default="", metavar="FILE", help="Write the numbers of the table as JSON."
-)
-@options(TOOLS)
-@click.option(
-    "--success-at",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="An episode is a success if the environment's own reward is at least this.",
-)
-@SET
-@click.option(
-    "--loader",
-    default="",
-    metavar="FUNCTION",
-    help="The function that opens the models [model.loader of the config].",
-)
-@options(TRUST)
 @ends_with_a_line
 def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
     """Measure a model on problems, or compare two.

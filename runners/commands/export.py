@@ -9,7 +9,17 @@ from typing import Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import DTYPE, QUANTIZE, TRUST, echo_weights, options, quantization_of
+from runners.commands.options import (
+    FORCE,
+    QUANTIZE,
+    TARGET,
+    TRUST,
+    echo_weights,
+    flag,
+    option,
+    options,
+    quantization_of,
+)
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -24,16 +34,16 @@ Examples:
 
 @click.command("export", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("source", metavar="RUN_OR_FOLDER")
-@click.option("--out", type=click.Path(path_type=Path), required=True, metavar="DIR", help="The new folder.")
-@options(QUANTIZE, DTYPE)
-@click.option("--upload-repo", default="", metavar="OWNER/NAME", help="Upload the folder to the Hub as well.")
-@click.option("--private", is_flag=True, help="Make a new repository private.")
-@click.option("--force", is_flag=True, help="Replace DIR if it exists.")
-@options(TRUST)
+@options(
+    TARGET,
+    QUANTIZE,
+    option("--upload-repo=OWNER/NAME", "Upload the folder to the Hub as well.", default=""),
+    flag("--private", "Make a new repository private."),
+    FORCE,
+    TRUST,
+)
 @ends_with_a_line
-def export_command(
-    source: str, out: Path, upload_repo: str, private: bool, force: bool, **values: Any
-) -> None:
+def export_command(source: str, out: Path, upload_repo: str, private: bool, **values: Any) -> None:
     """Write a trained model to a folder for others.
 
     RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
@@ -54,7 +64,7 @@ def export_command(
         out,
         quantization=quantization_of(values),
         dtype=values["dtype"] or "",
-        force=force,
+        force=values["force"],
         title=upload_repo,
         trust_remote_code=values["trust_remote_code"],
         note=partial(echo, err=True),

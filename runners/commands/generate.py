@@ -16,13 +16,13 @@ from runners.commands.chat import open_conversation, show_reply
 from runners.commands.options import (
     MODEL,
     PROMPT,
-    RAW,
     SAMPLING,
     TOOLS,
     TOOLS_OF,
     TRUST,
     open_model,
     open_tools,
+    option,
     options,
     resolve_prompt,
     row_of,
@@ -57,25 +57,24 @@ messages, turns, calls, failures and, if the environment gives one, reward.
 @click.command("generate", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("model")
 @click.argument("prompt", required=False)
-@click.option(
-    "--prompts", default="", metavar="FILE", help="Many prompts: .txt (one a line), rows, or - (stdin)."
+@options(
+    option("--prompts=FILE", "Many prompts: .txt (one a line), rows, or - (stdin).", default=""),
+    option("--column", "The rows' column: a text, or messages.", default="prompt", show_default=True),
+    option("--num", "Completions of each prompt.", click.IntRange(1), 1, show_default=True),
+    option("--batch", "Completions at a time.", click.IntRange(1), 256, show_default=True),
+    option("--out=FILE", "Write the JSON lines here instead of stdout.", default=""),
+    option(
+        "--image as images=FILE",
+        "An image, before PROMPT's text; may be given more than once (extra vlm).",
+        multiple=True,
+    ),
+    PROMPT,
+    SAMPLING,
+    MODEL,
+    TRUST,
+    TOOLS,
+    TOOLS_OF,
 )
-@click.option("--column", default="prompt", show_default=True, help="The rows' column: a text, or messages.")
-@click.option(
-    "--num", type=click.IntRange(1), default=1, show_default=True, help="Completions of each prompt."
-)
-@click.option(
-    "--batch", type=click.IntRange(1), default=256, show_default=True, help="Completions at a time."
-)
-@click.option("--out", default="", metavar="FILE", help="Write the JSON lines here instead of stdout.")
-@click.option(
-    "--image",
-    "images",
-    multiple=True,
-    metavar="FILE",
-    help="An image, before PROMPT's text; may be given more than once (extra vlm).",
-)
-@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF, RAW)
 @ends_with_a_line
 def generate_command(
     model: str,
@@ -116,7 +115,7 @@ def generate_command(
         conversations = [_with_system(messages, values["system"]) for messages in conversations]
         _many(partial(_rows, loaded, conversations, num, batch, values, environments), out)
     else:
-        _one(open_conversation(model, loaded, values), text, images, raw=values["raw"])
+        _one(open_conversation(model, loaded, values), text, images)
 
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
@@ -140,13 +139,13 @@ def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
         sys.exit(INTERRUPTED)
 
 
-def _one(conversation: Conversation, text: str, images: Sequence[str], *, raw: bool) -> None:
+def _one(conversation: Conversation, text: str, images: Sequence[str]) -> None:
     """Streams a reply, and its turns if there are tools."""
     from runners.images.image_files import named_image
 
     shown = [named_image(name) for name in images]
     with _timed() as (should_stop, speed):
-        show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed), raw=raw)
+        show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed))
 
 
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:

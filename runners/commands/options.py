@@ -21,149 +21,107 @@ if TYPE_CHECKING:
     from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
 
-_Function = Callable[..., Any]
-
-SAMPLING = (
-    click.option(
-        "--temperature",
-        type=click.FloatRange(0),
-        default=0.7,
-        show_default=True,
-        help="0: the likeliest token.",
-    ),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=1.0,
-        help="The likeliest tokens with this share of the probability.",
-    ),
-    click.option("--top-k", type=click.IntRange(0), default=0, help="This many tokens; 0: all."),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(0, 1),
-        default=0.0,
-        help="Tokens with at least this share of the largest probability.",
-    ),
-    click.option(
-        "--repetition-penalty",
-        type=click.FloatRange(0, min_open=True),
-        default=1.0,
-        help="Above 1: tokens that have occurred become less likely.",
-    ),
-    click.option(
-        "--seed",
-        type=click.IntRange(0),
-        default=0,
-        show_default=True,
-        help="The same seed gives the same result.",
-    ),
-    click.option(
-        "--max-tokens", type=click.IntRange(1), help="Length limit of a reply [as in training, else 512]."
-    ),
-)
-TRUST = (click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with a model."),)
-MODEL = (
-    click.option("--adapter", default="", metavar="FOLDER", help="Adapters to apply to the model."),
-    click.option(
-        "--loader",
-        default="",
-        metavar="FUNCTION",
-        help="The function that opens the model, as model.loader in a config.",
-    ),
-)
-SET = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Replace one value of the config; may be given more than once, the last one wins. VALUE is TOML, "
-    "and a string needs no quotes.",
-)
-QUANTIZE = (
-    click.option(
-        "--bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Quantize to so many bits."
-    ),
-    click.option(
-        "--group-size", type=int, help="Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16]."
-    ),
-    click.option(
-        "--mode", type=click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"]), help="Quantize in this format."
-    ),
-    click.option(
-        "--recipe",
-        type=click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
-        help="Quantize with more bits where they matter most.",
-    ),
-)
-DTYPE = (
-    click.option(
-        "--dtype",
-        type=click.Choice(["float32", "float16", "bfloat16"]),
-        help="The weights' dtype [the source's].",
-    ),
-)
-RAW = (
-    click.option(
-        "--raw", is_flag=True, help="Show control characters as the model writes them, also on a terminal."
-    ),
-)
-PROMPT = (
-    click.option(
-        "--system", metavar="TEXT", help='The system message [as in training]; "" for a model without one.'
-    ),
-    click.option(
-        "--nudge",
-        metavar="TEXT",
-        help='First words of every reply, given to the model [as in training]; "" for none.',
-    ),
-    click.option(
-        "--stop",
-        multiple=True,
-        metavar="TEXT",
-        help='Ends a reply [as in training]; may be given more than once; "" for none.',
-    ),
-    click.option(
-        "--no-prompt-file",
-        is_flag=True,
-        help="Ignore the model's grpo_prompt.json, which says how it was asked in training.",
-    ),
-)
-TOOLS = (
-    click.option(
-        "--tools",
-        multiple=True,
-        metavar="FILE[:FUNCTION]",
-        help="A function that the model may call, or a Python file with such functions. May be given more "
-        "than once.",
-    ),
-    click.option(
-        "--env",
-        "factory",
-        default="",
-        metavar="FILE:CLASS",
-        help='An environment, whose methods the model may call, or "calculator".',
-    ),
-    click.option("--max-turns", type=click.IntRange(1), help="Turns of the model for a message [8]."),
-    click.option("--max-tool-calls", type=click.IntRange(0), help="Calls for a message; 0: any number [0]."),
-    click.option("--max-observation-tokens", type=click.IntRange(1), help="Of one call's answer [512]."),
-    click.option("--tool-timeout", type=click.FloatRange(0, 1e9), help="Seconds of a turn's calls [30]."),
-)
-TOOLS_OF = (
-    click.option("--config", default="", metavar="CONFIG", help="A training's config: its [env]."),
-    click.option("--row", default="", metavar="JSON", help="What the environment's reset gets: columns."),
-)
+_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets it
 
 
-def options(*groups: tuple[Callable[[_Function], _Function], ...]) -> Callable[[_Function], _Function]:
-    """A decorator that adds groups of options, in their order."""
+def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> _Option:
+    """An option with a line of help; a name that ends in =WORD takes a value called so."""
+    name, _, word = name.partition("=")
+    more |= {"metavar": word} if word else {}
+    more |= {} if default is None else {"default": default}
+    return click.option(*name.split(" as "), type=kind, help=meaning, **more)
 
-    def decorate(function: _Function) -> _Function:
-        for option in reversed([option for group in groups for option in group]):
-            function = option(function)
+
+def flag(name: str, meaning: str) -> _Option:
+    """An option without a value."""
+    return click.option(*name.split(" as "), is_flag=True, help=meaning)
+
+
+def options(*groups: Sequence[_Option] | _Option) -> _Option:
+    """A decorator that adds options and groups of options, in their order."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for group in reversed(groups):
+            for each in reversed(group) if isinstance(group, Sequence) else (group,):
+                function = each(function)
         return function
 
     return decorate
+
+
+_COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
+SAMPLING = (
+    option("--temperature", "0: the likeliest token.", click.FloatRange(0), 0.7, show_default=True),
+    option(
+        "--top-p",
+        "The likeliest tokens with this share of the probability.",
+        click.FloatRange(0, 1, min_open=True),
+        1.0,
+    ),
+    option("--top-k", "This many tokens; 0: all.", _NUMBER, 0),
+    option(
+        "--min-p", "Tokens with at least this share of the largest probability.", click.FloatRange(0, 1), 0.0
+    ),
+    option(
+        "--repetition-penalty",
+        "Above 1: tokens that have occurred become less likely.",
+        click.FloatRange(0, min_open=True),
+        1.0,
+    ),
+    option("--seed", "The same seed gives the same result.", _NUMBER, 0, show_default=True),
+    option("--max-tokens", "Length limit of a reply [as in training, else 512].", _COUNT),
+)
+TRUST = flag("--trust-remote-code", "Run Python code that comes with a model.")
+MODEL = (
+    option("--adapter=FOLDER", "Adapters to apply to the model.", default=""),
+    option("--loader=FUNCTION", "The function that opens the model, as model.loader.", default=""),
+)
+SET = option(
+    "--set as overrides=SECTION.KEY=VALUE",
+    "Replace one value of the config; may be given more than once, the last one wins. VALUE is TOML, and a "
+    "string needs no quotes.",
+    multiple=True,
+)
+QUANTIZE = (
+    option("--bits", "Quantize to so many bits.", click.Choice(["2", "3", "4", "5", "6", "8"])),
+    option("--group-size", "Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].", int),
+    option("--mode", "Quantize in this format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])),
+    option(
+        "--recipe",
+        "Quantize with more bits where they matter most.",
+        click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
+    ),
+    option("--dtype", "The weights' dtype [the source's].", click.Choice(["float32", "float16", "bfloat16"])),
+)
+TARGET = option("--out=DIR", "The new folder.", click.Path(path_type=Path), required=True)
+FORCE = flag("--force", "Replace DIR if it exists.")
+PROMPT = (
+    option("--system=TEXT", 'The system message [as in training]; "" for a model without one.'),
+    option("--nudge=TEXT", 'First words of every reply [as in training]; "" for none.'),
+    option("--stop=TEXT", 'Ends a reply [as in training]; may be repeated; "" for none.', multiple=True),
+    flag("--no-prompt-file", "Ignore the model's grpo_prompt.json: how it was asked in training."),
+)
+TOOLS = (
+    option(
+        "--tools=FILE[:FUNCTION]",
+        "A function that the model may call, or a Python file with such functions. May be repeated.",
+        multiple=True,
+    ),
+    option(
+        "--env as factory=FILE:CLASS",
+        'An environment, whose methods the model may call, or "calculator".',
+        default="",
+    ),
+    option("--max-turns", "Turns of the model for a message [8].", _COUNT),
+    option("--max-tool-calls", "Calls for a message; 0: any number [0].", _NUMBER),
+    option("--max-observation-tokens", "Of one call's answer [512].", _COUNT),
+    option("--tool-timeout", "Seconds of a turn's calls [30].", click.FloatRange(0, 1e9)),
+)
+TOOLS_OF = (
+    option("--config=CONFIG", "A training's config: its [env].", default=""),
+    option("--row=JSON", "What the environment's reset gets: columns.", default=""),
+)
 
 
 def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:

@@ -26,17 +26,6 @@ from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
 
 BENCH_PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
-_ADVICE = {
-    "rollout": "more completions at a time (optim.batch_size, rollout.num_generations), shorter ones "
-    "(rollout.max_new_tokens)",
-    "reward": "a faster reward, or fewer questions to a judge",
-    "learner": "a larger system.micro_batch_tokens where memory allows, no system.grad_checkpoint, adapters "
-    'only (model.tune = "lora")',
-    "update": 'adapters only (model.tune = "lora"), more batch steps per update '
-    "(optim.gradient_accumulation_steps)",
-    "sync": "loss.sync_every above 1, or a sampler without quantization",
-    "rest": "fewer other programs on this machine: this time is outside the training itself",
-}
 
 
 @attrs.frozen(kw_only=True)
@@ -55,16 +44,12 @@ class StepBench:
         str, float
     ]  # the least time that the machine's rates allow, for the parts for which it is known
     rates: MachineRates
+    advice: str  # what would make the slowest part shorter
 
     @property
     def limit(self) -> str:
         """The part that takes most."""
         return max(self.seconds, key=lambda part: self.seconds[part])
-
-    @property
-    def advice(self) -> str:
-        """A line on what would make that part shorter."""
-        return _ADVICE[self.limit]
 
     def facts(self) -> dict[str, Any]:
         """As JSON has them."""
@@ -136,10 +121,12 @@ def bench_steps(
     def median(key: str, found: list[dict[str, float]] = later) -> float:
         return statistics.median(row[key] for row in found)
 
+    seconds = {part: median(f"time/{part}") for part in BENCH_PARTS}
     return StepBench(
         steps=len(later),
         first=rows[0]["step_time"],
-        seconds={part: median(f"time/{part}") for part in BENCH_PARTS},
+        seconds=seconds,
+        advice=advice(max(seconds, key=seconds.__getitem__), run.config),
         step=median("step_time"),
         tokens=median("tokens"),
         learned=median("learned"),
@@ -148,6 +135,25 @@ def bench_steps(
         floors={} if sizes is None else {part: median(part, floors[1:]) for part in ("rollout", "learner")},
         rates=rates,
     )
+
+
+def advice(part: str, config: Config) -> str:
+    """What would make a part of a step shorter, without what the config does already."""
+    adapters = 'adapters only (model.tune = "lora")' if config.model.tune == "full" else ""
+    unpacked = "a sampler without quantization" if config.rollout.quantization != "none" else ""
+    whole = "no system.grad_checkpoint" if config.system.grad_checkpoint else ""
+    found = {
+        "rollout": (
+            "more completions at a time (optim.batch_size, rollout.num_generations)",
+            "shorter ones (rollout.max_new_tokens)",
+        ),
+        "reward": ("a faster reward", "fewer questions to a judge"),
+        "learner": ("a larger system.micro_batch_tokens where memory allows", whole, adapters),
+        "update": (adapters, "more batch steps per update (optim.gradient_accumulation_steps)"),
+        "sync": (f"loss.sync_every above {config.loss.sync_every}", unpacked),
+        "rest": ("fewer other programs on this machine: this time is outside the training itself",),
+    }
+    return ", ".join(filter(None, found[part]))
 
 
 def _sizes(config: Config, machine: startup.Platform) -> ModelSizes | None:

@@ -45,8 +45,8 @@ class Conversions:
         source = str(make_model_folder(folder / "source", layers=6))
         run = str(train(folder, "lora", "lora", layers=6))
         words = {
-            "converted": ("convert", source, "{target}", "--dtype", "float32"),
-            "packed": ("convert", source, "{target}", "--bits", "4", "--group-size", "32"),
+            "converted": ("convert", source, "--out", "{target}", "--dtype", "float32"),
+            "packed": ("convert", source, "--out", "{target}", "--bits", "4", "--group-size", "32"),
             "exported": ("export", run, "--out", "{target}"),
             "fused": (
                 "export",

@@ -46,7 +46,7 @@ USES = {
     "generate": (["MODEL", "hi", "--max-tokens", "1"], set()),
     "chat": (["MODEL", "--max-tokens", "1"], set()),
     "eval": (["MODEL", "--data", "embedded", "--samples", "1", "--max-tokens", "1"], set()),
-    "convert": (["MODEL", "made"], {"made"}),
+    "convert": (["MODEL", "--out", "made"], {"made"}),
     "export": (["MODEL", "--out", "made"], {"made"}),
     "report": (["run"], {"run/report.html"}),
     "runs": (["."], set()),

@@ -25,9 +25,9 @@ def source(tmp_path):
 
 @pytest.fixture
 def convert(tmp_path, monkeypatch):
-    """Runs `grpo convert …` in this process, in the test's folder."""
+    """Runs `grpo convert SOURCE --out TARGET …` in this process, in the test's folder."""
     monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(cli.main, ["convert", *arguments])
+    return lambda source, *more: CliRunner().invoke(cli.main, ["convert", source, "--out", *more])
 
 
 def logits_of(folder):

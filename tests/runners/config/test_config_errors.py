@@ -31,8 +31,7 @@ def faults(tmp_path, monkeypatch):
     [
         ("rollout.num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rollout.batch_size = 4", "unknown key; did you mean optim.batch_size?"),
-        ("rollout.clip_eps = 0.2", "unknown key; did you mean loss.epsilon_low?"),
-        ("eval.zzz = 1", "unknown key; eval takes every, samples, max_new_tokens, at_start, time_share"),
+        ("watch.zzz = 1", "unknown key; watch takes patience, min_entropy, max_kl"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("loss.overlong.bufer = 1", "unknown key; did you mean loss.overlong.buffer?"),
@@ -44,16 +43,12 @@ def faults(tmp_path, monkeypatch):
             "expected an integer of at most 31 bits, found 3000000000",
         ),
         ("rollout.top_p = 1.5", "expected a number: 0 < x <= 1, found 1.5"),
-        ("rollout.min_p = 1.0", "expected a number: 0 <= x < 1, found 1.0"),
         ('rollout.stop = [""]', 'expected a list of strings: no empty string, found [""]'),
         ('rollout.stop = "</a>"', 'expected a list of strings, found "</a>"'),
         ('rollout.quantization = "affine4"', "did you mean affine-4?"),
         ("rollout.group_size = 16", "expected an integer: 0 or 32 or 64 or 128, found 16"),
-        ('rollout.quantization = "auto"', "expected one of none, affine-8"),
         ("optim.batch_size = 1.0", "expected an integer, found 1.0"),
-        ("optim.batch_size = true", "expected an integer, found true"),
         ('optim.learning_rate = "3"', 'expected a number, found "3"'),
-        ("optim.learning_rate = -1e-6", "expected a number >= 0, found -1e-06"),
         ("optim.betas = [0.9]", "expected a list of 2 numbers, found [0.9]"),
         ("optim.betas = [0.9, 1]", "expected a list of 2 numbers, each: 0 <= x < 1, found [0.9, 1]"),
         ("optim.minibatches = 9", "expected at most 8, the completions of a batch step, found 9"),
@@ -71,11 +66,9 @@ def faults(tmp_path, monkeypatch):
         ),
         ('reward.functions = ["a.py:f", "a.py:f"]', "expected a list of strings: none twice, found"),
         ("data.chat_template_kwargs = {a = [1]}", "expected a table of strings, numbers, true or false"),
-        ("data.chat_template_kwargs = {a = nan}", "expected a finite number, found {a = nan}"),
         ("data.chat_template_kwargs = {tools = 1}", "true or false: what the template itself reads, found"),
         ("env.timeout = 1e300", "expected a number: 0 <= x <= 1e9, found 1e+300"),
         ('data.answer = ""', 'expected a column, or an env.factory whose class has get_reward, found ""'),
-        ('data.answer = ""\nenv.factory = "calculator"', "expected a column, or an env.factory"),
         ('env.factory = {a = "a.py:A"}', "expected a string, found"),
         ('env.factory = "calculater"', "did you mean calculator?"),
         ('env.tools = ["tools.py"]', 'no such file: "tools.py"'),
@@ -84,16 +77,12 @@ def faults(tmp_path, monkeypatch):
         ("reward.weights = [0, 0, 0, 0, 0]", "expected one that is not 0, found [0.0, 0.0, 0.0, 0.0, 0.0]"),
         ('reward.functions = ["int_reward"]', "did you mean int_reward_func?"),
         ('reward.functions = ["a-b:c"]', "expected a built-in reward, package.module:function or path/to"),
-        ('reward.functions = ["a.b:"]', "expected a built-in reward, package.module:function or path/to"),
         ('reward.functions = ["mine.py:f"]', 'no such file: "mine.py"'),
         ('data.source = "rows.jsonl"', 'no such file or folder: "rows.jsonl"'),
-        ('data.source = "three/part/name"', 'no such file or folder: "three/part/name"'),
         ('data.source = "two words"', 'expected "embedded", a file or folder'),
         ("data.image_max_pixels = 1000", "expected 0, or the column of images in data.image, found 1000"),
         ('data.image = "p"\ndata.image_folder = "pisc"', 'no such folder: "pisc"'),
         ('run.name = "../up"', "expected a string: a relative folder name, no `..`, found"),
-        ('run.name = "/abs"', "expected a string: a relative folder name, no `..`, found"),
-        ('run.output_dir = ""', 'expected a string: one line, not empty, found ""'),
         ('run.output_dir = "train.toml"', "expected a folder or a free name, found the file train.toml"),
         ("run.seed = -1", "expected an integer: 0 <= x <= 9223372036854775807, found -1"),
         ("run.seed = 9223372036854775808", "expected an integer: 0 <= x"),
@@ -135,17 +124,18 @@ def test_one_fault_is_one_line(faults, text, line):
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("./models/nope", 'train.toml: model.path: no such file or folder: "./models/nope"'),
-        ("models/nope/", 'train.toml: model.path: no such file or folder: "models/nope/"'),
-        ("/no/such/folder", 'train.toml: model.path: no such file or folder: "/no/such/folder"'),
-        ("train.toml", "train.toml: model.path: expected the folder of a model, found the file train.toml"),
-        ("", 'train.toml: model.path: expected a string: one line, not empty, found ""'),
-        ("a b", 'train.toml: model.path: expected "embedded", a model folder or a name on the Hugging Face'),
+        ("./models/nope", 'no such file or folder: "./models/nope"'),
+        ("models/nope/", 'no such file or folder: "models/nope/"'),
+        ("/no/such/folder", 'no such file or folder: "/no/such/folder"'),
+        ("train.toml", "expected the folder of a model, found the file train.toml"),
+        ("", 'expected a string: one line, not empty, found ""'),
+        ("a b", 'expected "embedded", a model folder or a name on the Hugging Face'),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(faults, path, line):
     """A path without a folder behind it ends before anything is loaded."""
-    assert [found.startswith(line) for found in faults(f'model.path = "{path}"')] == [True]
+    (found,) = faults(f'model.path = "{path}"')
+    assert found.startswith(f"train.toml: model.path: {line}")
 
 
 def test_a_missing_file_is_looked_for_beside_the_config_too(tmp_path, monkeypatch):
@@ -153,11 +143,8 @@ def test_a_missing_file_is_looked_for_beside_the_config_too(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cfg").mkdir()
     (tmp_path / "cfg" / "a.toml").write_text(MODEL + 'data.source = "rows.csv"')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r'data\.source: .*: "rows\.csv", neither here nor in cfg$'):
         load_config("cfg/a.toml")
-    assert caught.value.problems == (
-        'cfg/a.toml: data.source: no such file or folder: "rows.csv", neither here nor in cfg',
-    )
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
@@ -218,18 +205,18 @@ def test_a_quantized_reference_may_move_as_a_whole(tmp_path, more):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("[model\npath = 1", "train.toml:1:7: not TOML: expected ']' at the end of a table declaration"),
-        ("a = 1\nb = [1,\n", "train.toml:3:1: not TOML: invalid value"),
-        ("seed = 1\nseed = 2\n", "train.toml:2:9: not TOML: cannot overwrite a value"),
-        (b"a = 1\nb = '\xff'", "train.toml:2: expected UTF-8 text, found the byte 0xff"),
-        (f"a = {'1' * 5000}", "train.toml: not TOML: an integer of too many digits"),
-        (f"a = {'[' * 5000}", "train.toml: not TOML: nested too deeply"),
+        ("[model\npath = 1", "(at line 1, column 7)"),
+        ("seed = 1\nseed = 2\n", "(at line 2, column 9)"),
+        (b"a = 1\nb = '\xff'", "byte 0xff"),
+        (f"a = {'1' * 5000}", "5000 digits"),
+        (f"a = {'[' * 5000}", ""),
+        ("a." * 20 + "b = 1", "too many dots"),
     ],
 )
 def test_a_syntax_error_names_its_place(faults, text, line):
-    """File, line and column, as editors take them."""
+    """The file, and what Python's reader says of the place, in one line."""
     (found,) = faults(text)
-    assert found.startswith(line)
+    assert found.startswith("train.toml: not TOML: ") and line in found
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path):
@@ -242,37 +229,30 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
     ("name", "line"),
     [
         ("quickstrat", "quickstrat: no such file or preset; did you mean the preset quickstart?"),
-        (
-            "configs/quickstart.toml",
-            "configs/quickstart.toml: no such file or preset; did you mean the preset",
-        ),
+        ("x/quickstart.toml", "x/quickstart.toml: no such file or preset; did you mean the preset"),
         ("zzzzzz.toml", f"zzzzzz.toml: no such file or preset; the presets are {', '.join(preset_names())}"),
         (".", ".: expected a TOML file, found a folder"),
         ("", "CONFIG: expected a TOML file or a preset, found an empty name"),
         ("a\0b", "a\\x00b: no such file or preset; the presets are"),
         ("x" * 5000, "x" * 5000 + ": no such file or preset; the presets are"),
+        ("locked.toml", "locked.toml: cannot be read: Permission denied"),
+        ("large.toml", "large.toml: expected at most 131,072 bytes, found more"),
+        ("many.toml", "many.toml: expected at most 2,000 keys and values, found 2,"),
     ],
 )
-def test_a_config_that_is_not_there(tmp_path, monkeypatch, name, line):
-    """An unknown name lists the nearest preset, or all."""
+def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
+    """An unknown name lists the nearest preset, or all; a file is bounded."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "large.toml").write_text("#" * 200_000)
+    (tmp_path / "many.toml").write_text(f"a = [{'1,' * 2001}]")
+    if name == "locked.toml":
+        (tmp_path / name).touch()
+        monkeypatch.setattr(
+            "pathlib.Path.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        )
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     assert caught.value.problems[0].startswith(line)
-
-
-def test_an_unreadable_file_is_reported(tmp_path, monkeypatch):
-    """What the operating system says, with the file."""
-    (tmp_path / "a.toml").write_text(MODEL)
-    monkeypatch.chdir(tmp_path)
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.open", refuse)
-    with pytest.raises(ConfigError) as caught:
-        load_config("a.toml")
-    assert caught.value.problems == ("a.toml: cannot be read: Permission denied",)
 
 
 @pytest.mark.parametrize(

@@ -8,28 +8,27 @@ from runners.config.conditions import JUDGE_METRICS
 from runners.config.loading import ConfigError, load_config
 from runners.judges import metrics
 
-BASE = """
+URL = "http://127.0.0.1:8080/v1"
+BASE = f"""
 model.path = "embedded"
 data.source = "embedded"
 [reward]
 functions = ["correctness_reward_func", "judge.kind-one"]
 [judge.kind-one]
-url = "http://127.0.0.1:8080/v1"
+url = "{URL}"
 """
 
 
 def with_keys(**keys):
     """The config with these keys of the judge in place of its own, or beside them."""
-    found = {"url": "http://127.0.0.1:8080/v1", **keys}
+    found = {"url": URL, **keys}
     lines = [f"{key} = {json.dumps(value)}" for key, value in found.items() if value is not None]
     return BASE.rpartition("url")[0] + "\n".join(lines)
 
 
 def test_a_judge_is_read_and_written_down(load, tmp_path):
     """With defaults, with --set, from config.resolved.json's form and from --dry-run's."""
-    config = load(
-        BASE, "judge.kind-one.timeout=5", "judge.kind-one.model=large", "judge.kind-one.scale=[1, 5]"
-    )
+    config = load(BASE, *(f"judge.kind-one.{key}" for key in ("timeout=5", "model=large", "scale=[1, 5]")))
     judge = config.judge["kind-one"]
     assert (judge.kind, judge.timeout, judge.model, judge.scale) == ("score", 5.0, "large", (1.0, 5.0))
     (tmp_path / "again.toml").write_text(config.to_toml())
@@ -37,36 +36,24 @@ def test_a_judge_is_read_and_written_down(load, tmp_path):
     assert "\n[judge.kind-one]\n" in config.to_toml()
     assert load_config("again.toml") == load_config("again.json") == config
     assert hash(config) is not None
-
-
-def test_a_config_without_judges_has_an_empty_section(load):
-    """And reads no key of it."""
-    config = load('model.path = "embedded"')
-    assert config.judge == {} and config.to_dict()["judge"] == {}
+    assert load('model.path = "embedded"').to_dict()["judge"] == {}
 
 
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
         ({"ulr": 1}, "ulr: unknown key; did you mean judge.kind-one.url?"),
-        (
-            {"kind": "rank"},
-            'kind: expected one of score, ranking, classifier, found "rank"; did you mean ranking?',
-        ),
+        ({"kind": "rank"}, 'ranking, classifier, found "rank"; did you mean ranking?'),
         ({"url": None}, "url: expected the address of an API"),
         ({"url": "ftp://a/v1"}, "url: expected the address of an API"),
-        ({"url": "127.0.0.1:8080"}, "url: expected the address"),
         ({"url": "http://a:x/v1"}, "url: expected the address"),
         ({"url": "http://a/v1/chat/completions"}, "expected the address without /chat/completions"),
         ({"url": "https://me:sk-planted@a/v1"}, "url: expected no user or password in the address"),
         ({"api_key_env": "sk-planted 1"}, "found another text (not shown"),
         ({"api_key_env": "HF_TOKEN"}, 'found "HF_TOKEN", which other clients read too'),
-        ({"api_key": "sk-planted"}, "api_key: unknown key; did you mean judge.kind-one.api_key_env?"),
+        ({"api_key": "x"}, "api_key: unknown key; did you mean judge.kind-one.api_key_env?"),
         ({"prompt": "Mark it."}, "prompt: expected {completion} where"),
-        (
-            {"prompt": "{completion}{completions}"},
-            "prompt: expected {completion} where the judged text stands, found {completions}",
-        ),
+        ({"prompt": "{completion}{completions}"}, "the judged text stands, found {completions}"),
         ({"kind": "ranking", "prompt": "{completion}"}, "prompt: expected {completions} where"),
         ({"kind": "ranking", "pattern": "(x)"}, 'pattern: expected none with kind = "ranking"'),
         ({"pattern": "(x"}, "pattern: expected a regular expression"),
@@ -74,7 +61,7 @@ def test_a_config_without_judges_has_an_empty_section(load):
         ({"extra": "[1]"}, "extra: expected a JSON object"),
         (
             {"extra": '{"messages": []}'},
-            "extra: expected none of the keys that the judge sets itself, found messages",
+            "expected none of the keys that the judge sets itself, found messages",
         ),
         ({"scale": [5, 1]}, "scale: expected a list of 2 numbers: 0 <= low < high, found [5, 1]"),
         ({"path": "x"}, 'path: expected none with kind = "score", found "x"'),
@@ -83,27 +70,20 @@ def test_a_config_without_judges_has_an_empty_section(load):
         ({"kind": "classifier", "url": None, "path": "./no"}, "path: no such file or folder"),
     ],
 )
-def test_keys_that_do_not_fit_are_told(load, keys, line):
+def test_keys_that_do_not_fit_are_reported(load, keys, line):
     """File, key, what was expected and found; never what may be a key or a password."""
     with pytest.raises(ConfigError) as caught:
         load(with_keys(**keys))
-    assert f"train.toml: judge.kind-one.{line}" in str(caught.value) or line in str(caught.value)
-    if "planted" in str(keys) and "api_key" not in keys:
-        assert "planted" not in str(caught.value)
+    assert line in str(caught.value) and "train.toml: judge.kind-one." in str(caught.value)
+    assert "planted" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (
-            "reward.functions = ['judge.kin']",
-            'expected the name of a table [judge.NAME], found "judge.kin"; there are none',
-        ),
+        ("reward.functions = ['judge.kin']", 'a table [judge.NAME], found "judge.kin"; there are none'),
         ("reward.functions = ['judge.on']\n[judge.one]\nurl='http://a'", "; did you mean one?"),
-        (
-            "[judge]\nurl = 'http://a'",
-            "judge.url: expected a table [judge.NAME], each with its own name, found",
-        ),
+        ("[judge]\nurl = 'http://a'", "judge.url: expected a table [judge.NAME], each with its own name"),
         ("judge = 3", "judge: expected tables [judge.NAME], found 3"),
         ("[judge.'a b']\nurl = 'http://a'", 'expected a name of letters, digits, - and _, found "a b"'),
     ],
@@ -125,10 +105,10 @@ def test_notices(load):
         assert load(with_keys(url=url, api_key_env="MY_JUDGE")).notices == ()
 
 
-def test_a_folder_beside_the_config_and_an_own_module_named_judge(load, tmp_path):
+def test_a_folder_beside_the_config_and_a_users_module_named_judge(load, tmp_path):
     """The classifier's path is resolved; `judge.x:f` stays a function of one's own."""
     (tmp_path / "rm").mkdir()
-    text = BASE.replace('url = "http://127.0.0.1:8080/v1"', 'kind = "classifier"\npath = "rm"')
+    text = BASE.replace(f'url = "{URL}"', 'kind = "classifier"\npath = "rm"')
     assert load(text).judge["kind-one"].path == "rm"
     assert load("model.path='embedded'\nreward.functions=['judge.x:f']").reward.functions == ("judge.x:f",)
 
@@ -143,8 +123,6 @@ def test_conditions_may_name_a_judges_numbers(load):
 
 def test_several_batch_steps_become_one_number():
     """Counts add up, times are averaged, the largest stays; other names are not a judge's."""
-    assert metrics.combined("judge/a/requests", [1.0, 2.0]) == 3
-    assert metrics.combined("judge/a/latency", [1.0, 2.0]) == 1.5
-    assert metrics.combined("judge/a/slowest", [1.0, 2.0]) == 2
-    assert metrics.combined("judge/requests", [1.0]) is None
-    assert metrics.combined("other/a/requests", [1.0]) is None
+    values = {"requests": 3, "latency": 1.5, "slowest": 2}
+    assert {name: metrics.combined(f"judge/a/{name}", [1.0, 2.0]) for name in values} == values
+    assert metrics.combined("judge/requests", [1.0]) is metrics.combined("other/a/requests", [1.0]) is None

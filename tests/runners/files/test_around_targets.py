@@ -23,7 +23,7 @@ def sources(tmp_path_factory):
     """What is converted, and what is exported: of full weights, and of adapters."""
     folder = tmp_path_factory.mktemp("sources")
     return {
-        "convert": ["convert", str(make_model_folder(folder / "model", dtype="bfloat16"))],
+        "convert": ["convert", str(make_model_folder(folder / "model", dtype="bfloat16")), "--out"],
         "export": ["export", str(train(folder, "full", "full")), "--out"],
         "fuse": ["export", str(train(folder, "lora", "lora") / "checkpoint-2"), "--out"],
     }
@@ -90,7 +90,7 @@ def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
     """A target that the source lies in is refused, with --force too."""
     source = make_model_folder(tmp_path / "models" / "model")
     before = look([tmp_path / "models"])
-    result = grpo("convert", source, tmp_path / "models", "--force")
+    result = grpo("convert", source, "--out", tmp_path / "models", "--force")
     assert (
         result.exit_code == 2 and f"the source {source} lies there; expected another folder" in result.stderr
     )

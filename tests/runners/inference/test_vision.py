@@ -46,15 +46,15 @@ def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
     stated = json.loads((with_vision / "config.json").read_text()) | {"model_type": "qwen2_vl"}
     (with_vision.parent / "qwen" / "config.json").write_text(json.dumps(stated))
     for arguments in (
-        ("convert", "seeing", "out"),
+        ("convert", "seeing", "--out", "out"),
         ("generate", "qwen", "hello", "--image", "x.png"),
     ):
         result = grpo(*arguments)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
         assert "pip install -e '.[vlm]' in a clone" in result.stderr
     assert not (with_vision.parent / "out").exists()
-    assert "--text-only" in grpo("convert", "seeing", "out").stderr
-    assert grpo("convert", "seeing", "out", "--text-only").exit_code == 0
+    assert "--text-only" in grpo("convert", "seeing", "--out", "out").stderr
+    assert grpo("convert", "seeing", "--out", "out", "--text-only").exit_code == 0
 
 
 def test_images_want_a_model_that_sees(grpo, tmp_path):
@@ -71,7 +71,7 @@ def test_code_of_a_model_folder_is_not_run(grpo, with_vision):
     """mlx-vlm would import the file that `model_file` names."""
     config = json.loads((with_vision / "config.json").read_text())
     (with_vision / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))
-    assert "names code to run, evil.py" in grpo("convert", "seeing", "out").stderr
+    assert "names code to run, evil.py" in grpo("convert", "seeing", "--out", "out").stderr
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_converted_it_is_pytorch_s_model(grpo, source, theirs, images):
     """The same logits at every position, with the image's features among the words'."""
     import torch
 
-    result = grpo("convert", "qwen", "out", "--dtype", "float32")
+    result = grpo("convert", "qwen", "--out", "out", "--dtype", "float32")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     module, inputs = inputs_of(source.parent / "out", images[:1])
@@ -154,7 +154,7 @@ def test_converted_it_is_pytorch_s_model(grpo, source, theirs, images):
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_all_but_what_sees(grpo, source, images):
     """Packed layers of the language part, in the format asked for; the vision part is as it was."""
-    assert grpo("convert", "qwen", "out", "--bits", "4", "--group-size", "32").exit_code == 0
+    assert grpo("convert", "qwen", "--out", "out", "--bits", "4", "--group-size", "32").exit_code == 0
     weights = mx.load(str(source.parent / "out" / "model.safetensors"))
     packed = {name for name in weights if name.endswith(".scales")}
     assert packed and not any("vision" in name for name in packed)
@@ -172,7 +172,7 @@ def test_what_cannot_be_opened_is_not_left(grpo, source, tmp_path):
     mx.eval(weights)
     strange = weights | {"visual.strange.weight": mx.zeros((2, 2))}
     mx.save_safetensors(str(source / "model.safetensors"), strange, metadata={"format": "pt"})
-    result = grpo("convert", "qwen", "out")
+    result = grpo("convert", "qwen", "--out", "out")
     assert result.exit_code == 2 and "vision_tower.strange.weight" in result.stderr
     assert "mlx-vlm cannot convert it" in result.stderr and not (tmp_path / "out").exists()
 
@@ -240,8 +240,8 @@ def test_the_language_part_alone_is_mlx_lm_s(grpo, source, tmp_path):
     """`--text-only` leaves the vision part out; what mlx-vlm converted mlx-lm reads as well, for training."""
     import mlx_lm
 
-    assert grpo("convert", "qwen", "text", "--text-only").exit_code == 0
-    assert grpo("convert", "qwen", "both").exit_code == 0
+    assert grpo("convert", "qwen", "--out", "text", "--text-only").exit_code == 0
+    assert grpo("convert", "qwen", "--out", "both").exit_code == 0
     tokens = mx.array([[5, 9, 70, 31]])
     found = [np.array(mlx_lm.load(str(tmp_path / name))[0](tokens)) for name in ("text", "both")]
     np.testing.assert_allclose(*found, rtol=1e-5)

@@ -41,7 +41,7 @@ CALLS = {
         "generate embedded hello --image picture.png",
     ],
     "chat": ["chat embedded"],
-    "convert": ["convert model out"],
+    "convert": ["convert model --out out"],
     "export": ["export model --out out"],
     "eval": ["eval embedded", "eval embedded --config quickstart --data prompts.jsonl"],
 }

@@ -237,12 +237,11 @@ def _model(tmp_path_factory):
 
 
 def test_generate_and_chat_on_a_terminal(model, tmp_path):
-    """Replies are visible, with --raw as they are; nothing else changes."""
+    """Replies are visible; nothing else changes."""
     generate = on_a_terminal("generate", str(model), "hello", folder=tmp_path)
     chat = on_a_terminal("chat", str(model), folder=tmp_path, typed="hello\n")
     for written in (generate, chat):
         assert not injected(written) and b"\\x1b]0;evil\\x07\\x9b31m\\x7f\\r" in written
-    assert injected(on_a_terminal("generate", str(model), "hello", "--raw", folder=tmp_path))
 
 
 def test_a_pipe_gets_the_models_bytes(model, tmp_path):

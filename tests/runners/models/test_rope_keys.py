@@ -302,7 +302,7 @@ def test_both_spellings_compute_the_same(spelled):
     assert mx.allclose(loaded.module(TOKENS), want, atol=1e-5)
     assert loaded.config["rope_theta"] == 777.0
     save_model(new.parent / "saved", loaded.module.parameters(), loaded)
-    for command in (("convert", "new", "converted"), ("export", "new", "--out", "exported")):
+    for command in (("convert", "new", "--out", "converted"), ("export", "new", "--out", "exported")):
         done = CliRunner().invoke(cli.main, [*command])
         assert done.exit_code == 0, done.output
     for name in ("saved", "converted", "exported"):
@@ -319,7 +319,11 @@ def test_a_folder_that_cannot_be_mapped_is_refused_by_every_command(spelled):
     stated["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
     (new / "config.json").write_text(json.dumps(stated))
     line = "config.json: rope_parameters: mlx-lm's llama does not compute partial_rotary_factor = 0.25\n"
-    for command in (("generate", "new", "hi"), ("convert", "new", "out"), ("export", "new", "--out", "out")):
+    for command in (
+        ("generate", "new", "hi"),
+        ("convert", "new", "--out", "out"),
+        ("export", "new", "--out", "out"),
+    ):
         done = CliRunner().invoke(cli.main, [*command])
         assert done.exit_code == 2 and done.stderr.endswith(line), done.stderr
     assert not Path("out").exists()

@@ -120,7 +120,7 @@ def test_log_probs_are_those_of_transformers(tmp_path, monkeypatch, name, kind):
     want = save(tmp_path / "model", name, kind)
     loaded = load_model(ModelConfig(path="model"), CPU)
     assert np.abs(by_mlx(loaded.module) - want).max() < 5e-4
-    for command in (("convert", "model", "converted"), ("export", "model", "--out", "exported")):
+    for command in (("convert", "model", "--out", "converted"), ("export", "model", "--out", "exported")):
         done = CliRunner().invoke(cli.main, [*command])
         assert done.exit_code == 0, done.output
         written = tmp_path / ("converted" if "convert" in command else "exported")

@@ -64,7 +64,7 @@ def test_convert_reads_what_transformers_saves(tmp_path, name, change, left_out)
     """mlx-lm alone opens the new folder, and computes what the whole model does."""
     source = make_model_folder(tmp_path / "source")  # for its tokenizer
     model, _ = saved(source, name, change, left_out)
-    done = CliRunner().invoke(cli.main, ["convert", str(source), str(tmp_path / "out")])
+    done = CliRunner().invoke(cli.main, ["convert", str(source), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     module, _ = mlx_lm.utils.load_model(tmp_path / "out")
     assert mx.allclose(*(each(TOKENS, cache=make_prompt_cache(each)) for each in (module, model)))

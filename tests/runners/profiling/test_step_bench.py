@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
-from runners.profiling.step_bench import BENCH_PARTS, bench_steps
+from runners.profiling.step_bench import BENCH_PARTS, advice, bench_steps
 from runners.profiling.step_table import table
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
@@ -43,3 +43,20 @@ def test_the_command_refuses_what_a_run_refuses(tmp_path):
     """One line, exit code 2."""
     done = CliRunner().invoke(cli.main, ["bench", str(tmp_path / "none.toml")])
     assert done.exit_code == 2 and "none.toml" in done.output
+
+
+@pytest.mark.parametrize(
+    ("part", "override", "named"),
+    [
+        ("learner", "model.tune=lora", "model.tune"),
+        ("update", "model.tune=lora", "model.tune"),
+        ("learner", "system.grad_checkpoint=false", "grad_checkpoint"),
+        ("sync", "rollout.quantization=none", "without quantization"),
+    ],
+)
+def test_advice_leaves_out_what_the_config_does(part, override, named):
+    """A LoRA config is not told to train adapters; the default config and a quantized one are told more."""
+    other = {"model.tune": "model.tune=full", "grad_checkpoint": "system.grad_checkpoint=true"}
+    config = load_config("quickstart", [override])
+    assert named not in advice(part, config)
+    assert named in advice(part, load_config("quickstart", [other.get(named, "rollout.quantization=mxfp4")]))
