@@ -57,7 +57,7 @@ def training(monkeypatch):
     return types.SimpleNamespace(calls=calls, fail_with=calls_raise.append)
 
 
-HEAVY = ("mlx", "mlx_lm", "datasets", "rich", "attrs", "numpy", "transformers", "tiktoken", "grpo_fn")
+HEAVY = ("mlx", "mlx_lm", "datasets", "rich", "numpy", "transformers", "tiktoken", "grpo_fn")
 
 
 def help_in_a_process(arguments, command="main"):
