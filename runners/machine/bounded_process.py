@@ -18,10 +18,9 @@ from typing import Any
 import attrs
 
 OUT_OF_MEMORY = 9  # the exit code of a `main` that raised MemoryError
-_POLL = 0.02  # seconds between readings of the child's memory
+_POLL = 0.1  # seconds between readings of the child's memory
 _PATIENCE = 30.0  # seconds that a child may take in addition to ten times its computing time
-_MEGABYTE = 1_000_000
-# Not every system limits a process's address space: on others the parent checks the memory.
+# Not every system limits a process's address space: on others the parent reads the child's memory.
 _CAN_LIMIT = sys.platform == "linux"
 
 
@@ -40,29 +39,24 @@ def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> En
     `main` calls `limit` after its imports: from then on it may compute for `seconds` and use `memory`
     bytes. If the system cannot limit the memory, this process watches it.
     """
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
     process = subprocess.Popen(
         python_command(f"from {module} import main; main(*sys.argv[1:])", *arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # a failing Rust library writes a backtrace there
-        env={
-            **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
-            "RAYON_NUM_THREADS": "1",
-            "RUST_BACKTRACE": "0",
-        },
+        env={**os.environ, **quiet},
     )
     try:
         over = _watch(process, seconds, memory)
     finally:
         process.kill()
         printed = process.communicate()[0].decode("utf-8", "replace")
-    lines = tuple(printed.splitlines())
     if process.returncode == -signal.SIGPROF:
         over = "time"
     elif process.returncode in (-signal.SIGABRT, OUT_OF_MEMORY):
         over = "memory"  # Rust and C++ abort where Python has an exception
-    return Ending(lines, process.returncode, over)
+    return Ending(tuple(printed.splitlines()), process.returncode, over)
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
@@ -83,24 +77,24 @@ class BoundedFunction:
         """No process is started before `start` or the first call."""
         self._arguments = (name, str(seconds), str(memory))
         self._patience = _PATIENCE + 10 * seconds
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._reset()
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> Connection:
         """Starts the process if there is none; the function's module is imported while this one goes on."""
-        if self._connection is None:
-            self._connection, theirs = Pipe()
+        if self._running is None:
+            ours, theirs = Pipe()
+            command = python_command(f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments)
             with theirs:
-                self._process = subprocess.Popen(
-                    python_command(f"from {__name__} import serve; serve(*sys.argv[1:])", *self._arguments),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-        return self._connection
+                quiet = subprocess.DEVNULL
+                process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=quiet, stderr=quiet)
+            self._running = process, ours
+        return self._running[1]
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's result; None: there is none within the limits."""
@@ -120,21 +114,12 @@ class BoundedFunction:
 
     def close(self) -> None:
         """Ends the process; the next call starts another."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._connection = self._process = None
-
-    def _forget(self) -> None:
-        """In a forked child: the process belongs to the parent."""
-        self._lock = threading.Lock()
-        if self._process is not None:
-            self._process.returncode = 0  # nothing to wait for
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._process = None
+        if self._running is not None:
+            process, connection = self._running
+            self._running = None
+            connection.close()
+            process.kill()
+            process.wait()
 
 
 def serve(name: str, seconds: str, memory: str) -> None:
@@ -174,24 +159,17 @@ def _watch(process: subprocess.Popen[bytes], seconds: float, memory: int) -> str
     """Waits for the end; returns the limit that was exceeded, or ""."""
     # The child's own limit counts only computing. This one ends a child that sleeps, also on a busy machine.
     end = time.monotonic() + _PATIENCE + 10 * seconds
-    while time.monotonic() < end:
+    while (rest := end - time.monotonic()) > 0:
         try:
-            process.wait(_POLL)
+            process.wait(rest if _CAN_LIMIT else _POLL)
             return ""
         except subprocess.TimeoutExpired:
-            if _resident(process.pid) > memory + 200 * _MEGABYTE:
+            if not _CAN_LIMIT and _resident(process.pid) > memory + 200_000_000:
                 return "memory"
     return "time"
 
 
 def _resident(pid: int) -> int:
     """Bytes of memory that a process holds; 0 if unknown."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        pass
-    try:
-        output = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
-        return int(output.stdout.strip() or 0) * 1024
-    except (OSError, ValueError):
-        return 0
+    done = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True)
+    return int(done.stdout.strip() or 0) * 1024

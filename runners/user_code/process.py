@@ -6,8 +6,12 @@ computes nothing for the run, and imports no MLX unless the user's code does.
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import faulthandler
+import functools
 import importlib
+import inspect
 import json
 import os
 import pickle
@@ -15,83 +19,139 @@ import queue
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 import attrs
 
 from runners.errors import error_line
-from runners.user_code.host import MAIN, Host, Outcome
+from runners.user_code.host import MAIN, TOGETHER, Outcome, finished
 
 LARGEST = 1 << 26  # bytes of an answer
 
-
-def operation(name: str) -> Any:
-    """The function `package.module:function` of this package."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)
+Act = Callable[[], Any]
 
 
 class _Server:
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock = connection, threading.Lock()
+        self.connection, self.lock, self.pid = connection, threading.Lock(), os.getpid()
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
-        self.host = Host(self.answer)
-        self.calls: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # for the main thread
-        self.current: int | None = None  # the call that runs there
+        self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
+        self.main_thread = threading.get_ident()
+        self.threads: dict[int, int] = {}  # of running calls
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def read(self) -> None:
-        """Starts calls as they come; without a mode it is a call that is too late."""
+        """Starts calls as they come; without the name of an operation, it is a call that is too late."""
         while True:
             number, mode, name, arguments = pickle.loads(self.connection.recv_bytes())
-
-            def act(name: str = name, arguments: bytes = arguments) -> Any:
-                return operation(name)(self.store, *pickle.loads(arguments))
-
-            if mode == MAIN:
-                self.calls.put((number, act))
-            elif mode:
-                self.host.start(number, act, mode)
-            else:
-                if number == self.current:
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            act = functools.partial(self.operate, name, arguments)
+            try:
+                if not name:
+                    self.cancel(number, mode)
+                elif mode == MAIN:
+                    self.main_calls.put((number, act))
+                elif mode == TOGETHER:
+                    self.running_loop().call_soon_threadsafe(self.begin, number, act)
                 else:
-                    self.host.cancel(number)
-                self.send([number])
+                    self.new_thread(functools.partial(self.run, number, act))
+            except RuntimeError as error:  # no more threads
+                self.answer(number, Outcome.failed(error))
 
-    def run(self) -> None:
-        """The main thread: one call after another."""
-        while True:
-            number, act = self.calls.get()
+    def operate(self, name: str, arguments: bytes) -> Any:
+        """Calls the function `package.module:function` of this package."""
+        module, _, function = name.partition(":")
+        return getattr(importlib.import_module(module), function)(self.store, *pickle.loads(arguments))
 
-            def watched(number: int = number, act: Any = act) -> Any:
-                self.current = number
-                try:
-                    return act()
-                finally:
-                    self.current = None
+    def run(self, number: int, act: Act) -> None:
+        """Runs a call in the current thread."""
+        begun = time.monotonic()
+        self.threads[number] = threading.get_ident()
+        try:
+            try:
+                outcome = Outcome(finished(act()))
+            finally:
+                self.threads.pop(number, None)
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt of the user's code
+            outcome = Outcome.failed(error)
+        self.answer(number, attrs.evolve(outcome, seconds=time.monotonic() - begun))
 
-            self.host.run(number, watched)
+    def begin(self, number: int, act: Act) -> None:
+        """Runs a call in the event loop."""
 
-    def interrupted(self, number: int, frame: FrameType | None) -> None:
-        """SIGINT: the current call is too late. None may come amid an answer."""
-        if self.current is not None:
+        async def run() -> None:
+            begun = time.monotonic()
+            try:
+                value = act()
+                outcome = Outcome(await value if inspect.isawaitable(value) else value)
+            except BaseException as error:
+                outcome = Outcome.failed(error)
+            self.tasks.pop(number, None)
+            self.answer(number, attrs.evolve(outcome, seconds=time.monotonic() - begun))
+
+        self.tasks[number] = asyncio.get_running_loop().create_task(run())
+
+    def cancel(self, number: int, mode: str) -> None:
+        """Ends a call if it is a coroutine, or computes in Python, and says so; one that blocks goes on."""
+        if mode == TOGETHER:
+            self.running_loop().call_soon_threadsafe(self.cancel_task, number)
+            return
+        thread = self.threads.get(number)
+        if thread == self.main_thread:
+            signal.pthread_kill(self.main_thread, signal.SIGINT)
+        elif thread:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        self.send([number])
+
+    def cancel_task(self, number: int) -> None:
+        """In the event loop."""
+        if task := self.tasks.pop(number, None):
+            task.cancel()
+        self.send([number])
+
+    def interrupted(self, *_: Any) -> None:
+        """SIGINT: the call of the main thread is too late. None may come amid an answer."""
+        if self.main_thread in self.threads.values():
             raise KeyboardInterrupt
 
-    def answer(self, number: int, outcome: Outcome) -> None:
-        """Sends an outcome."""
-        self.send([number, *attrs.astuple(outcome, recurse=False)])
+    def running_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all coroutines."""
+        if self.loop is None:
+            loop = self.loop = asyncio.new_event_loop()
 
-    def send(self, message: list[Any]) -> None:
-        """A message in JSON, which runs nobody's code where it is read."""
+            def run() -> None:
+                while True:  # sys.exit in a task ends `run_forever`, not the other tasks
+                    with suppress(BaseException):
+                        loop.run_forever()
+
+            self.new_thread(run)
+        return self.loop
+
+    def new_thread(self, act: Callable[[], None]) -> None:
+        """Runs `act` in a thread."""
+        threading.Thread(target=act, name="grpo-call", daemon=True).start()
+
+    def answer(self, number: int, outcome: Outcome) -> None:
+        """Sends an outcome, in JSON, which runs nobody's code where it is read."""
+        if os.getpid() != self.pid:
+            os._exit(0)  # a child that the call has forked, and that came back from it
         fault = f"returned more than {LARGEST:,} bytes"
         try:
-            data = json.dumps(message).encode()
+            data = json.dumps([number, *attrs.astuple(outcome, recurse=False)]).encode()
+            if len(data) <= LARGEST:
+                self.send(data)
+                return
         except (TypeError, ValueError, RecursionError) as error:  # an integer of 5,000 digits
-            data, fault = b"", error_line(error)
-        if not data or len(data) > LARGEST:
-            data = json.dumps([message[0], *attrs.astuple(Outcome(fault=fault), recurse=False)]).encode()
+            fault = error_line(error)
+        self.send([number, *attrs.astuple(Outcome(fault=fault), recurse=False)])
+
+    def send(self, message: bytes | list[Any]) -> None:
+        """Sends a message."""
+        data = message if isinstance(message, bytes) else json.dumps(message).encode()
         try:
             with self.lock:
                 self.connection.send_bytes(data)
@@ -122,4 +182,5 @@ def serve(stdout: str) -> None:
             os._exit(0)
 
     threading.Thread(target=read, name="grpo-read", daemon=True).start()
-    server.run()
+    while True:  # the main thread: one call after another
+        server.run(*server.main_calls.get())

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -25,7 +25,7 @@ import attrs
 
 from runners.errors import RewardError, UserError, error_line
 from runners.machine.bounded_process import python_command
-from runners.user_code.host import MAIN, Done, Outcome
+from runners.user_code.host import MAIN, TOGETHER, Outcome
 from runners.user_code.process import LARGEST
 
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
@@ -34,16 +34,18 @@ _RELOADING = 600.0  # seconds for importing the user's files once more
 # A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
 # the shell ends the group, whatever the worker and its children are doing.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
+_SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
 _ENDED = Outcome(fault="its process was ended", ended=True)
 _numbers = itertools.count(1)
+
+Done = Callable[[int, Outcome], None]
 
 
 @attrs.define(eq=False)
 class _Call:
     mode: str
     done: Done | None  # None: it was given up
-    reacted: threading.Event = attrs.field(factory=threading.Event)  # to being given up
-    over: threading.Event = attrs.field(factory=threading.Event)
+    let_go: threading.Event = attrs.field(factory=threading.Event)  # it blocks no other call
 
 
 class _Process:
@@ -52,16 +54,13 @@ class _Process:
     def __init__(self, hidden: Collection[str]) -> None:
         self.calls: dict[int, _Call] = {}
         self.dead = ""  # why it has ended
+        self._owner = os.getpid()
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection, theirs = Pipe()
         stdout = os.dup(1)  # in its place the process gets its end of the connection
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *("sh", "-c", _GUARD, "sh"),
-                    *python_command("from runners.user_code.process import serve; serve(*sys.argv[1:])"),
-                    str(stdout),
-                ],
+                ["sh", "-c", _GUARD, "sh", *python_command(_SERVE), str(stdout)],
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
                 pass_fds=[stdout],
@@ -79,7 +78,12 @@ class _Process:
             self._end_all()
 
     def cancel(self, number: int) -> None:
-        self._messages.put(pickle.dumps((number, "", "", b"")))
+        """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
+        if call := self.calls.get(number):
+            call.done = None
+            self._messages.put(pickle.dumps((number, call.mode, "", b"")))
+            if not call.let_go.wait(GRACE):
+                self.kill("a call that took too long did not let go")
 
     @property
     def hanging(self) -> int:
@@ -88,6 +92,8 @@ class _Process:
 
     def kill(self, why: str = "the run has ended") -> None:
         """Ends the process and its children."""
+        if os.getpid() != self._owner:  # a forked child of the run
+            return
         self.dead = self.dead or why
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -96,13 +102,6 @@ class _Process:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._messages.put(None)
-
-    def forget(self) -> None:
-        """In a forked child of the run: the process is the parent's."""
-        self._process.returncode = 0
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._connection.close()
 
     def _send(self) -> None:
         with suppress(OSError):
@@ -113,19 +112,20 @@ class _Process:
         with suppress(EOFError, OSError):
             while True:
                 number, *rest = json.loads(self._connection.recv_bytes(LARGEST + 1024))
-                if not rest:
-                    if call := self.calls.get(number):
-                        call.reacted.set()
-                    continue
-                self._end(number, Outcome(*rest))
+                call = self.calls.get(number)
+                if rest:
+                    self._end(number, Outcome(*rest))
+                elif call is not None and call.mode != MAIN:  # it reacts to being given up
+                    call.let_go.set()
+                    if call.mode == TOGETHER:
+                        self.calls.pop(number, None)
         self.kill("the one before ended by itself (os._exit, a crash)")
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
         call = self.calls.pop(number, None)
         if call is not None:
-            call.over.set()
-            call.reacted.set()
+            call.let_go.set()
             if call.done is not None:
                 call.done(number, outcome)
 
@@ -135,7 +135,7 @@ class _Process:
 
 
 class Worker:
-    """Where user code runs: starts its process when it is needed, and again after it was ended.
+    """The process: started when it is needed, and again after it was ended.
 
     Calls name an operation, a function `package.module:name` of this package that gets the process's store
     and the arguments. `notices` are lines on restarts, for whoever reports.
@@ -147,8 +147,6 @@ class Worker:
         self._hidden = tuple(hidden)
         self._loads: dict[tuple[Any, ...], Future[Any]] = {}
         self._process: _Process | None = None
-        self._end = lambda: None
-        _workers.add(self)
 
     def preload(self, name: str, *arguments: Any) -> Future[Any]:
         """Begins an operation that later calls need; it is repeated in each new process."""
@@ -172,20 +170,15 @@ class Worker:
         return number
 
     def cancel(self, number: int) -> None:
-        """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
-        process = self._process
-        call = process and process.calls.get(number)
-        if process is None or call is None:
-            return
-        call.done = None
-        process.cancel(number)
-        if not (call.over if call.mode == MAIN else call.reacted).wait(GRACE):
-            process.kill("a call that took too long did not let go")
+        """Gives a call up."""
+        if self._process is not None:
+            self._process.cancel(number)
 
     def close(self) -> None:
         """Ends the process and everything that it has started."""
-        self._end()
-        self._process, self._end = None, lambda: None
+        if self._process is not None:
+            self._process.kill()
+        self._process = None
 
     def _running(self) -> _Process:
         if self._process is not None and self._process.hanging >= MAX_HANGING:
@@ -193,7 +186,7 @@ class Worker:
         if self._process is not None and not self._process.dead:
             return self._process
         before, self._process = self._process, _Process(self._hidden)
-        self._end = weakref.finalize(self, self._process.kill)
+        weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(
                 "rewards and tools go on in a new process, which has imported their files again: "
@@ -220,13 +213,3 @@ class Worker:
 
         self.submit(name, *arguments, mode=MAIN, done=done)
         return future
-
-    def _forget(self) -> None:
-        if self._process is not None:
-            self._end.detach()  # pyright: ignore[reportFunctionMemberAccess]
-            self._process.forget()
-        self._process, self._end = None, lambda: None
-
-
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [worker._forget() for worker in list(_workers)])

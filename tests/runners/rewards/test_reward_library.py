@@ -81,7 +81,7 @@ def test_the_comparing_process_restarts_and_is_not_shared_with_forks():
         os._exit(math_verify_reward(*half) != [1.0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert math_verify_reward(*half) == [1.0]
-    os.kill(library._compare._process.pid, signal.SIGKILL)
+    os.kill(library._compare._running[0].pid, signal.SIGKILL)
     rewards = math_verify_reward(completions(tagged("7"), tagged("0.5"), tagged("7")), ["7", "1/2", "8"])
     assert rewards[0] in (None, 1.0) and rewards[1:] == [1.0, 0.0], "no answer is taken for another's"
     library._compare.close()
