@@ -6,13 +6,16 @@ import functools
 import hashlib
 import json
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import runners
+from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
+from runners.files.run_files import RESOLVED
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "grpo_fn.checkpoint"
@@ -64,6 +67,39 @@ def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
         _check_file(folder / name, facts)
 
 
+def newest_whole(folder: Path, wanted: tuple[str, ...], note: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint in a folder whose files match its manifest.
+
+    `note` gets a line for each damaged one. Raises UserError if a newer one is of another version.
+    """
+    for path in reversed(checkpoint_folders(folder).values()):
+        try:
+            check_manifest(path, wanted)
+        except Damaged as error:
+            note(f"{error}; {path.name} is skipped")
+        else:
+            return path
+    return None
+
+
+def model_of_run(name: str, note: Callable[[str], None]) -> str:
+    """The model of a run's folder: `final`, else its newest whole checkpoint.
+
+    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each damaged one.
+    Raises UserError if the run has neither.
+    """
+    folder = Path(name).expanduser()
+    if not (folder / RESOLVED).is_file():
+        return name
+    if (folder / "final").is_dir():
+        return str(folder / "final")
+    path = newest_whole(folder, (), note)
+    if path is None:
+        raise UserError(f"{name}: this run has no final model and no whole checkpoint")
+    note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
+    return str(path)
+
+
 def digest(path: Path) -> str:
     """A file's SHA-256, in hexadecimal digits."""
     with open(path, "rb") as stream:
@@ -75,25 +111,18 @@ def _read(file: Path) -> dict[str, Any]:
         content = read_json(file)
     except UserError as error:
         raise Damaged(str(error)) from error
+    found, files = content.get("version"), content.get("files")
     if content.get("format") != MANIFEST_FORMAT:
         raise Damaged(f"{file}: expected the format {MANIFEST_FORMAT}, found {show(content.get('format'))}")
-    if content.get("version") != MANIFEST_VERSION:
+    if found != MANIFEST_VERSION:
         raise UserError(
-            f"{file}: found version {show(content.get('version'))} of {MANIFEST_FORMAT}, written by "
-            f"{_writer(content)}; grpo_fn {runners.__version__} continues only from version "
-            f"{MANIFEST_VERSION}: finish the run with the grpo_fn that wrote it, or start again with "
-            "--overwrite"
+            f"{file}: expected version {MANIFEST_VERSION} of {MANIFEST_FORMAT}, found {show(found)}, written "
+            f"by {show(content.get('written_by'))}: finish the run with the grpo_fn that wrote it, or start "
+            "again with --overwrite"
         )
-    files = content.get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise Damaged(f"{file}: its table of files is damaged")
     return files
-
-
-def _writer(content: dict[str, Any]) -> str:
-    written_by = content.get("written_by")
-    version = written_by.get("grpo_fn") if isinstance(written_by, dict) else None
-    return f"grpo_fn {version}" if isinstance(version, str) else "an unknown program"
 
 
 def _check_file(path: Path, facts: dict[str, Any]) -> None:

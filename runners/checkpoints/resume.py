@@ -1,24 +1,22 @@
-"""Continuing from a checkpoint: finds it, checks that it is complete and fits the config, and reads it."""
+"""Continuing from a checkpoint: finds it, checks it, and compares the config with its own."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from runners.checkpoints.manifest import Damaged, check_manifest
-from runners.checkpoints.run_folder import interrupted, run_file_in
-from runners.checkpoints.snapshot import checkpoint_folders
+from runners.checkpoints.manifest import check_manifest, newest_whole
+from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted, run_file_in
 from runners.checkpoints.state_files import STATE_FILE
-from runners.checkpoints.trainer_state import TRAINER_STATE, TrainerState, read_trainer_state
+from runners.checkpoints.trainer_state import TrainerState, read_trainer_state
 from runners.config.loading import Config
 from runners.config.recorded import recorded_in
 from runners.config.sections import EMBEDDED, ModelConfig
-from runners.data.prompts import Example
 from runners.errors import UserError, show
+from runners.report.run_record import flattened
 
 # Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = (
@@ -47,7 +45,7 @@ HARMLESS_OF_JUDGES = (
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
-Note = Callable[[str], None]
+_FILES = (TRAINER_STATE, STATE_FILE)
 
 
 @attrs.frozen
@@ -63,7 +61,7 @@ class Origin:
         return self.facts.step
 
 
-def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
+def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) -> Origin | None:
     """The checkpoint that a run continues from, or None if the run's folder has none yet.
 
     Args:
@@ -73,23 +71,16 @@ def find_origin(folder: Path, wish: Path | None, note: Note) -> Origin | None:
 
     Raises UserError if the named checkpoint is damaged, if all are, or if one is of another version.
     """
-    if wish is not None and not checkpoint_folders(wish):
-        check_manifest(wish, (TRAINER_STATE, STATE_FILE))
-        return Origin(wish, read_trainer_state(wish))
     searched = folder if wish is None else wish
-    damaged: list[Damaged] = []
-    for path in reversed(checkpoint_folders(searched).values()):
-        try:
-            check_manifest(path, (TRAINER_STATE, STATE_FILE))
-        except Damaged as error:
-            damaged.append(error)
-            note(f"{error}; {path.name} is skipped")
-            continue
+    found = len(checkpoint_folders(searched))
+    if wish is not None and not found:
+        check_manifest(wish, _FILES)
+        return Origin(wish, read_trainer_state(wish))
+    path = newest_whole(searched, _FILES, note)
+    if path is not None:
         return Origin(path, read_trainer_state(path))
-    if damaged:
-        raise UserError(
-            f"{searched}: none of its {len(damaged)} checkpoints is whole; --overwrite starts over"
-        )
+    if found:
+        raise UserError(f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over")
     if (folder / "final").exists():
         raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite starts over")
     note(f"{searched} has no checkpoint yet: the run starts from the beginning")
@@ -113,28 +104,22 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
 
 def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
     """The keys in which the config differs from the checkpoint's: name, was, is."""
-    defaults = _flat(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
-    was, now = _flat(origin.facts.config), _flat(config.to_dict())
-    resolved = _resolved(origin)
+    defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
+    was, now = flattened(origin.facts.config), flattened(config.to_dict())
+    # For keys that the config left open, config.resolved.json has the values that the run used.
+    resolved = flattened(recorded_in(origin.folder.parent).values)
     found = []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
-        # For keys that the config left open, config.resolved.json has the values that the run used.
         if before != after and not (before in LEFT_OPEN and after == resolved.get(key, before)):
             found.append((key, show(before), show(after)))
     return found
 
 
-def _resolved(origin: Origin) -> dict[str, Any]:
-    """The config.resolved.json of the run that a checkpoint belongs to, flat; {} where there is none."""
-    return _flat(recorded_in(origin.folder.parent).values)
-
-
 def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:
     """Raises UserError if a key differs on which weights or completions depend."""
-    grave = [row for row in found if not _harmless(row[0])]
-    if grave:
-        listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in grave)
+    listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in found if not _harmless(key))
+    if listed:
         raise UserError(
             f"the config is not that of {origin.folder}: {listed}; --allow-config-change continues anyway"
         )
@@ -143,7 +128,7 @@ def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
     """The decisions of an earlier process for this config; None if their keys of [rollout] have changed."""
     asked = origin.facts.config.get("rollout")
-    if not isinstance(asked, dict) or any(asked.get(k) != getattr(config.rollout, k) for k in DECIDED):
+    if not isinstance(asked, Mapping) or {key: asked.get(key) for key in DECIDED} != decisions(config):
         return None
     return attrs.asdict(origin.facts.decided)
 
@@ -151,21 +136,6 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 def decisions(config: Config) -> dict[str, Any]:
     """The decisions that `earlier_decisions` returns, from a config in which all is decided."""
     return {name: getattr(config.rollout, name) for name in DECIDED}
-
-
-def data_digest(examples: Sequence[Example]) -> str:
-    """A hash of all training data of a run, in order."""
-    whole = hashlib.sha256()
-    for example in examples:
-        whole.update(repr((example.tokens, example.answer)).encode("utf-8", "backslashreplace"))
-    return whole.hexdigest()
-
-
-def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
 
 
 def _harmless(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its current path, and the files of an earlier run in it."""
+"""The folder of a run: its lock, its checkpoints, and what an earlier run has left in it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ import fcntl
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import attrs
 
-from runners.checkpoints.manifest import Damaged, check_manifest
-from runners.checkpoints.snapshot import LATEST, checkpoint_folders, list_checkpoints
 from runners.errors import UserError
 from runners.files.durable import remove_folder, sweep
 from runners.files.json_lines import LineFile
-from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS, RESOLVED
+from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS
 
 BAD_BATCHES = "bad_batches"
+LATEST = "latest"  # a file with the name of the newest checkpoint
+TRAINER_STATE = "trainer_state.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OWNER = re.compile(rb"\d{0,20}\n?")  # the content of a lock file
 
 
-class FolderGone(UserError):
-    """A run's folder that was deleted or renamed under the run."""
-
-
-@attrs.frozen
+@attrs.define
 class RunFolder:
     """A run's folder, locked for this process."""
 
@@ -35,18 +32,17 @@ class RunFolder:
     lock: int  # the descriptor of its lock file
 
     def here(self) -> Path:
-        """The folder's path. FolderGone if another folder, or none, has it by now."""
-        if not _is_lock(self.path / LOCK, self.lock):
-            raise FolderGone(f"{self.path}: the run's folder is gone")
-        return self.path
+        """The folder's path. If the folder was renamed or deleted, a new one is made and locked.
 
-    @contextmanager
-    def created_again(self) -> Iterator[RunFolder]:
-        """A new folder at the run's path, for a run whose folder is gone. UserError if another run has it."""
-        with locked(self.path, "run.name") as fresh:
+        Raises UserError if another run has the path by then, and if it cannot be written to.
+        """
+        if not _is_lock(self.path / LOCK, self.lock):
             if name := run_file_in(self.path):
                 raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
-            yield fresh
+            lock = _acquire(self.path, "the run's folder")
+            os.close(self.lock)
+            self.lock = lock
+        return self.path
 
 
 @contextmanager
@@ -59,45 +55,45 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     Raises UserError if another process uses it, or if it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(folder)
-    except OSError as error:
-        raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+    held = RunFolder(folder, _acquire(folder, key))
     try:
         for place in (folder, folder / BAD_BATCHES):  # what a killed run left incomplete
             sweep(place)
-        yield RunFolder(folder, lock)
+        yield held
     finally:
         with suppress(OSError):  # a folder that is not empty stays
-            if _is_lock(folder / LOCK, lock):
+            if _is_lock(folder / LOCK, held.lock):
                 (folder / LOCK).unlink()
                 for path in made:
                     path.rmdir()
-        os.close(lock)
+        os.close(held.lock)
 
 
-def _acquire(folder: Path) -> int:
-    other, file = "or choose another run.name", folder / LOCK
-    while True:
+def _acquire(folder: Path, key: str) -> int:
+    file, other = folder / LOCK, "or choose another run.name"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.read(lock, 32).decode("ascii", "replace").strip()
-            os.close(lock)
-            raise UserError(
-                f"{folder} is in use by process {owner or 'unknown'}; wait for it, {other}"
-            ) from error
-        if not _OWNER.fullmatch(os.read(lock, 64)):
-            os.close(lock)
-            raise UserError(f"{file}: found a file that is no run's lock; move it, {other}")
-        # Between the two calls its owner may have removed the file: then the lock is useless.
-        if _is_lock(file, lock):
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-            return lock
+    except OSError as error:
+        raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
+    owner = os.read(lock, 64)
+    fault = None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        process = owner.decode("ascii", "replace").strip() or "unknown"
+        fault = f"{folder} is in use by process {process}; wait for it, {other}"
+    if not _OWNER.fullmatch(owner):
+        fault = f"{file}: found a file that is no run's lock; move it, {other}"
+    if fault is not None:
         os.close(lock)
+        raise UserError(fault)
+    if not _is_lock(file, lock):  # its owner has removed the file since it was opened here
+        os.close(lock)
+        return _acquire(folder, key)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
 
 
 def _is_lock(file: Path, lock: int) -> bool:
@@ -108,32 +104,22 @@ def _is_lock(file: Path, lock: int) -> bool:
         return False
 
 
+def checkpoint_folders(folder: Path) -> dict[int, Path]:
+    """All folders with a checkpoint's name, by step, oldest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = {int(m[1]): path for path in paths if (m := _CHECKPOINT.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The run's whole checkpoints, oldest step first."""
+    return [path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()]
+
+
 def run_file_in(folder: Path) -> str | None:
     """The name of a file or folder that a run left here; None if there is none."""
     left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     return next((name for name in left if (folder / name).exists()), None)
-
-
-def model_of_run(name: str, note: Callable[[str], None]) -> str:
-    """The model of a run's folder: `final`, else its newest whole checkpoint.
-
-    Any other name is returned as it is. `note` gets a line if a checkpoint is used, and for each damaged one.
-    Raises UserError if the run has neither.
-    """
-    folder = Path(name).expanduser()
-    if not (folder / RESOLVED).is_file():
-        return name
-    if (folder / "final").is_dir():
-        return str(folder / "final")
-    for path in reversed(checkpoint_folders(folder).values()):
-        try:
-            check_manifest(path)
-        except Damaged as error:
-            note(f"{error}; {path.name} is skipped")
-            continue
-        note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
-        return str(path)
-    raise UserError(f"{name}: this run has no final model and no whole checkpoint")
 
 
 def interrupted(folder: Path) -> str | None:
@@ -171,12 +157,11 @@ def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
     """
     moved = []
     try:
-        for step, path in checkpoint_folders(folder).items():
-            if step > after:
-                names = (f"{path.name}.aside{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
-                aside = next(name for name in names if not os.path.lexists(path.with_name(name)))
-                path.rename(path.with_name(aside))
-                moved.append((path.name, aside))
+        for path in [path for step, path in checkpoint_folders(folder).items() if step > after]:
+            names = (f"{path.name}.aside{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
+            aside = next(name for name in names if not os.path.lexists(path.with_name(name)))
+            path.rename(path.with_name(aside))
+            moved.append((path.name, aside))
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
     return moved

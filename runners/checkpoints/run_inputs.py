@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.checkpoints.manifest import digest
-from runners.checkpoints.resume import Origin, data_digest
+from runners.checkpoints.resume import Origin
 from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
@@ -33,9 +33,12 @@ def run_inputs(
     rewards: Sequence[Reward],
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
+    columns = columns_read(rewards, list(examples[0].columns) if examples else [], bool(config.data.answer))
     found: dict[str, Any] = {
-        f'the column "{name}", which a reward reads': _column_digest(examples, name)
-        for name in columns_read(rewards, _columns(examples), with_gold=bool(config.data.answer))
+        f'the column "{name}", which a reward reads': _digest(
+            json.dumps(example.columns[name], default=_plain) + "\n" for example in examples
+        )
+        for name in columns
     }
     files = {
         f"the file of the reward {name}": getattr(reward.function, "file", None)
@@ -49,33 +52,38 @@ def run_inputs(
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     found[HELD_OUT] = data_digest(held_out)
-    stated = json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)
-    found["the model's config.json"] = hashlib.sha256(stated.encode()).hexdigest()
+    found["the model's config.json"] = _digest(
+        [json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)]
+    )
     found["the tokens that end a completion"] = list(loaded.eos_ids)
-    if config.data.image:
-        found["the images of data.image"] = _images_digest(examples)
+    if config.data.image:  # names and sizes in bytes: reading all images would take long
+        found["the images of data.image"] = _digest(
+            repr([(image.name, image.size) for image in example.images]) for example in examples
+        )
     if loaded.base_digest:
         found["the weights of the base model"] = loaded.base_digest
     return found
 
 
+def data_digest(examples: Sequence[Example]) -> str:
+    """A hash of all training data of a run, in order."""
+    return _digest(repr((example.tokens, example.answer)) for example in examples)
+
+
 def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
     """Raises UserError if an input has changed on which weights or completions depend."""
-    found = [name for name in _changed(inputs, origin) if name != HELD_OUT]
+    found = [name for name in _differing(origin.facts.inputs, inputs) if name != HELD_OUT]
     if found:
-        raise UserError(
-            f"{', '.join(found)}: not what {origin.folder} was trained with; "
-            "--allow-config-change continues anyway"
-        )
+        raise UserError(f"{_changed(found, origin)}; --allow-config-change continues anyway")
 
 
-def tell_differences(
+def report_differences(
     inputs: Mapping[str, Any], computing: Mapping[str, Any], origin: Origin, note: Callable[[str], None]
 ) -> None:
     """Notes differences that are allowed: of inputs, if asked for, and of the facts of `arithmetic`."""
-    found = _changed(inputs, origin)
+    found = _differing(origin.facts.inputs, inputs)
     if found:
-        note(f"{', '.join(found)}: not what {origin.folder} was trained with")
+        note(_changed(found, origin))
     was = origin.facts.arithmetic
     rows = [
         f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
@@ -88,7 +96,7 @@ def tell_differences(
         )
 
 
-def columns_read(rewards: Iterable[Reward], names: Sequence[str], *, with_gold: bool = True) -> list[str]:
+def columns_read(rewards: Iterable[Reward], names: Sequence[str], with_gold: bool = True) -> list[str]:
     """The columns of the data that a reward gets: those that it names, or all if it takes **kwargs.
 
     The built-in rewards also take **kwargs but do not read it. The gold answer is compared with the prompts.
@@ -105,27 +113,14 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
 
 
-def _changed(inputs: Mapping[str, Any], origin: Origin) -> list[str]:
-    """The inputs that differ."""
-    return _differing(origin.facts.inputs, inputs)
+def _changed(names: Sequence[str], origin: Origin) -> str:
+    return f"{', '.join(names)}: not what {origin.folder} was trained with"
 
 
-def _columns(examples: Sequence[Example]) -> list[str]:
-    return list(examples[0].columns) if examples else []
-
-
-def _column_digest(examples: Sequence[Example], name: str) -> str:
+def _digest(texts: Iterable[str]) -> str:
     whole = hashlib.sha256()
-    for example in examples:
-        whole.update(json.dumps(example.columns[name], default=_plain).encode() + b"\n")
-    return whole.hexdigest()
-
-
-def _images_digest(examples: Sequence[Example]) -> str:
-    """A digest of the images' names and sizes in bytes: reading all of them would take long."""
-    whole = hashlib.sha256()
-    for example in examples:
-        whole.update(repr([(image.name, image.size) for image in example.images]).encode())
+    for text in texts:
+        whole.update(text.encode("utf-8", "backslashreplace"))
     return whole.hexdigest()
 
 

@@ -13,9 +13,7 @@ from typing import Literal
 import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
-from runners.checkpoints.run_folder import interrupted
-from runners.checkpoints.snapshot import checkpoint_folders
-from runners.checkpoints.trainer_state import TRAINER_STATE
+from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
 from runners.config.recorded import Recorded, recorded_in
 from runners.errors import UserError
 from runners.files.json_files import finite_number, whole_number
@@ -26,21 +24,21 @@ DEPTH = 4  # a run's name may be a path
 State = Literal["running", "finished", "interrupted", "stopped"]
 
 
-@attrs.frozen
+@attrs.define
 class RunSummary:
     """The facts in one run's folder. None: the folder does not tell."""
 
     folder: str
     state: State  # interrupted: has a checkpoint to resume from; stopped: has none
-    update: int  # the last one in the log
-    batch_steps: int | None  # planned ones, if optim.max_steps gives them
-    batch_step: int
-    first_em: float | None  # exact match, 0 to 1
-    last_em: float | None
-    reward: float | None  # of the last update
-    seconds: float  # spent in updates and evaluations
-    changed: float  # when its log was written last, seconds since 1970
-    go_on: str  # a command; "" while it runs
+    update: int = 0  # the last one in the log
+    batch_steps: int | None = None  # planned ones, if optim.max_steps gives them
+    batch_step: int = 0
+    first_em: float | None = None  # exact match, 0 to 1
+    last_em: float | None = None
+    reward: float | None = None  # of the last update
+    seconds: float = 0.0  # spent in updates and evaluations
+    changed: float = 0.0  # when its log was written last, seconds since 1970
+    go_on: str = ""  # a command; "" while it runs
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
@@ -52,34 +50,27 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
-    config = recorded_in(folder)
-    state = _state(folder)
-    update = batch_step = 0
-    scores: list[float] = []
-    reward, seconds = None, 0.0
+    config, state = recorded_in(folder), _state(folder)
+    run = RunSummary(str(folder), state, go_on=_advice(folder, state, config))
+    run.batch_steps = whole_number(config.get("optim", "max_steps")) or None
     for line in LineFile(folder / METRICS).read():
         step = whole_number(line.get("update"))
         if "em" in line and "step_time" not in line:
-            scores += [em] if (em := finite_number(line["em"])) is not None else []
-            seconds += finite_number(line.get("time/eval")) or 0.0
+            em = finite_number(line["em"])
+            run.first_em = em if run.first_em is None else run.first_em
+            run.last_em = run.last_em if em is None else em
+            run.seconds += finite_number(line.get("time/eval")) or 0.0
         else:
             # With log.every above 1 a line also counts for the updates before it.
-            seconds += (finite_number(line.get("step_time")) or 0.0) * max(step - update, 1)
-            reward = finite_number(line.get("reward"))
-        update, batch_step = max(update, step), max(batch_step, whole_number(line.get("batch_step")))
-    return RunSummary(
-        folder=str(folder),
-        state=state,
-        update=update,
-        batch_steps=whole_number(config.get("optim", "max_steps")) or None,
-        batch_step=batch_step,
-        first_em=scores[0] if scores else None,
-        last_em=scores[-1] if scores else None,
-        reward=reward,
-        seconds=seconds,
-        changed=_changed(folder),
-        go_on=_advice(folder, state, config),
-    )
+            run.seconds += (finite_number(line.get("step_time")) or 0.0) * max(step - run.update, 1)
+            run.reward = finite_number(line.get("reward"))
+        run.update = max(run.update, step)
+        run.batch_step = max(run.batch_step, whole_number(line.get("batch_step")))
+    states = [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]
+    for path in (folder / METRICS, folder / RESOLVED, *states):
+        with suppress(OSError):
+            run.changed = max(run.changed, path.stat().st_mtime)
+    return run
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
@@ -88,8 +79,7 @@ def _folders(folder: Path, depth: int) -> Iterator[Path]:
         yield folder
     elif depth:
         with suppress(OSError):
-            below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-            for path in below:
+            for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
                 yield from _folders(path, depth - 1)
 
 
@@ -121,22 +111,9 @@ def _advice(folder: Path, state: State, config: Recorded) -> str:
         return ""
     if state == "finished":
         return shlex.join(["grpo", "chat", str(folder)])
-    resolved = str(folder / RESOLVED)
-    command = ["grpo-run", resolved]
+    command = ["grpo-run", str(folder / RESOLVED)]
     output, name = config.get("run", "output_dir"), config.get("run", "name")
     if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.
         command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]
     return shlex.join([*command, "--resume"] if state == "interrupted" else command)
-
-
-def _changed(folder: Path) -> float:
-    times = [0.0]
-    for path in (folder / METRICS, folder / RESOLVED, *_states(folder)):
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times)
-
-
-def _states(folder: Path) -> list[Path]:
-    return [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]

@@ -7,19 +7,27 @@ memory cannot hold both.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
 
 from grpo_fn.backends import enabled
-from runners.checkpoints.disk_room import DiskRoom
-from runners.checkpoints.run_folder import FolderGone, RunFolder
+from grpo_fn.trees import named_leaves, nbytes
+from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
-from runners.errors import UserError
+from runners.errors import UserError, gigabytes
 from runners.files.durable import flush
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import TrainState
+    from runners.models.loaded_model import LoadedModel
 
 SavePoint = tuple[int, int]  # batch step, update
 
@@ -40,15 +48,17 @@ class Saver:
         settings: CheckpointConfig,
         logs: Sequence[str],
         note: Callable[[str], None],
-        room: DiskRoom | None = None,
+        *,
+        final: int = 0,
+        writes: bool = True,
     ) -> None:
-        """Saves into `folder`. The files `logs` in it are flushed to the disk with each checkpoint; `note`
-        takes lines.
+        """Saves into `folder`. The files `logs` in it are flushed to the disk with each checkpoint.
 
-        With `room`, no checkpoint is started if the disk cannot hold it and the final model.
+        `note` takes lines. No checkpoint is started if the disk cannot hold it and the `final` model's bytes.
+        Without `writes` nothing is saved: rank 0 saves for the others.
         """
-        self._room = room
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
+        self._final, self._writes = final, writes
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
         self.done: SavePoint | None = None  # the last saved one
@@ -58,12 +68,13 @@ class Saver:
         self, take: Callable[[], Snapshot], place: SavePoint, why: str = "", *, strict: bool = False
     ) -> None:
         """Starts to write the snapshot of `take`; with `strict` also waits for it, and raises if it fails."""
+        if not self._writes:
+            return
         self.wait()
         started = time.perf_counter()
         try:
             snapshot = take()
-            if self._room:
-                self._room.check_checkpoint(f"checkpoint-{snapshot.step}", snapshot.nbytes, last=strict)
+            self._check_room(snapshot, 0 if strict else self._final)
         except UserError as error:
             self.failed(error, strict)
         else:
@@ -112,29 +123,36 @@ class Saver:
         seconds, self._stopped = self._stopped, 0.0
         return seconds
 
+    def _check_room(self, snapshot: Snapshot, reserved: int) -> None:
+        free = free_bytes(self._folder.path)
+        if free < snapshot.nbytes + reserved:
+            final = f" and the final model {gigabytes(reserved)}" if reserved else ""
+            raise UserError(
+                f"{self._folder.path}: checkpoint-{snapshot.step} is not saved: it takes "
+                f"{gigabytes(snapshot.nbytes)}{final}, and the disk has {gigabytes(free)} free"
+            )
+
     def _write(self, snapshot: Snapshot) -> Path:
-        name = f"checkpoint-{snapshot.step}"
         try:
-            for log in self._logs:
-                flush(self._folder.here() / log)
             folder = self._folder.here()
+            for log in self._logs:
+                flush(folder / log)
             path = write_checkpoint(folder, snapshot)
-            self._prune(folder)
-        except FolderGone as error:
-            raise UserError(f"{error}; {name} is not saved") from error
+            self._prune()
         except OSError as error:
             raise UserError(
-                f"{self._folder.path}: {name} cannot be saved: {error.strerror or error}"
+                f"{self._folder.path}: checkpoint-{snapshot.step} cannot be saved: {error.strerror or error}"
             ) from error
         return path
 
-    def _prune(self, folder: Path) -> None:
-        prune_checkpoints(folder, keep_last=self._settings.keep_last, keep_best=self._settings.keep_best)
+    def _prune(self) -> None:
+        keep = self._settings
+        prune_checkpoints(self._folder.path, keep_last=keep.keep_last, keep_best=keep.keep_best)
 
     def __enter__(self) -> Saver:
         try:  # a run that was killed before it pruned may have nothing left to save
-            self._prune(self._folder.here())
-        except (OSError, UserError) as error:
+            self._prune()
+        except OSError as error:
             self.failed(UserError(f"{self._folder.path}: old checkpoints cannot be removed: {error}"))
         return self
 
@@ -145,10 +163,31 @@ class Saver:
             self._pool.shutdown()
 
 
-class NoSaver(Saver):
-    """For a rank that writes nothing, because rank 0 saves for all."""
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may write on the folder's disk; if the file system does not tell, any number."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return sys.maxsize
 
-    def save(
-        self, take: Callable[[], Snapshot], place: SavePoint, why: str = "", *, strict: bool = False
-    ) -> None:
-        """Nothing."""
+
+def final_size(state: TrainState, loaded: LoadedModel) -> int:
+    """Bytes of the final model's arrays, which have the dtypes of the source's files; at most, where adapters
+    are merged into packed weights.
+    """
+    weights = named_leaves(state.params) | loaded.frozen
+    size = sum(
+        array.size * loaded.source_dtypes.get(name, loaded.source_dtype).size
+        if mx.issubdtype(array.dtype, mx.floating)
+        else array.nbytes
+        for name, array in weights.items()
+    )
+    if loaded.adapter is not None:
+        size += nbytes(state.params)  # the adapters are saved beside the merged weights
+    if loaded.adapter is not None and loaded.quantized:  # merged layers are stored unpacked
+        for name in [name for name in weights if name.endswith("lora_a")]:
+            a, b = weights[name], weights[f"{name.removesuffix('a')}b"]
+            # [I, r] · [r, O], or for E experts [E·r, I] and [E, O, r]
+            entries = a.shape[0] * b.shape[1] if b.ndim == 2 else b.shape[0] * b.shape[1] * a.shape[1]
+            size += loaded.source_dtype.size * entries
+    return size

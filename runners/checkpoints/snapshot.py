@@ -6,7 +6,6 @@ A checkpoint keeps the master weights (float32, exact) and the rest of the state
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,21 +15,18 @@ import mlx.core as mx
 
 from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
+from runners.checkpoints.run_folder import LATEST, TRAINER_STATE, list_checkpoints
 from runners.checkpoints.state_files import PackedState, pack_state, save_state
-from runners.checkpoints.trainer_state import TRAINER_STATE, VERSION
+from runners.checkpoints.trainer_state import VERSION
 from runners.errors import UserError
 from runners.files.durable import new_folder, remove_folder, save_text
-from runners.files.json_files import read_json, to_json
+from runners.files.json_files import finite_number, read_json, to_json
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_writer import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
-
-
-LATEST = "latest"  # a file with the name of the newest checkpoint
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 @attrs.frozen(eq=False)
@@ -73,9 +69,8 @@ def take_snapshot(
     packed = pack_state(state, weights, loop or {})
     weights = {name: mx.contiguous(array) for name, array in weights.items()}
     mx.eval(weights)
-    return Snapshot(
-        step, weights, packed, {"version": VERSION, "step": step, **trainer_state}, loaded, prompt
-    )
+    facts = {"version": VERSION, "step": step, **trainer_state}
+    return Snapshot(step, weights, packed, facts, loaded, prompt)
 
 
 def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
@@ -102,43 +97,24 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
     return target
 
 
-def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
-    """All folders with a checkpoint's name, by step, oldest first."""
-    if not run_dir.is_dir():
-        return {}
-    found = {int(m[1]): path for path in run_dir.iterdir() if (m := _CHECKPOINT.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
+def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
+    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; with `keep_last` 0 none.
 
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The run's whole checkpoints, oldest step first."""
-    return [path for path in checkpoint_folders(run_dir).values() if (path / TRAINER_STATE).is_file()]
-
-
-def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> list[Path]:
-    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; returns what was deleted.
-
-    With `keep_last` 0 all are kept. Best is the highest "em" in trainer_state.json, then the highest
-    "reward", then the newest; a missing or null number ranks lowest.
+    Best is the highest "em" in trainer_state.json, then the highest "reward", then the newest; a missing or
+    null number ranks lowest.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:
-        return []
+        return
     ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
-    keep = {*folders[-keep_last:], *ranked[:keep_best]}
-    doomed = [folder for folder in folders if folder not in keep]
-    for folder in doomed:
+    for folder in {*folders} - {*folders[-keep_last:], *ranked[:keep_best]}:
         remove_folder(folder)
-    return doomed
 
 
-def _score(folder: Path) -> tuple[float, float]:
+def _score(folder: Path) -> list[float]:
     try:
         state = read_json(folder / TRAINER_STATE)
     except UserError:  # a damaged one is deleted first
-        return (-math.inf, -math.inf)
-    em, reward = (
-        number if isinstance(number := state.get(name), int | float) else -math.inf
-        for name in ("em", "reward")
-    )
-    return em, reward
+        state = {}
+    numbers = [finite_number(state.get(name)) for name in ("em", "reward")]
+    return [-math.inf if number is None else number for number in numbers]

@@ -29,12 +29,9 @@ WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
 
 
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
-
-
 _SCALARS = (bool, int, float, str, type(None))
-_DTYPES = {_name(kind): kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)}
+_KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
+_DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
 
 
 class Missing(KeyError):
@@ -53,29 +50,21 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
     Raises TypeError for anything else, ValueError if two leaves get the same name.
     """
     if isinstance(tree, mx.array):
+        if id(tree) not in known and _is_spread_zero(tree):
+            return {"zeros": [list(tree.shape), str(tree.dtype).removeprefix("mlx.core.")]}
         if id(tree) not in known:
-            if name in arrays:
-                raise ValueError(
-                    f"two arrays are named {name}: a key with a dot in it collides with a nested one"
-                )
-            if _is_spread_zero(tree):
-                return {"zeros": [list(tree.shape), _name(tree.dtype)]}
-            arrays[name] = tree
-            known[id(tree)] = name
+            if name in arrays:  # a key with a dot in it collides with a nested one
+                raise ValueError(f"two arrays are named {name}")
+            arrays[name], known[id(tree)] = tree, name
         return {"array": known[id(tree)]}
-    if isinstance(tree, dict):
-        for key in tree:
-            if not isinstance(key, str):
-                raise TypeError(f"{name}: the key {key!r} is not a string")
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
         return {"dict": {key: pack(value, f"{name}.{key}", arrays, known) for key, value in tree.items()}}
     if type(tree) in (list, tuple):
-        kind = "list" if type(tree) is list else "tuple"
+        kind = type(tree).__name__
         return {kind: [pack(value, f"{name}.{i}", arrays, known) for i, value in enumerate(tree)]}
     if isinstance(tree, _SCALARS):
         return {"value": tree}
-    raise TypeError(
-        f"{name}: cannot write a {type(tree).__name__}; wanted dict, list, tuple, array or a scalar"
-    )
+    raise TypeError(f"{name}: expected a dict, list, tuple, array or scalar, found a {type(tree).__name__}")
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
@@ -90,12 +79,9 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
         return mx.broadcast_to(mx.array(0, _DTYPES[dtype]), size)  # takes no memory
     if kind == "dict":
         return {key: unpack(value, arrays) for key, value in content.items()}
-    if kind in ("list", "tuple"):
-        values = [unpack(value, arrays) for value in content]
-        return values if kind == "list" else tuple(values)
-    if kind != "value":
-        raise ValueError(f"found the kind {kind!r}")
-    return content
+    if kind == "value":
+        return content
+    return {"list": list, "tuple": tuple}[kind](unpack(value, arrays) for value in content)
 
 
 def _is_spread_zero(array: mx.array) -> bool:

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import attrs
 
+from runners.checkpoints.run_folder import TRAINER_STATE
 from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS, TOKENS
 
-TRAINER_STATE = "trainer_state.json"
 VERSION = 3  # before it, accumulated gradients were saved, and a run's state in several tables
 _LOGS = (METRICS, COMPLETIONS, EVALUATIONS, TOKENS)
 _Kind = TypeVar("_Kind")

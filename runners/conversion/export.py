@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import mlx.nn as nn
 
-from runners.checkpoints.run_folder import model_of_run
+from runners.checkpoints.manifest import model_of_run
 from runners.config.recorded import recorded_in
 from runners.conversion.convert import QuantizationOptions, cast_model, check_apart, pack_model, write_weights
 from runners.conversion.model_card import model_card, run_facts

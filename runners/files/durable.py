@@ -124,7 +124,7 @@ def _staging(target: Path) -> Iterator[Path]:
             with suppress(OSError):  # a file system without locks: there nothing is ever swept
                 fcntl.flock(marker, fcntl.LOCK_EX)
             content = {"format": "grpo_fn.staging", "version": 1, "target": target.name}
-            os.write(marker, json.dumps(content).encode())
+            os.write(marker, json.dumps(content, indent=1).encode())
             os.fsync(marker)
             yield stage
     finally:

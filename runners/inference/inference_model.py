@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.checks import check_positions, check_token_ids
-from runners.checkpoints.run_folder import model_of_run
+from runners.checkpoints.manifest import model_of_run
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.data.rendering import NO_KWARGS, render

@@ -12,9 +12,10 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.learner import share
 from grpo_fn.trees import Tree, named_leaves, on_host, structure_of
-from runners.checkpoints.resume import Origin, data_digest
+from runners.checkpoints.resume import Origin
+from runners.checkpoints.run_folder import TRAINER_STATE
+from runners.checkpoints.run_inputs import data_digest
 from runners.checkpoints.state_files import STATE_FILE, load_trees, pack, unpack
-from runners.checkpoints.trainer_state import TRAINER_STATE
 from runners.errors import UserError, show
 from runners.machine.versions import installed_version
 from runners.ranks.ranks import Ranks

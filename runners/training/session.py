@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.run_folder import FolderGone, RunFolder
+from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
@@ -118,16 +118,12 @@ class Session:
         return begun
 
     def save_final(self, whole: g.TrainState) -> Path:
-        """Writes the final model; if the run's folder is gone, into a new one. UserError if it fails."""
+        """Writes the final model. UserError if it fails."""
         final = self.run.folder / "final"
         fault = None
         try:
             if self.ranks.is_rank_zero:
-                try:
-                    final = save_final(self.folder.here(), whole, self.run.loaded, self._prompt)
-                except FolderGone:
-                    with self.folder.created_again() as folder:
-                        final = save_final(folder.path, whole, self.run.loaded, self._prompt)
+                final = save_final(self.folder.here(), whole, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):

@@ -11,22 +11,21 @@ from typing import Any
 import attrs
 
 from grpo_fn.backends import disabled
-from runners.checkpoints.disk_room import disk_room
 from runners.checkpoints.resume import (
     Origin,
     check_differences,
     check_free,
-    data_digest,
     decisions,
     differences,
     earlier_decisions,
     find_origin,
 )
 from runners.checkpoints.run_folder import clear, locked, set_aside
-from runners.checkpoints.run_inputs import check_inputs, run_inputs, tell_differences
-from runners.checkpoints.saving import NoSaver, Saver
+from runners.checkpoints.run_inputs import check_inputs, data_digest, report_differences, run_inputs
+from runners.checkpoints.saving import Saver, final_size, free_bytes
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
+from runners.errors import UserError, gigabytes
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import Stopped, StopSignals
 from runners.machine.startup import Platform
@@ -100,15 +99,17 @@ def start_or_resume(
             shown.status("loading the checkpoint")
             state = restore(run, origin, changed=allow_config_change)
             shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
-            tell_differences(inputs, computing, origin, shown.note)
+            report_differences(inputs, computing, origin, shown.note)
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         run.learner.engine.load(state.train.old_params, state.version)
-        room = None
-        if ranks.is_rank_zero:
-            room = disk_room(folder, run.learner.outline or state.train, run.loaded)
-            room.check_start(where, replaces=replaces)
+        final = final_size(run.learner.outline or state.train, run.loaded) if ranks.is_rank_zero else 0
+        if (free := free_bytes(folder)) < final:
+            raise UserError(
+                f"{where}: {folder}: the final model takes {gigabytes(final)}, and the disk has "
+                f"{gigabytes(free)} free; make room, or choose another run.output_dir"
+            )
         keep = _make_room(held.here(), None if replaces else origin, shown)
         if ranks.is_rank_zero:
             write_resolved(run.config)
@@ -133,8 +134,16 @@ def start_or_resume(
                 update=state.update,
             )
         )
-        saver_type = Saver if ranks.is_rank_zero else NoSaver
-        saver = stack.enter_context(saver_type(held, settings.checkpoint, log.names, shown.note, room))
+        saver = stack.enter_context(
+            Saver(
+                held,
+                settings.checkpoint,
+                log.names,
+                shown.note,
+                final=final,
+                writes=ranks.is_rank_zero,
+            )
+        )
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(settings, machine))

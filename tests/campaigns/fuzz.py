@@ -191,7 +191,8 @@ class Checkpoint(FolderTarget):
 
     def read(self) -> None:
         from runners.checkpoints.resume import find_origin
-        from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
+        from runners.checkpoints.run_folder import list_checkpoints
+        from runners.checkpoints.snapshot import prune_checkpoints
         from runners.checkpoints.state_files import load_trees
         from runners.checkpoints.trainer_state import read_trainer_state
         from runners.training.run_state import restore_state

@@ -23,7 +23,7 @@ import click
 
 import grpo_fn  # noqa: F401 (before MLX)
 from runners.checkpoints.manifest import check_manifest
-from runners.checkpoints.snapshot import LATEST, checkpoint_folders
+from runners.checkpoints.run_folder import LATEST, checkpoint_folders
 from runners.errors import UserError
 from tests.campaigns import killed_conversions
 from tests.campaigns.killed_conversions import Conversions

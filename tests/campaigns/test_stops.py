@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runners.checkpoints.snapshot import checkpoint_folders
+from runners.checkpoints.run_folder import checkpoint_folders
 from tests.support.processes.warm_process import Popen, run
 from tests.support.resuming import LETTERS, TINY, _model, outcome
 from tests.support.tiny_runs import PROBLEMS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from runners.checkpoints.snapshot import checkpoint_folders
+from runners.checkpoints.run_folder import checkpoint_folders
 from runners.telemetry.events import Started
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training

@@ -11,7 +11,7 @@ import pytest
 
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
 from runners.checkpoints.resume import find_origin
-from runners.checkpoints.snapshot import LATEST
+from runners.checkpoints.run_folder import LATEST
 from runners.errors import UserError
 from runners.memory.forecast import with_keys
 from runners.telemetry.report import Quiet
@@ -134,18 +134,14 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
 @pytest.mark.parametrize(
     ("number", "writer", "told"),
     [
-        (1, {"grpo_fn": "0.0.9", "mlx": "0.32.4"}, r"grpo_fn 0\.0\.9"),  # it drew other random numbers
-        (7, {"grpo_fn": "9.1"}, r"grpo_fn 9\.1"),
-        (7, "somebody", "an unknown program"),
+        (1, {"grpo_fn": "0.0.9", "mlx": "0.32.4"}, r".*grpo_fn.*0\.0\.9.*"),  # it drew other random numbers
+        (7, "somebody", '"somebody"'),
     ],
 )
 def test_another_version_is_refused_and_not_passed_over(copy, number, writer, told):
     """A checkpoint of another grpo_fn is no damage: going on from the one before would lose it."""
     rewrite(copy.folder / "checkpoint-3", version=number, written_by=writer)
-    message = (
-        rf"found version {number} of grpo_fn\.checkpoint, written by {told}; "
-        r".* only from version 2: .*overwrite"
-    )
+    message = rf"expected version 2 of grpo_fn\.checkpoint, found {number}, written by {told}: .*overwrite"
     with pytest.raises(UserError, match=message):
         run_training(copy(), report=Quiet(), resume=True)
 

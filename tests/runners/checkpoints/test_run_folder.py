@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 
-from runners.checkpoints.run_folder import LOCK, FolderGone, locked
+from runners.checkpoints.run_folder import locked
 from runners.errors import UserError
+from runners.files.run_files import LOCK
 from runners.telemetry.events import Note
 from runners.training.train import run_training
 from tests.support.files.decoys import look
@@ -13,10 +14,10 @@ from tests.support.resuming import SHORT, Killer, config_in, straight_run
 
 
 class Swapper(Killer):
-    """In the midst of a run: renames its folder, and puts another run's in its place."""
+    """In the midst of a run: renames its folder, and puts a copy of another run's in its place, if any."""
 
     def __init__(self, what, count, folder, other=None):
-        """At the `count`-th `what`; `other` is copied."""
+        """At the `count`-th `what`."""
         super().__init__(what, count)
         self.folder, self.other, self.lines, self.seen = folder, other, [], None
 
@@ -27,7 +28,6 @@ class Swapper(Killer):
                 self.folder.rename(self.folder.with_name("moved"))
                 if self.other:
                     shutil.copytree(self.other, self.folder)
-                    (self.folder / LOCK).write_text("1\n")  # another run is in it
                     self.seen = look([self.folder])
 
     def handle(self, event):
@@ -41,28 +41,23 @@ class Swapper(Killer):
 def test_another_run_at_the_old_path_is_untouched(tmp_path, when):
     """The run ends with a line: its checkpoints up to then are in the renamed folder."""
     folder, other = tmp_path / "out" / "tiny", straight_run(*SHORT).folder
-    (other / LOCK).unlink(missing_ok=True)
     swapper = Swapper(when, 1 if when == "loading" else 3, folder, other)
     settings = [*SHORT, "log.report=false", "system.disable=['background_saving']"]
-    with pytest.raises(UserError, match=r"tiny: the run's folder is gone"):
+    with pytest.raises(UserError, match=r"tiny: the run's folder is gone, and another run is there"):
         run_training(config_in(tmp_path / "out", *settings), report=swapper)
-    (folder / LOCK).write_text("1\n")  # nobody held it, so it was free to take
-    assert {path: seen[-1] for path, seen in look([folder]).items()} == {
-        path: seen[-1] for path, seen in swapper.seen.items()
-    }
+    assert look([folder]) == swapper.seen
     if when == "sampling":
-        assert any("the run's folder is gone; checkpoint-3 is not saved" in line for line in swapper.lines)
+        assert any("the run's folder is gone" in line for line in swapper.lines)
         assert (tmp_path / "out/moved/checkpoint-2/manifest.json").is_file()
 
 
-def test_another_folder_at_the_path_is_not_the_runs(tmp_path):
-    """What a run writes, bad batches too, asks for its folder first."""
-    with locked(tmp_path / "run", "run.name") as folder:
-        assert folder.here() == tmp_path / "run"
-        (tmp_path / "run").rename(tmp_path / "moved")
-        (tmp_path / "run").mkdir()
-        with pytest.raises(FolderGone, match="run: the run's folder is gone"):
-            folder.here()
+def test_a_renamed_folder_is_made_again_for_the_final_model(tmp_path):
+    """Checkpoints fail with a line, as the logs are in the old one."""
+    swapper = Swapper("sampling", 3, tmp_path / "out" / "tiny")
+    run_training(config_in(tmp_path / "out", *SHORT), report=swapper)
+    assert any("checkpoint-3 cannot be saved" in line for line in swapper.lines)
+    assert (tmp_path / "out/tiny/final/model.safetensors").is_file()
+    assert (tmp_path / "out/moved/training_log.jsonl").is_file()
 
 
 @pytest.mark.parametrize("kind", ["notes", "link"])
@@ -78,17 +73,15 @@ def test_a_lock_that_is_no_lock_is_left_alone(tmp_path, kind):
     assert precious.read_text() == lock.read_text() == before
 
 
-def test_a_lock_that_somebody_replaced_is_not_removed(tmp_path):
-    """Only the file that this process locked goes."""
-    with locked(tmp_path / "run", "run.name"):
-        (tmp_path / "run" / LOCK).unlink()
-        (tmp_path / "run" / LOCK).write_text("1\n")
-    assert (tmp_path / "run" / LOCK).read_text() == "1\n"
-
-
-def test_an_empty_folder_of_somebody_else_is_not_removed(tmp_path):
-    """What has the run's path at the end may be another one."""
-    with locked(tmp_path / "out" / "run", "run.name"):
-        (tmp_path / "out" / "run").rename(tmp_path / "out" / "moved")
-        (tmp_path / "out" / "run").mkdir()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"run", "moved"}
+def test_only_the_own_lock_and_folder_are_removed_at_the_end(tmp_path):
+    """What has the run's path by then may be somebody else's."""
+    with locked(tmp_path / "a", "run.name"):
+        (tmp_path / "a" / LOCK).unlink()
+        (tmp_path / "a" / LOCK).write_text("1\n")
+    with locked(tmp_path / "b" / "run", "run.name"):
+        (tmp_path / "b" / "run").rename(tmp_path / "b" / "moved")
+        (tmp_path / "b" / "run").mkdir()
+    with locked(tmp_path / "c" / "run", "run.name"):
+        pass
+    assert (tmp_path / "a" / LOCK).read_text() == "1\n" and not (tmp_path / "c").exists()
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"run", "moved"}

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import attrs
@@ -11,9 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from runners.checkpoints.run_inputs import _column_digest, columns_read, run_inputs
+from runners.checkpoints.run_inputs import columns_read, run_inputs
 from runners.config.loading import Config, load_config
-from runners.config.reading import PRESET_FOLDER
 from runners.config.sections import EnvConfig, ModelConfig
 from runners.errors import UserError
 from runners.machine.arithmetic import arithmetic_facts
@@ -180,31 +177,41 @@ def test_which_columns_a_reward_is_given():
     assert columns_read([Reward(name, function) for name, function in REWARDS.items()], names) == []
 
 
-def test_the_files_of_environments_are_compared(tmp_path, monkeypatch):
-    """A class, a tool, and a file of tools: each decides what a conversation says."""
+@pytest.fixture
+def inputs(tmp_path, monkeypatch):
+    """`run_inputs` of a config with an environment, and of one example whose column `x` has a value."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "shop.py").write_text("class Shop: ...")
     (tmp_path / "config.json").write_text("{}")
     env = EnvConfig(factory="shop.py:Shop", tools=("shop.py:price", "shop.py"))
     config = attrs.evolve(Config(model=ModelConfig(path="x")), env=env)
     loaded = SimpleNamespace(path=tmp_path, eos_ids=(2,), base_digest="")
-    found = run_inputs(config, loaded, [], [], [])
+
+    def found(value=0):
+        example = SimpleNamespace(columns={"x": value}, tokens=[1], answer="")
+        return run_inputs(config, loaded, [example], [], [Reward("r", lambda completions, x: [])])
+
+    return found
+
+
+def test_the_files_of_environments_are_compared(inputs, tmp_path):
+    """A class, a tool, and a file of tools: each decides what a conversation says."""
+    found = inputs()
     assert [name for name in found if "file" in name] == [
         *("the file of the tool shop.py:price", "the file of the tool shop.py", "the file of env.factory"),
     ]
     (tmp_path / "shop.py").write_text("class Shop: other = 1")
-    changed = run_inputs(config, loaded, [], [], [])
-    assert changed["the file of env.factory"] != found["the file of env.factory"]
+    assert inputs()["the file of env.factory"] != found["the file of env.factory"]
 
 
-def test_columns_are_compared_in_full_and_alike_in_every_process():
+def test_columns_are_compared_in_full_and_alike_in_every_process(inputs):
     """Long arrays to their last number; without the order of sets and without places in memory."""
 
     class Thing:
         pass
 
     def digest(value):
-        return _column_digest([SimpleNamespace(columns={"x": value})], "x")
+        return inputs(value)['the column "x", which a reward reads']
 
     many = np.arange(10_000)
     other = many.copy()
@@ -213,24 +220,3 @@ def test_columns_are_compared_in_full_and_alike_in_every_process():
     assert digest(many.astype(object)) != digest(other.astype(object))
     assert digest({"a", "b"}) == digest({"b", "a"}) and digest([Thing()]) == digest([Thing()])
     assert digest({"a": [1, None, 2.5, "é\ud800", b"x", (True,)]}) != digest({"a": [1, None, 2.5, "é", b"x"]})
-
-
-def test_the_threads_of_the_blas_are_counted():
-    """As the environment sets them: what the library says, not what was asked of it."""
-    code = (
-        "import json; from runners.machine import startup;"
-        "from runners.machine.arithmetic import arithmetic_facts;"
-        "print(json.dumps(arithmetic_facts(startup.prepare())))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=PRESET_FOLDER.parent,
-        env={"PYTHONPATH": str(PRESET_FOLDER.parent), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        timeout=240,
-    )
-    found = json.loads(done.stdout)
-    assert found["mlx"] and found["backend"] in ("cpu", "cuda", "metal")
-    if found.get("blas"):
-        assert found.get("blas_threads", 1) == 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import pathlib
 import resource
@@ -13,17 +12,15 @@ import pytest
 
 from runners.checkpoints import snapshot
 from runners.checkpoints.manifest import check_manifest
-from runners.checkpoints.run_folder import locked
-from runners.checkpoints.snapshot import LATEST, list_checkpoints
+from runners.checkpoints.run_folder import LATEST, list_checkpoints, locked
 from runners.checkpoints.state_files import load_state
 from runners.errors import UserError
 from runners.files import durable
 from runners.files.json_lines import JsonLines
-from runners.telemetry.events import Finished, Note, Status
 from runners.training.train import run_training
 from tests.support.files.checkpoints import save_checkpoint
 from tests.support.files.disks import small_disk
-from tests.support.resuming import Killer, config_in, lines_of, outcome, straight_run
+from tests.support.resuming import config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import load, make_state, same_bits
@@ -48,8 +45,8 @@ def llama(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def at_call(monkeypatch, at, act):
-    """Calls `act` before the `at`-th of the disk's calls; yields their number, and that one's name."""
+def faulty(monkeypatch, code, at):
+    """The `at`-th of the disk's calls fails with the error `code`; yields their number, and its name."""
     count = [0, ""]
 
     def watched(function):
@@ -57,7 +54,7 @@ def at_call(monkeypatch, at, act):
             count[0] += 1
             if count[0] == at:
                 count[1] = function.__name__
-                act()
+                raise OSError(code, os.strerror(code))
             return function(*args, **kwargs)
 
         return call
@@ -66,15 +63,6 @@ def at_call(monkeypatch, at, act):
         for owner, name in CALLS:
             patch.setattr(owner, name, watched(getattr(owner, name)))
         yield count
-
-
-def faulty(monkeypatch, code, at):
-    """The `at`-th of the disk's calls fails with the error `code`; yields how many there were."""
-
-    def fail():
-        raise OSError(code, os.strerror(code))
-
-    return at_call(monkeypatch, at, fail)
 
 
 def assert_whole(folder, state):
@@ -138,25 +126,17 @@ def test_a_file_that_may_not_grow_is_refused_by_the_kernel(llama, tmp_path):
 
 def test_a_disk_that_is_really_full(llama, tmp_path):
     """Saves until 2 MB are full, then with room made: whole checkpoints before, between and after."""
-    with small_disk(tmp_path / "disk", 2 << 20) as disk:
-        fill_and_go_on(llama, disk)
-
-
-def fill_and_go_on(llama, disk):
-    """Until saving fails; then a checkpoint goes, and the next one is saved."""
     states = {}
-    with pytest.raises(UserError, match="cannot be written: No space left on device"):
-        for step in range(1, 1000):
-            state = make_state(llama, seed=step)
-            save_checkpoint(disk, step, state, llama, {})
-            states[step] = state
-    assert states
-    for step, state in states.items():
-        assert_whole(disk / f"checkpoint-{step}", state)
-    durable.remove_folder(disk / "checkpoint-1")
-    state = make_state(llama, seed=2000)
-    save_checkpoint(disk, 2000, state, llama, {})
-    assert_whole(disk / "checkpoint-2000", state)
+    with small_disk(tmp_path / "disk", 2 << 20) as disk:
+        with pytest.raises(UserError, match="cannot be written: No space left on device"):
+            for step in range(1, 1000):
+                state = make_state(llama, seed=step)
+                save_checkpoint(disk, step, state, llama, {})
+                states[step] = state
+        for step, state in states.items():
+            assert_whole(disk / f"checkpoint-{step}", state)
+        durable.remove_folder(disk / "checkpoint-1")
+        assert_whole(save_checkpoint(disk, 2000, states[1], llama, {}), states[1])
 
 
 def test_log_lines_wait_for_room(tmp_path, monkeypatch):
@@ -245,47 +225,6 @@ def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):
         )
 
 
-class Vandal(Killer):
-    """Removes the run's folder in the midst of the run."""
-
-    def __init__(self, folder, count):
-        """At the `count`-th rollout."""
-        super().__init__("sampling", count)
-        self.folder, self.lines = folder, []
-
-    def handle(self, event):
-        """Keeps lines and the summary as well."""
-        if isinstance(event, Note):
-            self.lines.append(event.text)
-        if isinstance(event, Finished):
-            self.summary = event.summary
-        if event == Status(self.what):
-            self.left -= 1
-            if self.left == 0:  # moved first: the thread that saves may be writing into it
-                gone = self.folder.rename(self.folder.with_name("gone"))
-                while gone.exists():  # a save that is under way may add a file meanwhile
-                    shutil.rmtree(gone, ignore_errors=True)
-
-
-def test_a_folder_that_vanishes_is_told_and_the_model_saved(tmp_path):
-    """The checkpoints fail with a line; the final model is worth a folder of its own."""
-    vandal = Vandal(tmp_path / "out" / "tiny", 3)
-    with pytest.raises(UserError, match=r"log\.jsonl: cannot be written: it was deleted while"):
-        run_training(config_in(tmp_path / "out", "optim.max_steps=4"), report=vandal)
-    assert sum("the run's folder is gone" in line for line in vandal.lines) >= 1
-    assert (tmp_path / "out/tiny/final/model.safetensors").is_file()
-    assert "log" not in vandal.summary
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_told(tmp_path):
-    """No permission: one line, before the model is loaded."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out").chmod(0o555)
-    with pytest.raises(UserError, match="cannot be written: Permission denied"):
-        run_training(config_in(tmp_path / "out"), report=Notes())
-
-
 def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
     """A read-only file system: one line with the key."""
     config = config_in(tmp_path / "out")
@@ -296,14 +235,3 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "mkdir", refused)
     with pytest.raises(UserError, match=r"run\.name: .*tiny cannot be written: Read-only file system"):
         run_training(config, report=Notes())
-
-
-def test_a_trainer_state_of_nonsense_is_the_first_to_go(tmp_path):
-    """Ranking checkpoints reads a damaged one as the worst, and does not stumble over it."""
-    from runners.checkpoints.snapshot import prune_checkpoints
-
-    for step, text in ((1, json.dumps({"em": 0.5})), (2, "{"), (3, json.dumps({"em": "high"}))):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
-    prune_checkpoints(tmp_path, keep_last=1, keep_best=1)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]

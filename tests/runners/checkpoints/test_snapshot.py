@@ -9,7 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import map_arrays, named_leaves
-from runners.checkpoints.snapshot import list_checkpoints, prune_checkpoints
+from runners.checkpoints.run_folder import list_checkpoints
+from runners.checkpoints.snapshot import prune_checkpoints
 from runners.checkpoints.trainer_state import VERSION
 from runners.config.sections import LoraConfig
 from runners.models.model_writer import save_final
@@ -126,43 +127,36 @@ def test_a_folder_may_be_saved_over_the_one_it_was_loaded_from(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
 
 
-def fake_checkpoints(run_dir, states):
-    """Folders with a trainer_state.json alone, which is all that pruning reads."""
-    for step, state in states.items():
-        (run_dir / f"checkpoint-{step}").mkdir()
-        (run_dir / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-
-
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "kept"),
     [
-        (0, 0, [2, 9, 10, 11, 100]),
+        (0, 0, [2, 5, 6, 9, 10, 11, 100]),
         (2, 0, [11, 100]),
-        (0, 1, [2, 9, 10, 11, 100]),  # 0 is all, whatever the other says
+        (0, 1, [2, 5, 6, 9, 10, 11, 100]),  # 0 is all, whatever the other says
         (1, 1, [9, 100]),  # the newest stays though it is not the best
         (1, 2, [9, 10, 100]),  # em 0.7 with the higher reward before em 0.7
         (1, 3, [9, 10, 11, 100]),
-        (9, 9, [2, 9, 10, 11, 100]),
+        (1, 5, [2, 9, 10, 11, 100]),
+        (9, 9, [2, 5, 6, 9, 10, 11, 100]),
     ],
 )
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep_last, keep_best, kept):
     """Steps count as numbers; em ranks before reward; a null ranks last; other folders are let be."""
-    fake_checkpoints(
-        tmp_path,
-        {
-            2: {"em": 0.1, "reward": 9.0},
-            9: {"em": 0.9, "reward": 1.0},
-            10: {"em": 0.7, "reward": 2.0},
-            11: {"em": 0.7, "reward": None},
-            100: {"em": None, "reward": 3.0},
-        },
-    )
+    states = {
+        2: '{"em": 0.1, "reward": 9.0}',
+        5: "{",  # damaged: the first to go
+        6: '{"em": "high"}',
+        9: '{"em": 0.9, "reward": 1.0}',
+        10: '{"em": 0.7, "reward": 2.0}',
+        11: '{"em": 0.7, "reward": null}',
+        100: '{"em": null, "reward": 3.0}',
+    }
+    for step, state in states.items():
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "final").mkdir()
-    gone = prune_checkpoints(tmp_path, keep_last=keep_last, keep_best=keep_best)
+    prune_checkpoints(tmp_path, keep_last=keep_last, keep_best=keep_best)
     assert [int(folder.name.split("-")[1]) for folder in list_checkpoints(tmp_path)] == kept
-    assert {folder.name for folder in gone} == {
-        f"checkpoint-{step}" for step in {2, 9, 10, 11, 100} - {*kept}
-    }
     assert (tmp_path / "checkpoint-best").is_dir() and (tmp_path / "final").is_dir()
     assert not list(tmp_path.glob(".*"))

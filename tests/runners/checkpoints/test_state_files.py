@@ -123,9 +123,9 @@ def test_what_cannot_be_written_is_refused_by_name():
     """Names that collide and values of other types are errors, not losses."""
     with pytest.raises(ValueError, match=r"two arrays are named t\.a\.b"):
         pack({"a.b": mx.array(1), "a": {"b": mx.array(2)}}, "t", {}, {})
-    with pytest.raises(TypeError, match=r"t\.a: cannot write a set"):
+    with pytest.raises(TypeError, match=r"t\.a: expected .* found a set"):
         pack({"a": set()}, "t", {}, {})
-    with pytest.raises(TypeError, match="the key 3 is not a string"):
+    with pytest.raises(TypeError, match=r"t: expected .* found a dict"):
         pack({3: mx.array(1)}, "t", {}, {})
 
 

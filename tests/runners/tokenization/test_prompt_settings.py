@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.checkpoints.run_folder import model_of_run
+from runners.checkpoints.manifest import model_of_run
 from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
 from runners.errors import UserError, spell

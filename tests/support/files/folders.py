@@ -2,7 +2,8 @@
 
 import os
 
-from runners.checkpoints.run_folder import LOCK, RunFolder
+from runners.checkpoints.run_folder import RunFolder
+from runners.files.run_files import LOCK
 
 
 def held(folder):

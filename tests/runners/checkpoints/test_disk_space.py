@@ -1,0 +1,104 @@
+"""Space on the disk: a run knows what it will write, and what to do where that does not fit."""
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from runners.checkpoints import saving
+from runners.checkpoints.run_folder import list_checkpoints
+from runners.checkpoints.saving import final_size
+from runners.errors import UserError
+from runners.machine.signals import Stopped
+from runners.models.model_writer import save_final
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import Notes
+from tests.support.tiny_states import load, make_state, same_bits
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A disk with `disk.free` bytes."""
+    state = SimpleNamespace(free=10**12)
+    monkeypatch.setattr(saving, "shutil", SimpleNamespace(disk_usage=lambda _: state))
+    return state
+
+
+def size_of(folder):
+    """Bytes of its files."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(
+    ("model", "tune", "most"),
+    [
+        ({}, "full", 1.0),
+        ({"dtype": "bfloat16"}, "dora", 1.0),
+        ({"quantize": {"group_size": 32, "bits": 4}}, "lora", 2.0),  # what is merged is stored unpacked
+    ],
+)
+def test_the_size_of_the_final_model_is_known_before_it_is_made(tmp_path, model, tune, most):
+    """To 60 kB of small files; at most where adapters are merged into packed weights."""
+    loaded = load(make_model_folder(tmp_path / "base", vocab_size=8000, **model), tune=tune)
+    state = make_state(loaded)
+    final = size_of(save_final(tmp_path / "run", state, loaded))
+    assert final > 120_000 and final - 60_000 < final_size(state, loaded) < most * (final + 60_000)
+
+
+def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_path, disk):
+    """One line with both sizes; what an earlier run left is still there."""
+    config = config_in(tmp_path / "a", *SHORT, "run.overwrite=true")
+    finished = run_training(config, report=Quiet())
+    before = outcome(finished.folder)
+    disk.free = size_of(finished.folder / "final") // 2
+    with pytest.raises(UserError, match=r"run\.name: .*tiny: the final model takes .* free; make room, or"):
+        run_training(config, report=Quiet())
+    assert outcome(finished.folder) == before
+
+
+class Asked(Killer):
+    """Sends this process SIGINT instead of ending it."""
+
+    def _tick(self, what):
+        if what.startswith(self.what):
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_only_the_last_checkpoint_of_a_stopped_run_takes_the_final_models_room(tmp_path, disk):
+    """Lines for the others, which are not written; the final model is, and the result is the same."""
+    straight = straight_run(*SHORT)
+    disk.free = size_of(straight.folder / "checkpoint-1") + size_of(straight.folder / "final") // 2
+    notes = Notes()
+    result = run_training(config_in(tmp_path / "b", *SHORT), report=notes)
+    assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)
+    assert list_checkpoints(result.folder) == []
+    refused = [line for line in notes.lines if "is not saved" in line]
+    assert len(refused) == 3 and "checkpoint-1 is not saved: it takes " in refused[0]
+    assert "and the final model " in refused[0] and "goes on" in refused[0]
+    with pytest.raises(Stopped):
+        run_training(config_in(tmp_path / "c", *SHORT, "checkpoint.every=0"), report=Asked("step", 1))
+    assert [path.name for path in list_checkpoints(tmp_path / "c" / "tiny")] == ["checkpoint-1"]
+
+
+def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
+    """Another program filled the disk: a resumed run, with room again, has only the model left to write."""
+    settings = [*SHORT, "checkpoint.every=0"]
+    straight = straight_run(*settings)
+    config, notes = config_in(tmp_path / "b", *settings), Notes()
+
+    def full(*_, **__):
+        raise UserError("final: cannot be written: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runners.training.session.save_final", full)
+        with pytest.raises(UserError, match="No space left"):
+            run_training(config, report=notes)
+    assert any(line.startswith("the final model could not be saved, but") for line in notes.lines)
+    resumed = run_training(config, report=Killer("sampling", 1), resume=True)
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
