@@ -1,6 +1,5 @@
-"""Helpers of decoding steps: a cache for one token per call, positions, and batches that shrink by halves."""
+"""The positions of a decoding step, as one array for all layers."""
 
-from collections.abc import Sequence
 from contextvars import ContextVar
 
 import mlx.core as mx
@@ -26,25 +25,3 @@ def shared_positions(first_b: mx.array, own: int) -> mx.array:
 def are_shared(position: object) -> bool:
     """Whether `shared_positions` gave this very array, a short time ago."""
     return any(each is position for _, _, each in _shared.get())
-
-
-class OneTokenCache:
-    """A cache that takes one new token per row and call."""
-
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: a new token sees all earlier ones."""
-        if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
-
-
-def halve_down_to(least: int, number: int) -> int:
-    """The number, halved and rounded up as long as the result is not below `least`."""
-    while (number + 1) // 2 >= least and number > 1:
-        number = (number + 1) // 2
-    return number
-
-
-def with_others(chosen: Sequence[int], count: int, number: int) -> list[int]:
-    """`count` of the integers below `number`, rising: the chosen ones, then the first of the others."""
-    taken = set(chosen)
-    return sorted([*chosen, *[n for n in range(number) if n not in taken][: count - len(chosen)]])

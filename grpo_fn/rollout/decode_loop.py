@@ -162,9 +162,9 @@ class Decoder:
 
     def _places_to_keep(self, batch: RowBatch) -> list[int] | None:
         """Places of the rows to keep, if enough rows have ended; None: all."""
-        if not self._compact:
+        if not (self._compact and batch.steps.drops_rows):
             return None
-        places = batch.steps.rows_to_keep([row in batch.alive for row in batch.rows])
+        places = [place for place, row in enumerate(batch.rows) if row in batch.alive]
         return places if len(places) <= (1 - COMPACT_SHARE) * len(batch.rows) else None
 
     def _collect(

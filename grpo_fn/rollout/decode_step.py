@@ -20,21 +20,21 @@ from grpo_fn.policy.policy import Policy
 class Steps(Protocol):
     """The decoding steps of one batch of rows."""
 
+    drops_rows: bool  # whether `keep_rows` may be called
+
     def __call__(self, token_b: mx.array) -> mx.array:
         """Feed each row its token: logits [B,V] of the next."""
         ...
 
-    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
-        """Rows that the batch should keep, in rising order: all that have not ended, and possibly others."""
-        ...
-
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep rows that `rows_to_keep` has chosen."""
+        """Keep these rows, in rising order."""
         ...
 
 
 class CacheSteps:
     """Steps of a model over caches."""
+
+    drops_rows = True
 
     def __init__(
         self,
@@ -48,10 +48,6 @@ class CacheSteps:
     def __call__(self, token_b: mx.array) -> mx.array:
         """As `Steps`."""
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
-
-    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
-        """All that have not ended."""
-        return [row for row, is_alive in enumerate(alive) if is_alive]
 
     def keep_rows(self, rows: list[int]) -> None:
         """As `Steps`."""

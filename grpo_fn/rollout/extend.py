@@ -160,7 +160,6 @@ class CopiedPromptRows:
         self._policy, self._model = policy, model
         # Windows and recurrent states cannot give back what they were fed.
         self.sees_each_step = not all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
-        self.first = CacheSteps(model, caches)
         self._parked: dict[int, Caches] = {}
 
     def park(self, steps: CacheSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:

@@ -24,7 +24,7 @@ from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Completions, Decoder, Decoding
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
-from grpo_fn.rollout.extend import CopiedPromptRows, SharedPromptRows
+from grpo_fn.rollout.extend import CopiedPromptRows, Extender, SharedPromptRows
 from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
 from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
@@ -130,15 +130,13 @@ def decode(
                 )
                 # All at once on the device, because a number from the host at each step would be waited for.
                 bits_nbw = draw_bits(keys_b2, 0, sampling.max_new_tokens)
-                if replies is None or transcript is None:
-                    shown = None if images is None else [images[p] for p in part]
-                    logits_pv, steps = yield from _prefilled(
-                        policy, model, these, shown, sampling, share_prefix
-                    )
-                    turns = None
-                else:
-                    logits_pv, extender = yield from _extendable(policy, model, these, rows, share_prefix)
-                    steps = extender.first
+                shown = None if images is None else [images[p] for p in part]
+                extended = None if replies is None else rows
+                logits_pv, steps, extender = yield from _prefilled(
+                    policy, model, these, shown, sampling, share_prefix, extended
+                )
+                turns = None
+                if replies is not None and transcript is not None and extender is not None:
                     turns = Turns(
                         replies,
                         extender,
@@ -207,23 +205,29 @@ def _prefilled(
     images: Sequence[PromptImages | None] | None,
     sampling: Sampling,
     share_prefix: bool,
-) -> Prefill[tuple[mx.array, Steps]]:
-    """Logits [P,V] after the prompts, and the steps that decode their completions from there."""
-    group = sampling.num_generations
+    rows: Sequence[int] | None,
+) -> Prefill[tuple[mx.array, Steps, Extender | None]]:
+    """Logits [P,V] after the prompts, the steps that decode from there, and the extender of conversations.
+
+    `rows`: numbers of the conversations' rows; None: completions of one turn.
+    """
+    group, lengths = sampling.num_generations, [len(prompt) for prompt in prompts]
     if not share_prefix:
         logits_pv, caches = yield from prefill(model, prompts)
-        copies = [p for p in range(len(prompts)) for _ in range(group)]
-        cache_rows.keep_rows(caches, copies)
-        return logits_pv, CacheSteps(model, caches)
-    lengths = [len(prompt) for prompt in prompts]
-    if images is None:
-        logits_pv, caches = yield from prefill_once(policy, model, prompts)
-        return logits_pv, shared_steps(policy, model, caches, lengths, group, room=sampling.max_new_tokens)
-    some = images if any(each is not None for each in images) else None
+        cache_rows.keep_rows(caches, [p for p in range(len(prompts)) for _ in range(group)])
+        copied = None if rows is None else CopiedPromptRows(policy, model, caches)
+        return logits_pv, CacheSteps(model, caches), copied
+    some = images if images is not None and any(each is not None for each in images) else None
     logits_pv, caches = yield from prefill_once(policy, model, prompts, some)
+    if rows is not None:
+        extender = SharedPromptRows(policy, model, caches, lengths, rows)
+        return logits_pv, extender.first, extender
+    if images is None:
+        room = sampling.max_new_tokens
+        return logits_pv, shared_steps(policy, model, caches, lengths, group, room=room), None
     shifts = [0 if each is None else each.shift for each in images]
     forked = fork(caches, lengths, group, shifts)
-    return logits_pv, CacheSteps(model, forked, keep_prefix_rows)
+    return logits_pv, CacheSteps(model, forked, keep_prefix_rows), None
 
 
 def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> None:
@@ -255,23 +259,6 @@ def _check_images(
 def takes_prompt_images(policy: Policy) -> bool:
     """Whether `generate` takes images: the model rotates by three positions, and shares prefixes."""
     return policy.shares_prefix and takes_images(policy.module)
-
-
-def _extendable(
-    policy: Policy,
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    rows: Sequence[int],
-    share_prefix: bool,
-) -> Prefill[tuple[mx.array, SharedPromptRows | CopiedPromptRows]]:
-    """Logits [P,V] after the prompts, and the steps that decode their conversations."""
-    if share_prefix:
-        logits_pv, caches = yield from prefill_once(policy, model, prompts)
-        return logits_pv, SharedPromptRows(policy, model, caches, list(map(len, prompts)), rows)
-    logits_pv, caches = yield from prefill(model, prompts)
-    group = len(rows) // len(prompts)
-    cache_rows.keep_rows(caches, [place // group for place in range(len(rows))])
-    return logits_pv, CopiedPromptRows(policy, model, caches)
 
 
 def _together(prompts: int, num_generations: int, max_batch: int) -> int:

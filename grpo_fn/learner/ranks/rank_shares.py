@@ -1,6 +1,6 @@
 """Distributes a batch's gradient over the ranks. Any cut gives the same sums."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import mlx.core as mx
@@ -31,14 +31,9 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     cost = {group: sum(prompts[row] + counted[row] for row in own) for group, own in members.items()}
-    taken: list[list[int]] = [[] for _ in range(number)]
-    loads = [0] * number
-    for group in sorted(members, key=lambda group: -cost[group]):  # stable: in order where costs are equal
-        part = loads.index(min(loads))
-        taken[part] += members[group]
-        loads[part] += cost[group]
     parts = []
-    for own in taken:
+    for groups_of_part in _dealt(cost, number):
+        own = [row for group in groups_of_part for row in members[group]]
         if parts and not own:
             continue
         part = take_rows(batch, sorted(own))
@@ -67,14 +62,20 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         if len(halves) == 1:
             break
         cutting[widest : widest + 1] = halves
-    owners: list[list[int]] = [[] for _ in range(size)]
-    loads = [0] * size
-    for place in sorted(range(len(cutting)), key=lambda place: -shape_of(cutting[place]).tokens):
-        owner = loads.index(min(loads))
-        owners[owner].append(place)
-        loads[owner] += max(shape_of(cutting[place]).tokens, 1)
-    mine = [cutting[place] for place in sorted(owners[rank])]
+    cost = {place: max(shape_of(piece).tokens, 1) for place, piece in enumerate(cutting)}
+    mine = [cutting[place] for place in sorted(_dealt(cost, size)[rank])]
     if not mine:  # a micro-batch without rows that counts nothing
         none = take_part(cutting[0], [], [])
         mine = [attrs.evolve(none, num_sequences=mx.array(0.0), num_tokens=mx.array(0.0))]
     return mine
+
+
+def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
+    """The keys in `number` parts of about the same cost: the largest first, each to the cheapest part."""
+    parts: list[list[int]] = [[] for _ in range(number)]
+    loads = [0] * number
+    for key in sorted(cost, key=lambda key: -cost[key]):  # stable: in order where costs are equal
+        part = loads.index(min(loads))
+        parts[part].append(key)
+        loads[part] += cost[key]
+    return parts

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled, number
+from grpo_fn.checks import check_rank, check_shape
 
 CHUNK = 32  # tokens; a power of two
 CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
@@ -223,22 +224,20 @@ def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.arr
 def _check_shapes(
     q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: Any, mask: Any
 ) -> None:
-    if q.ndim != 4 or k.shape != q.shape:
-        raise ValueError(f"q and k are [B,T,Hk,Dk]; found {q.shape} and {k.shape}")
-    if q.shape[1] == 0:
-        raise ValueError(f"expected at least one token; found q {q.shape}")
-    if v.ndim != 4 or v.shape[:2] != q.shape[:2] or v.shape[2] % q.shape[2]:
-        raise ValueError(f"v is [B,T,Hv,Dv], Hv a multiple of Hk, beside q {q.shape}; found {v.shape}")
-    rows, length, heads, value_width = v.shape
-    key_width = q.shape[-1]
-    if beta.shape != (rows, length, heads):
-        raise ValueError(f"beta is [B,T,Hv] = {(rows, length, heads)}; found {beta.shape}")
-    if log_g.shape not in ((rows, length, heads), (rows, length, heads, key_width)):
+    check_rank("q", q, 4)
+    check_rank("v", v, 4)
+    rows, length, key_heads, key_width = q.shape
+    heads, value_width = v.shape[2:]
+    if length == 0 or heads % key_heads:
         raise ValueError(
-            f"log_g is [B,T,Hv] = {(rows, length, heads)}, or has Dk beside; found {log_g.shape}"
+            f"found q {q.shape} and v {v.shape}: expected at least one token, and Hv a multiple of Hk"
         )
-    if state is not None and state.shape != (rows, heads, value_width, key_width):
-        wanted = (rows, heads, value_width, key_width)
-        raise ValueError(f"state is [B,Hv,Dv,Dk] = {wanted}; found {state.shape}")
-    if mask is not None and mask.shape != (rows, length):
-        raise ValueError(f"mask is [B,T] = {(rows, length)}; found {mask.shape}")
+    by_token = rows, length, heads
+    check_shape("k", k, q.shape)
+    check_shape("v", v, (*by_token, value_width))
+    check_shape("log_g", log_g, by_token if log_g.ndim == 3 else (*by_token, key_width))
+    check_shape("beta", beta, by_token)
+    if state is not None:
+        check_shape("state", state, (rows, heads, value_width, key_width))
+    if mask is not None:
+        check_shape("mask", mask, (rows, length))

@@ -98,6 +98,17 @@ def test_cispo():
     np.testing.assert_allclose(grad[[1, 3], 0], [0.2506265487024803, 0.435262414594309], rtol=1e-5)
 
 
+@pytest.mark.parametrize(("floor", "weights"), [({}, (0.1, 1, 2)), ({"correction_floor": 0.5}, (0.5, 1, 2))])
+def test_bounds_of_truncation(floor, weights):
+    """Ratios 0.1, 1, 3, cap 2: test_clipped_pg_loss_tis_min_bound_defaults_to_zero, and with TRL's
+    `vllm_importance_sampling_clip_min` = ½."""
+    spec = token_spec(correction="token_truncate", correction_cap=2.0, **floor)
+    loss, _, _ = loss_and_grad(
+        spec, column(np.log([0.1, 1.0, 3.0])), [1.0] * 3, rollout_logp=column([0.0] * 3)
+    )
+    assert loss == pytest.approx(-sum(weights) / 3, rel=1e-5)
+
+
 # Two sequences with d = log π_old − log μ of (ln 2, ln 2, 0) and (ln 2, −ln 4): products 4 and ½, geometric
 # means 4^⅓ = 1.5874 and √½ = 0.7071. On-policy and with A = 1 a token of weight w adds −w to a sum of five.
 TWO_OLD = [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]

@@ -39,11 +39,6 @@ def test_warm_up_and_decay(kind, total, ratio):
     assert values(schedule, total + 3) == pytest.approx(want, rel=2e-6, abs=1e-10)
 
 
-def test_a_warm_up_written_out():
-    """Four updates, two of them warm-up: a third, two thirds, then the full rate and half of it."""
-    assert values(g.warmup_schedule("linear", 1.0, 4, 0.5), 5) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5, 0.0])
-
-
 @pytest.mark.parametrize(
     "make, word",
     [

@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
-from grpo_fn.backends.decoding import OneTokenCache, halve_down_to, with_others
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
@@ -27,6 +26,8 @@ _ROOM_STEP = 64
 
 class KernelSteps:
     """Steps over one copy of each prompt, compiled; each row's keys and values are written in place."""
+
+    drops_rows = False  # each number of rows would be a program of its own
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class KernelSteps:
             mx.array(list(lengths), mx.int32),
             mx.array(starts, mx.int32),
         )
-        self._first_rows = len(prompt_of)
         self._most = room
         self._used = 0
         self._own: list[tuple[mx.array, mx.array]] = []
@@ -71,19 +71,6 @@ class KernelSteps:
         used = self._counts[self._used]
         self._used += 1
         return self._program([*self._fixed, used, token_b])
-
-    def rows_to_keep(self, alive: Sequence[bool]) -> list[int]:
-        """As many rows as at first, halved while that is enough: each number of rows is a new program."""
-        living = [row for row, is_alive in enumerate(alive) if is_alive]
-        return with_others(living, halve_down_to(len(living), self._first_rows), len(alive))
-
-    def keep_rows(self, rows: list[int]) -> None:
-        """As `decode_step.Steps`; every prompt stays."""
-        index = mx.array(rows, mx.int32)
-        self._own = [(keys[index], values[index]) for keys, values in self._own]
-        prompt_of_b, lengths_p, start = self._rows
-        self._rows = prompt_of_b[index], lengths_p, start[index] if start.ndim else start
-        self._prepare()
 
     def _grow(self) -> None:
         room = FIRST_ROOM
@@ -114,7 +101,7 @@ class KernelSteps:
 
 
 @attrs.frozen(eq=False)
-class KernelCache(OneTokenCache):
+class KernelCache:
     """One layer's cache while a step is traced; it adds to `own` in place."""
 
     prompt: tuple[mx.array, mx.array]  # keys and values [P,K,L,D]
@@ -131,6 +118,11 @@ class KernelCache(OneTokenCache):
     def offset(self) -> mx.array:
         """Position of the next token."""
         return self.start + self.used
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """No mask: a new token sees all earlier ones."""
+        if length != 1 or window_size is not None:
+            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The new key and value; the kernel stores them."""

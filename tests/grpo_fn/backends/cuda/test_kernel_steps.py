@@ -57,14 +57,9 @@ def both_steps(policy, prompts, generations, **options):
     return ours, theirs
 
 
-def assert_step_for_step(ours, theirs, tokens_bt, keep=None):
-    """Fed the same tokens, both give the same logits; before step n both keep the rows `keep[n]`."""
+def assert_step_for_step(ours, theirs, tokens_bt):
+    """Fed the same tokens, both give the same logits."""
     for n in range(tokens_bt.shape[1]):
-        kept = (keep or {}).get(n)
-        if kept is not None:
-            ours.keep_rows(kept)
-            theirs.keep_rows(kept)
-            tokens_bt = tokens_bt[mx.array(kept)]
         difference = mx.abs(ours(tokens_bt[:, n]) - theirs(tokens_bt[:, n])).max().item()
         assert difference < 1e-4, f"step {n}"
 
@@ -88,11 +83,10 @@ def of_copied_prompts(prompts):
     ids=str,
 )
 def test_it_draws_as_with_copied_prompts(prompts, options, kernel):
-    """Tokens, ends and log-probs, with buffers that are outgrown and rows that leave."""
+    """Tokens, ends and log-probs, with buffers that are outgrown."""
     policy = with_kernel()
     drawn = roll(policy, prompts, share_prefix=True, **SEVEN | options)
     assert {room for _, room, _ in kernel.calls} == {4, 8, 16, 21}
-    assert len({rows for rows, _, _ in kernel.calls}) > 1
     assert_same(drawn, of_copied_prompts(tuple(map(tuple, prompts))))
 
 
@@ -113,34 +107,3 @@ def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):
     assert_step_for_step(ours, theirs, token_rows(6, 20))
     rooms = [4] * 4 + [8] * 4 + [16] * 8 + [18] * 2 + [21] * 2
     assert kernel.calls == [(6, room, n) for n, room in enumerate(rooms) for _ in range(LAYERS)]
-
-
-@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-@pytest.mark.parametrize("when", [1, 4, 6])
-def test_rows_that_are_kept_go_on_as_they_were(prompts, when, kernel):
-    """Each with its own tokens and its own prompt; before, at and after a growth, and once more later."""
-    ours, theirs = both_steps(with_kernel(), prompts, 4, room=12)
-    rows = 4 * len(prompts)
-    first, second = [row for row in range(rows) if row % 4 != 1 and row != 2], [0, 3, 4]
-    assert_step_for_step(ours, theirs, token_rows(rows, 12), {when: first, 9: second})
-    sizes = [rows] * when + [len(first)] * (9 - when) + [3] * 3
-    assert [n for n, _, _ in kernel.calls[::LAYERS]] == sizes
-
-
-@pytest.mark.parametrize(
-    ("rows", "wanted"),
-    [
-        (12, {12: 12, 7: 12, 6: 6, 4: 6, 3: 3, 2: 2, 1: 1}),
-        (7, {7: 7, 5: 7, 4: 4, 3: 4, 2: 2, 1: 1}),
-        (1, {1: 1}),
-    ],
-)
-def test_rows_are_halved(rows, wanted, kernel):
-    """Few sizes, as each is a program of its own, and always room for those that have not ended."""
-    ours, _ = both_steps(with_kernel(), [[1, 2, 3]], rows, room=4)
-    for alive, count in wanted.items():
-        flags = [row >= rows - alive for row in range(rows)]
-        kept = ours.rows_to_keep(flags)
-        assert (
-            len(kept) == count and kept == sorted(set(kept)) and set(range(rows - alive, rows)) <= set(kept)
-        )

@@ -8,7 +8,6 @@ import grpo_fn as g
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
-from grpo_fn.backends.mechanisms import has_cuda
 from tests.support.kernels.in_place_kernel import attention
 from tests.support.tiny_policies import tiny_policy
 
@@ -92,9 +91,3 @@ def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, messag
         append_and_attend(
             mx.zeros((2, heads, 1, width), one), new, new, own, own, own, own, *[mx.array(0)] * 3, 1.0
         )
-
-
-@pytest.mark.skipif(ON_CUDA, reason="it is there")
-def test_elsewhere_it_is_not_used():
-    """Without CUDA the products of `PrefixCache` serve."""
-    assert not has_cuda() and not tiny_policy().supports_compiled_decode

@@ -10,7 +10,6 @@ from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.trees import arrays_of
 from tests.support.closeness import apart
-from tests.support.generating import roll
 from tests.support.tiny_policies import token_rows, worst_difference
 
 NAMES = ("qwen3_moe", "gpt_oss", "nemotron_h")  # gated experts, with a bias, and without a gate
@@ -79,9 +78,3 @@ def test_experts_in_16_bits_compute_on_a_cpu(name, dtype):
     assert value.item() == pytest.approx(wanted.item(), rel=2e-3)
     assert apart(grads, wanted_grads) < 0.9  # a token at the border of two experts may change sides
     assert any(leaf.ndim == 3 for leaf in arrays_of(grads))  # an adapter of each expert
-
-
-def test_a_rollout_s_few_tokens_stand_once(said):
-    """It has no gradient."""
-    roll(g.Policy.from_module(loaded("qwen3_moe")), [[5, 6, 7]], generations=2, limit=3)
-    assert said and not any(is_sorted for is_sorted, _ in said)
