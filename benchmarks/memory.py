@@ -25,7 +25,8 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
-from runners.memory.forecast import Forecast, forecast, longest_prompt
+from runners.memory.forecast import Forecast, forecast
+from runners.memory.plan import longest_prompt
 from runners.memory.sizes import model_sizes
 from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR

@@ -1,51 +1,35 @@
 """Predicts the memory of a config's run, phase by phase, and chooses what depends on memory.
 
 Each phase is a sum of named parts; the peak is the largest phase. All completions are assumed to reach
-`rollout.max_new_tokens`, and all groups to have a gradient.
+`rollout.max_new_tokens`, and all groups to have a gradient. What a block keeps and has in flight are counts
+of arrays per position; operations in flight are measured (MLX's CPU backend submits up to 100 ahead). GPUs
+keep less of both, so that the sums are upper bounds there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from pathlib import Path
 
 import attrs
 
-from grpo_fn.learner import Packer, Row, Shape
+from grpo_fn.backends import number
+from grpo_fn.learner import Packer, Row, Shape, chunk_rows
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
 from runners.config.loading import Config
-from runners.config.sections import SHIPPED
-from runners.data.datasets import load_rows
-from runners.data.prompts import build_examples
-from runners.data.row_images import processor_of
 from runners.engines.settings import DEFAULT_ROWS
-from runners.files.json_files import read_json
 from runners.machine.startup import Platform
-from runners.memory.shapes import (
-    BACKWARD,
-    CHECKPOINTED,
-    FLOAT,
-    PREFILL,
-    SCAN_BACKWARD,
-    SCAN_SAVED,
-    Counts,
-    ModelShape,
-    sampling_arrays,
-)
-from runners.memory.sizes import ModelSizes
-from runners.models.folders import resolve_model
-from runners.models.model_reader import load_tokenizer
+from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
 
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
 # GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16 s for 30 blocks): the
 # micro-batches of a small model must be large to keep the device busy.
 CPU_ACTIVATIONS = 75e6  # bytes that a micro-batch saves for the backward pass
 CPU_COMPLETIONS = 3  # are taken together with their prompt, even if they need more memory
-GPU_TOKENS, USUAL_TOKENS = 8192, 4096  # USUAL: for a model whose sizes are not known
-GPU_WORK, MOST_GPU_TOKENS = 2.5e11, 65536  # parameters of a block × tokens that take as long as their launch
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
+GPU_TOKENS = 8192
+GPU_WORK, MOST_GPU_TOKENS = 2.5e11, 65536  # parameters of a block × tokens that take as long as their launch
 ROOM_TO_LEARN = 0.85  # share of the memory for a micro-batch chosen here; the rest covers forecast errors
 ROOM_FOR_SPEED = 0.5  # the same for one of more than GPU_TOKENS, which only saves launches
 ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
@@ -53,6 +37,28 @@ CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
 UPDATED, RANDOM_BITS = 11, 2  # bytes of a weight while its update is computed (measured), of its random bits
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
+GREEDY_ARRAYS = 5  # [rows,V] float32 arrays of a greedy draw, the logits included
+
+
+@attrs.frozen
+class Counts:
+    """Numbers of arrays of each kind per position; `precise` of the hidden ones are always float32."""
+
+    hidden: float
+    intermediate: float
+    queries: float
+    keys: float
+    scores: float
+    precise: float = 0
+
+
+# From a block's algebra: its input, the sum in its middle, and of each the norm and the scaled norm; queries
+# after rotation, and what attention returns; keys and values, and the layouts that products need.
+SAVED = Counts(hidden=4, intermediate=3, queries=1.5, keys=4, scores=1, precise=2)
+CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
+# Measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
+BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
+PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 
 
 @attrs.frozen(kw_only=True)
@@ -81,11 +87,6 @@ class Forecast:
         return max(self.totals.values())
 
     @property
-    def floor(self) -> int:
-        """The least that any batch setting needs: weights, moments and one set of gradients."""
-        return round(sum(self.sizes.held.values()) + self.sizes.gradients)
-
-    @property
     def fits(self) -> bool:
         """Whether the peak is within the memory."""
         return self.nbytes <= self.total
@@ -97,8 +98,7 @@ def forecast(config: Config, platform: Platform, total: int, *, prompt: int, siz
     `prompt` is the longest prompt's length. `total` is the machine's memory, which `system.memory_limit_gb`
     may reduce. If the config sets no micro-batch, it is as large as is useful and fits.
     """
-    limit = config.system.memory_limit_gb * 1e9
-    total = int(min(total, limit)) if limit else total
+    total = within_limit(config, total)
 
     def of(tokens: int) -> Forecast:
         chosen = with_keys(config, "system", micro_batch_tokens=tokens)
@@ -126,143 +126,9 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         tokens = min(max(GPU_WORK / shape.block_parameters, GPU_TOKENS), MOST_GPU_TOKENS)
         return 1 << int(tokens).bit_length() - 1
     length = prompt + new
-    row = shape.layers * shape.block_bytes(shape.saved, itemsize, rows=1, length=length, attended=length)
+    row = shape.layers * block_bytes(shape, _saved(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)
-
-
-def rows_that_fit(found: Forecast, platform: Platform) -> int:
-    """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
-    rollout = found.config.rollout
-    size, prompts = rollout.num_generations, -(-found.config.optim.batch_size // found.sizes.ranks)
-
-    def fits(groups: int) -> bool:
-        own = with_keys(found.config, "rollout", max_batch=groups * size)
-        return max(_rollouts(own, found.prompt, found.sizes).values()) <= ROOM_TO_DECODE * found.total
-
-    return size * max(largest(fits, prompts), 1)
-
-
-def with_keys(config: Config, section: str, **values: object) -> Config:
-    """The config with other values in a section."""
-    return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), **values)})
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most with fits(n), or 0; fits must be true up to some n and false after it."""
-    return bisect_left(range(1, most + 1), True, key=lambda n: not fits(n))
-
-
-def longest_prompt(config: Config) -> int | None:
-    """Tokens of the longest training prompt if data and tokenizer are on this machine; else None.
-
-    Raises UserError for data or a tokenizer that cannot be used.
-    """
-    named = (config.model.path, config.data.source)
-    if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
-        return None
-    folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
-    stated = read_json(folder / "config.json")
-    tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
-    train, _ = load_rows(config.data, config.folders)
-    processor = processor_of(config.data, folder, stated)
-    examples, _ = build_examples(train, config.data, tokenizer, processor=processor)
-    return max(len(example.tokens) for example in examples)
-
-
-def _phases(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> dict[str, dict[str, int]]:
-    """Bytes by phase and part, without parts of 0 bytes."""
-    optim = config.optim
-    lags = config.loss.sync_every > optim.gradient_accumulation_steps
-    rolled = {**sizes.held, "rollout weights": sizes.rollout}
-    found = {name: {**rolled, **parts} for name, parts in _decoding_phases(config, prompt, sizes).items()}
-    shapes = _micro_batches(config, platform, prompt, sizes)
-    accumulates = len(shapes) > 1 or optim.gradient_accumulation_steps > 1
-    gradients = [_gradient(sizes, shape, accumulates, config.system.grad_checkpoint) for shape in set(shapes)]
-    found["gradient"] = {**rolled, **max(gradients, key=lambda parts: sum(parts.values()))}
-    found["update"] = {**(rolled if lags else sizes.held), **_update(sizes)}
-    return {
-        name: {part: round(nbytes) for part, nbytes in parts.items() if nbytes >= 1}
-        for name, parts in found.items()
-    }
-
-
-def _rollouts(config: Config, prompt: int, sizes: ModelSizes) -> dict[str, float]:
-    """Bytes of the phases that a rollout has."""
-    held = sum(sizes.held.values()) + sizes.rollout
-    found = _decoding_phases(config, prompt, sizes)
-    return {name: held + sum(found[name].values()) for name in ("prompts", "rollout")}
-
-
-def _decoding_phases(config: Config, prompt: int, sizes: ModelSizes) -> dict[str, dict[str, float]]:
-    rollout, size = config.rollout, config.rollout.num_generations
-    prompts = -(-config.optim.batch_size // sizes.ranks)
-    if rollout.max_batch:
-        prompts = min(prompts, max(rollout.max_batch // size, 1))
-    drawing = sampling_arrays(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        entropy=config.loss.top_entropy_quantile < 1,
-    )
-    copy, turns = 0 if sizes.rollout else sizes.copy, config.env.answers
-    found = _decoding(sizes, prompts, prompts * size, prompt, rollout.max_new_tokens, drawing, copy, turns)
-    rows = rollout.max_batch or DEFAULT_ROWS
-    rows = min(rows, config.eval.samples or rows)
-    new = config.eval.max_new_tokens or rollout.max_new_tokens
-    greedy = sampling_arrays(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, entropy=False)
-    held_out = _decoding(sizes, rows, rows, prompt, new, greedy, sizes.copy, turns)
-    most = max(held_out.values(), key=lambda parts: sum(parts.values()))
-    return {**found, "evaluation": most}
-
-
-def _decoding(
-    sizes: ModelSizes, prompts: int, rows: int, prompt: int, new: int, arrays: int, copy: int, turns: bool
-) -> dict[str, dict[str, float]]:
-    """The prefill of some prompts, and decoding `rows` completions of them at their full length."""
-    shape, size = sizes.shape, sizes.compute
-    position = 2 * shape.keys * size  # bytes of a position's keys and values in one block
-    step = ROOM if sizes.shares_prefix else CACHE_STEP
-    # The last drawn token is never an input.
-    own = position * rows * -(-(new - 1) // step) * step
-    copies = position * (prompts if sizes.shares_prefix else rows) * prompt
-    filled = position * prompts * -(-prompt // CACHE_STEP) * CACHE_STEP
-    chunk = min(prompt, PREFILL_TOKENS)
-    logits = FLOAT * rows * shape.vocabulary
-    given = min(new, max(LEAST_EXTENSION, EXTEND_TOKENS // rows)) if turns else 1  # tokens of one call
-    token = shape.block_bytes(PREFILL, size, rows=rows, length=given, attended=prompt + new)
-    # A cache grows into a new array, a block at a time; then only the logits of the last draw are in memory.
-    growing = (own if sizes.shares_prefix else own + copies) + token + logits
-    drawing = arrays * logits
-    weights = {"compute copy": copy, "weights to sample with": sizes.decoding}
-    return {
-        "prompts": {
-            **weights,
-            "keys and values": shape.layers * filled,
-            "working set": shape.block_bytes(PREFILL, size, rows=prompts, length=chunk, attended=prompt),
-        },
-        "rollout": {
-            **weights,
-            "keys and values": shape.layers * (copies + own),
-            # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
-            "parked rows": 3 * shape.layers * (own if sizes.shares_prefix else own + copies) if turns else 0,
-            "working set": growing if growing >= drawing else 0,
-            "logits": drawing if growing < drawing else 0,
-        },
-    }
-
-
-def _micro_batches(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> list[Shape]:
-    """The micro-batches of a batch step, or of its first rows."""
-    size, new, ranks = config.rollout.num_generations, config.rollout.max_new_tokens, sizes.ranks
-    rows = -(-config.optim.batch_size // ranks) * size // config.optim.minibatches
-    packed = max(PACKED_ROWS, config.system.micro_batch_tokens // (prompt + new) + size)
-    rows = min(max(rows, 1), max(packed // size, 1) * size)
-    packer = Packer(max_tokens=config.system.micro_batch_tokens, bucketed=True)
-    shares = sizes.shares_prompts and shares_prompts(config, platform)
-    planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
-    return [run.shape for run in planned]
 
 
 def shares_prompts(config: Config, platform: Platform) -> bool:
@@ -277,46 +143,188 @@ def shares_prompts(config: Config, platform: Platform) -> bool:
     return wanted and not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
 
 
+def rows_that_fit(found: Forecast) -> int:
+    """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
+    size = found.config.rollout.num_generations
+    held = sum(found.sizes.held.values()) + found.sizes.rollout
+
+    def fits(groups: int) -> bool:
+        own = with_keys(found.config, "rollout", max_batch=groups * size)
+        phases = _rollout(own, found.prompt, found.sizes).values()
+        return held + max(sum(parts.values()) for parts in phases) <= ROOM_TO_DECODE * found.total
+
+    return size * max(_largest(fits, -(-found.config.optim.batch_size // found.sizes.ranks)), 1)
+
+
+def largest_batch(found: Forecast, platform: Platform) -> int:
+    """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
+
+    def fits(prompts: int) -> bool:
+        other = with_keys(found.config, "optim", batch_size=prompts)
+        return forecast(other, platform, found.total, prompt=found.prompt, sizes=found.sizes).fits
+
+    return _largest(fits, MOST_PROMPTS)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest n in 1..most with fits(n), or 0; fits must be true up to some n and false after it."""
+    return bisect_left(range(1, most + 1), True, key=lambda n: not fits(n))
+
+
+def with_keys(config: Config, section: str, **values: object) -> Config:
+    """The config with other values in a section."""
+    return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), **values)})
+
+
+def within_limit(config: Config, total: int) -> int:
+    """`total` bytes, or `system.memory_limit_gb` if that is less."""
+    limit = int(config.system.memory_limit_gb * 1e9)
+    return min(total, limit) if limit else total
+
+
+def block_bytes(
+    shape: ModelShape, counts: Counts, itemsize: int, rows: int, length: int, attended: int
+) -> float:
+    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    tokens = rows * length
+    scores = 0 if itemsize < FLOAT and not number("keeps_scores") else counts.scores
+    numbers = (
+        counts.hidden * tokens * shape.hidden
+        + counts.intermediate * tokens * shape.intermediate
+        + counts.queries * tokens * shape.queries
+        + counts.keys * rows * attended * shape.keys
+        + scores * tokens * shape.heads * attended
+    )
+    return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * shape.hidden
+
+
+def _saved(shape: ModelShape) -> Counts:
+    """The arrays that one block saves for the backward pass."""
+    wide = SAVED.intermediate - shape.squared + (number("gate_arrays") if shape.gated else 0)
+    return attrs.evolve(SAVED, intermediate=wide)
+
+
+def _phases(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+    """Bytes by phase and part, without parts of 0 bytes."""
+    optim, rollout = config.optim, config.rollout
+    rolled = {**sizes.held, "rollout weights": sizes.rollout}
+    rows = rollout.max_batch or DEFAULT_ROWS
+    rows = min(rows, config.eval.samples or rows)
+    new = config.eval.max_new_tokens or rollout.max_new_tokens
+    held_out = _decoding(config, sizes, rows, rows, prompt, new, GREEDY_ARRAYS, sizes.copy)
+    shapes = _micro_batches(config, platform, prompt, sizes)
+    accumulates = len(shapes) > 1 or optim.gradient_accumulation_steps > 1
+    gradients = [_gradient(sizes, shape, accumulates, config.system.grad_checkpoint) for shape in set(shapes)]
+    lags = config.loss.sync_every > optim.gradient_accumulation_steps
+    found = {
+        **{name: {**rolled, **parts} for name, parts in _rollout(config, prompt, sizes).items()},
+        "evaluation": {**rolled, **_most(*held_out.values())},
+        "gradient": {**rolled, **_most(*gradients)},
+        "update": {**(rolled if lags else sizes.held), **_update(sizes)},
+    }
+    return {
+        name: {part: round(nbytes) for part, nbytes in parts.items() if nbytes >= 1}
+        for name, parts in found.items()
+    }
+
+
+def _most(*phases: dict[str, float]) -> dict[str, float]:
+    return max(phases, key=lambda parts: sum(parts.values()))
+
+
+def _rollout(config: Config, prompt: int, sizes: ModelSizes) -> dict[str, dict[str, float]]:
+    """The two phases of a rollout of the training prompts.
+
+    Measured: an exponential takes four arrays besides the logits, top-k sorts a copy, and top-p takes an
+    exponential of it as well. The entropy's arrays may be in memory at the same time.
+    """
+    rollout, size = config.rollout, config.rollout.num_generations
+    prompts = -(-config.optim.batch_size // sizes.ranks)
+    if rollout.max_batch:
+        prompts = min(prompts, max(rollout.max_batch // size, 1))
+    truncation = 8 + (rollout.top_k > 0) if rollout.top_p < 1 else 2 if rollout.top_k else rollout.min_p > 0
+    arrays = 5 + max(truncation, 8 * (config.loss.top_entropy_quantile < 1))
+    copy = 0 if sizes.rollout else sizes.copy
+    return _decoding(config, sizes, prompts, prompts * size, prompt, rollout.max_new_tokens, arrays, copy)
+
+
+def _decoding(
+    config: Config, sizes: ModelSizes, prompts: int, rows: int, prompt: int, new: int, arrays: int, copy: int
+) -> dict[str, dict[str, float]]:
+    """The prefill of some prompts, and decoding `rows` completions of them at their full length."""
+    shape, size, turns = sizes.shape, sizes.compute, config.env.answers
+    position = 2 * shape.keys * size  # bytes of a position's keys and values in one block
+    step = ROOM if sizes.shares_prefix else CACHE_STEP
+    own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
+    copies = position * (prompts if sizes.shares_prefix else rows) * prompt
+    grown = own if sizes.shares_prefix else own + copies
+    logits = FLOAT * rows * shape.vocabulary
+    given = min(new, max(LEAST_EXTENSION, EXTEND_TOKENS // rows)) if turns else 1  # tokens of one call
+    # A cache grows into a new array, a block at a time; then only the logits of the last draw are in memory.
+    growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
+    drawing = arrays * logits
+    weights = {"compute copy": copy, "weights to sample with": sizes.decoding}
+    return {
+        "prompts": {
+            **weights,
+            "keys and values": shape.layers * position * prompts * -(-prompt // CACHE_STEP) * CACHE_STEP,
+            "working set": block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt),
+        },
+        "rollout": {
+            **weights,
+            "keys and values": shape.layers * (copies + own),
+            # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
+            "parked rows": 3 * shape.layers * grown if turns else 0,
+            **({"working set": growing} if growing >= drawing else {"logits": drawing}),
+        },
+    }
+
+
+def _micro_batches(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> list[Shape]:
+    """The micro-batches of a batch step, or of its first rows."""
+    size, new, tokens = config.rollout.num_generations, config.rollout.max_new_tokens, config.system
+    rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
+    packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
+    rows = min(max(rows, 1), max(packed // size, 1) * size)
+    packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True)
+    shares = sizes.shares_prompts and shares_prompts(config, platform)
+    planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
+    return [run.shape for run in planned]
+
+
 def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: bool) -> dict[str, float]:
     """The larger of two moments of the backward pass: all activations saved, or all gradients computed."""
     shape, size = sizes.shape, sizes.compute
-    whole = {"rows": batch.rows, "length": batch.length, "attended": batch.length}
-    passes = [whole]
+    passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
     if batch.prompts:  # the prompts, and the completions, whose last token is never an input
-        own = {"rows": batch.rows, "length": batch.width - 1, "attended": batch.length + batch.width - 1}
-        passes = [{**whole, "rows": batch.prompts}, own]
-
-    def most(*counts: Counts) -> float:
-        return max(sum(shape.block_bytes(c, size, **each) for c in counts) for each in passes)
-
+        own = batch.width - 1
+        passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
+    saved = _saved(shape)
     # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
-    working = most(BACKWARD, shape.saved, shape.saved) if checkpointed else most(BACKWARD)
-    kept = CHECKPOINTED if checkpointed else shape.saved
-    saved = shape.layers * sum(shape.block_bytes(kept, size, **each) for each in passes)
-    logits, share = shape.logit_bytes(batch.rows * batch.width, size)
-    beside = (1 - share) * working  # the other arrays in flight belong to the last block
-    if shape.scans:
-        states = FLOAT * shape.states * sum(each["rows"] * each["length"] for each in passes)
-        saved += 0 if checkpointed else SCAN_SAVED * states * shape.scans
-        working += (SCAN_BACKWARD + (2 * SCAN_SAVED if checkpointed else 0)) * states
-    at_logits = logits + beside >= working
+    flying = [BACKWARD, saved, saved] if checkpointed else [BACKWARD]
+    working = max(sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes)
+    kept = CHECKPOINTED if checkpointed else saved
+    activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
+    logits, share = _logits(shape, batch.rows * batch.width, size)
+    logits += (1 - share) * working  # the other arrays in flight belong to the last block
     head = FLOAT * sizes.embedding
     base = {"compute copy": sizes.copy, "accumulated gradients": sizes.gradients if accumulates else 0}
-    first = {
-        **base,
-        "activations": saved,
-        "working set": beside if at_logits else working,
-        "logits": logits if at_logits else 0,
-        "gradient of the head": head,
-    }
+    busy = {"logits": logits} if logits >= working else {"working set": working}
+    first = {**base, "activations": activations, **busy, "gradient of the head": head}
     # A tied embedding has two gradients, as input and as head, before they are added.
-    last = {
-        **base,
-        "gradients": sizes.gradients,
-        "working set": working,
-        "gradient of the head": head if shape.tied else 0,
-    }
-    return max(first, last, key=lambda parts: sum(parts.values()))
+    last = {"gradients": sizes.gradients, "gradient of the head": head if shape.tied else 0}
+    return _most(first, {**base, "working set": working, **last})
+
+
+def _logits(shape: ModelShape, targets: int, itemsize: int) -> tuple[float, float]:
+    """Bytes of the learner's logits, a chunk at a time, and their share of the operations in flight.
+
+    Twelve float32 arrays a chunk, up to the 24 that MLX keeps in flight; on CUDA little beside the products.
+    """
+    products = number("product_arrays")
+    arrays, most, size = (products, products, itemsize) if products else (12, 24, FLOAT)
+    rows, bound = arrays * targets, most * chunk_rows(shape.vocabulary)
+    return size * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 
 
 def _update(sizes: ModelSizes) -> dict[str, float]:

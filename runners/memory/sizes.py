@@ -5,7 +5,7 @@ MLX's arrays are lazy: a new module, or one loaded with `lazy=True`, has shapes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,38 @@ from grpo_fn.policy import (
 )
 from grpo_fn.trees import split_leaves
 from runners.config.loading import Config
-from runners.config.sections import SHIPPED, ModelConfig
+from runners.config.sections import SHIPPED
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
-from runners.memory.shapes import FLOAT, ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import custom_loader, load_module
+
+FLOAT = 4  # bytes of float32
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that its activations depend on."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # width for one token: with experts, the sum over those that the token uses
+    heads: int
+    queries: int  # numbers in a position's queries
+    keys: int  # numbers in a position's keys, and in its values
+    vocabulary: int
+    tied: bool  # the head's weights are the embedding's
+    gated: bool = False  # the MLP is silu(gate) · x
+    squared: bool = False  # the MLP is ReLU²
+
+    @property
+    def block_parameters(self) -> int:
+        """About as many as a token is multiplied with in one block."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
 
 
 @attrs.frozen(kw_only=True)
@@ -80,9 +102,16 @@ class ModelSizes:
         """One set of accumulated gradients."""
         return self.trained * FLOAT
 
+    @property
+    def floor(self) -> int:
+        """The least that any batch setting needs: weights, moments and one set of gradients."""
+        return round(sum(self.held.values()) + self.gradients)
 
-def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | None = None) -> ModelSizes:
-    """The sizes of the model that [model] names, in the roles that the config gives it.
+
+def model_sizes(
+    config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
+) -> ModelSizes:
+    """The sizes of the model that [model] names, in the roles that the config gives it, on one of `ranks`.
 
     A local folder is measured by the headers of its weight files. For a model on the Hub only config.json is
     read; its weights are not fetched. `config` is checked ([loss] complete). `stated` is the content of
@@ -91,8 +120,12 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     Raises UserError as `load_model` does, for faults that show without the weights.
     """
     settings, rollout, loss = config.model, config.rollout, config.loss
-    module, stated = _unloaded(settings, config.folders) if stated is None else (_from_config(stated), stated)
-    shape = _shape(stated, settings.path)
+    module, stated = _unloaded(config) if stated is None else (_from_config(stated), stated)
+    try:
+        shape = model_shape(stated)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
+        raise UserError(f"{settings.path}: {reason}; its memory cannot be predicted") from error
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
         new_adapters(module, settings.tune, settings.lora, config.run.seed)
@@ -101,10 +134,13 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
     count = sum(leaf.size for leaf in trained.values())
     master = getattr(mx, settings.master).size
     lags = loss.sync_every > config.optim.gradient_accumulation_steps
-    embeddings = [x.size for x in trained.values() if x.ndim == 2 and x.shape[0] == shape.vocabulary]
 
-    def role(name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
-        return unquantized if name == "none" else _role_bytes(config, module, leaves, compute, name, storage)
+    def role(quantization: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
+        if quantization == "none":
+            return unquantized
+        if storage == "packed":
+            return _packed_bytes(config, module, leaves, compute, quantization)
+        return sum(leaf.size for leaf in leaves.values()) * compute.size
 
     packed = rollout.quantization != "none" and rollout.storage == "packed"
     return ModelSizes(
@@ -113,7 +149,9 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
         # Prompts with images are always kept once.
         shares_prefix=(sharing_pays() or bool(config.data.image)) and shares_prefix(module),
         trained=count,
-        embedding=max(embeddings, default=0),
+        embedding=max(
+            (x.size for x in trained.values() if x.ndim == 2 and x.shape[0] == shape.vocabulary), default=0
+        ),
         master=master,
         compute=compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
@@ -126,14 +164,57 @@ def model_sizes(config: Config, platform: Platform, *, stated: dict[str, Any] | 
         rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
         reference=role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0,
         decoding=0 if packed else decode_weights_bytes(module, compute),
+        ranks=ranks,
+        sharded=config.optim.shard and ranks > 1,
     )
 
 
-def _unloaded(settings: ModelConfig, folders: Sequence[Path]) -> tuple[nn.Module, dict[str, Any]]:
-    path, loader = settings.path, custom_loader(settings.loader, folders)
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape given by a model's config.json.
+
+    Raises:
+        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+
+    def first(*names: str, default: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name) is not None), default)
+        if found is None:
+            raise KeyError(f"config.json states none of {', '.join(names)}")
+        return int(found)
+
+    hidden = first("hidden_size", "n_embd", "d_model", "dim")
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    width = first("head_dim", default=hidden // heads)
+    wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
+    if chosen:
+        expert = first("moe_intermediate_size", default=wide)
+        shared = first("n_shared_experts", default=0) * expert
+        wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
+    activation = next((name for name in activations if name), "silu")
+    if config.get("model_type") == "nanochat":  # its config does not state it
+        activation = "relu2"
+    return ModelShape(
+        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        queries=heads * width,
+        keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
+        vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        gated=activation in ("silu", "swish"),
+        squared=activation == "relu2",
+    )
+
+
+def _unloaded(config: Config) -> tuple[nn.Module, dict[str, Any]]:
+    path, loader = config.model.path, custom_loader(config.model.loader, config.folders)
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, custom_loader=loader is not None)
-        return load_module(folder, settings.trust_remote_code, loader)
+        return load_module(folder, config.model.trust_remote_code, loader)
     from huggingface_hub import hf_hub_download
 
     with hub_errors(f'model.path = "{path}"'), hub_or_cache():
@@ -152,40 +233,22 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
     module = model_class(args_class.from_dict(stated))
     dtype = getattr(mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16)
     module.set_dtype(dtype)
-    packed = stated.get("quantization")
-    if packed:
+    if packed := stated.get("quantization"):
         plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}
 
         def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
-            if path in packed:
-                return packed[path]
             # As in mlx-lm's converter, rows whose length is no multiple of the group are not quantized.
-            return hasattr(layer, "to_quantized") and layer["weight"].shape[-1] % plain["group_size"] == 0
+            fits = hasattr(layer, "to_quantized") and layer["weight"].shape[-1] % plain["group_size"] == 0
+            return packed.get(path, fits)
 
         nn.quantize(module, **plain, class_predicate=choose)
     return module
 
 
-def _shape(stated: dict[str, Any], path: str) -> ModelShape:
-    try:
-        return model_shape(stated)
-    except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]}; its memory cannot be predicted") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{path}: config.json describes no model ({first_lines(str(error))})") from error
-
-
-def _role_bytes(
-    config: Config,
-    module: nn.Module,
-    leaves: Mapping[str, mx.array],
-    dtype: mx.Dtype,
-    quantization: str,
-    storage: str,
+def _packed_bytes(
+    config: Config, module: nn.Module, leaves: Mapping[str, mx.array], dtype: mx.Dtype, quantization: str
 ) -> int:
-    """A quantized role's own weights: packed, or rounded and unpacked again."""
-    if storage != "packed":
-        return sum(leaf.size for leaf in leaves.values()) * dtype.size
+    """The weights of a quantized role that is kept packed."""
     try:
         mode = quant_mode(quantization, config.rollout.group_size_of(quantization))
     except ValueError as error:

@@ -95,11 +95,8 @@ def _read(file: Path, policy: g.Policy) -> CheckedPolicy | None:
     """A cached answer; None if there is none, or what is there cannot be used."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        given_up, notices = found["given_up"], found["notices"]
+        given_up, notices = tuple(found["given_up"]), tuple(map(str, found["notices"]))
+        known = set(given_up) <= set(PATHS)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if not isinstance(given_up, list) or not all(path in PATHS for path in given_up):
-        return None
-    if not isinstance(notices, list) or not all(isinstance(line, str) for line in notices):
-        return None
-    return CheckedPolicy(without_paths(policy, given_up), tuple(given_up), tuple(notices))
+    return CheckedPolicy(without_paths(policy, given_up), given_up, notices) if known else None

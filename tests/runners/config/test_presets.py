@@ -11,7 +11,8 @@ from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.config.sections import SHIPPED
 from runners.machine.startup import Platform
 from runners.memory import sizes
-from runners.memory.forecast import forecast, longest_prompt
+from runners.memory.forecast import forecast
+from runners.memory.plan import longest_prompt
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiktoken_files import make_nanochat_folder

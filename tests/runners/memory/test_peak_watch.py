@@ -1,6 +1,5 @@
 """Memory while a run goes: what is read, the one warning, and that nothing piles up."""
 
-import gc
 import json
 import subprocess
 import sys
@@ -21,31 +20,6 @@ from tests.support.tiny_runs import PROBLEMS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Noting(Quiet):
-    """Keeps notes, and the active memory after each update."""
-
-    def __init__(self):
-        self.notes, self.active = [], []
-
-    def handle(self, event):
-        if isinstance(event, Note):
-            self.notes.append(event.text)
-        if isinstance(event, Updated):
-            if event.metrics["update"] in (5, 30):
-                gc.collect()
-            self.active.append(mx.get_active_memory())
-            self.metrics = dict(event.metrics)
-
-
-@pytest.fixture(autouse=True)
-def limit_put_back():
-    """MLX's memory limit belongs to the process: a run that sets one slows the tests that follow."""
-    held = mx.set_memory_limit(10**12)
-    mx.set_memory_limit(held)
-    yield
-    mx.set_memory_limit(held)
-
-
 def test_swap_is_read_in_both_spellings():
     """Linux's /proc/meminfo and macOS's sysctl, in bytes; a text without it gives None."""
     assert parse_meminfo("MemTotal: 9 kB\nSwapTotal:     2048 kB\nSwapFree:      1000 kB\n") == 1048 * 1024
@@ -58,11 +32,9 @@ def test_swap_is_read_in_both_spellings():
 @pytest.mark.parametrize("limit", [0.0, 0.5])
 def test_one_warning_past_nine_tenths(monkeypatch, limit):
     """Below 90 % none, past it one that names the key and whose limit it is, then no more."""
-    readings = iter([0.89, 0.91, 0.95])
     total = int(limit * 1e9) or 10**9
-    monkeypatch.setattr(
-        peak_watch, "read_memory", lambda: MemoryReading(10, int(next(readings) * total), 0, 10**9)
-    )
+    readings = (MemoryReading(10, int(share * total), 0, 10**9) for share in (0.89, 0.91, 0.95))
+    monkeypatch.setattr(peak_watch, "read_memory", lambda: next(readings))
     monkeypatch.setattr(peak_watch, "swap_used", lambda: 3 * 10**9)
     watch = MemoryWatch(limit, "rollout.max_batch")
     metrics, first = watch.read()
@@ -73,32 +45,34 @@ def test_one_warning_past_nine_tenths(monkeypatch, limit):
     assert watch.read()[1] is None
 
 
-def settings(tmp_path, *overrides):
+class Noting(Quiet):
+    """Keeps notes, and the active memory after each update."""
+
+    def __init__(self):
+        self.notes, self.active = [], []
+
+    def handle(self, event):
+        if isinstance(event, Note):
+            self.notes.append(event.text)
+        if isinstance(event, Updated):
+            self.active.append(mx.get_active_memory())
+            self.metrics = dict(event.metrics)
+
+
+def settings(folder, *overrides):
     """A few steps of the embedded model, as small as they get."""
-    given = [
-        f"run.output_dir={tmp_path}",
-        "rollout.num_generations=2",
-        "rollout.max_new_tokens=8",
-        "optim.batch_size=2",
-        "eval.at_start=false",
-        "eval.every=0",
-        "eval.samples=2",
-        f"data.source={PROBLEMS}",
-        "data.eval_split=valid",
-        "log.completions=false",
-        *overrides,
-    ]
-    return load_config("quickstart", given)
+    small = f"""run.output_dir={folder} rollout.num_generations=2 rollout.max_new_tokens=8 optim.batch_size=2
+        eval.at_start=false eval.every=0 eval.samples=2 data.source={PROBLEMS} data.eval_split=valid
+        log.completions=false"""
+    return load_config("quickstart", [*small.split(), *overrides])
 
 
 SIXTEEN_STEPS = """
 import json, sys
-from pathlib import Path
 from grpo_fn.trees import nbytes
 from tests.runners.memory.test_peak_watch import Noting, run_training, settings
-from tests.support.tiny_runs import PROBLEMS
 shown = Noting()
-result = run_training(settings(Path(sys.argv[1]), "optim.max_steps=16", "rollout.launch=eval"), report=shown)
+result = run_training(settings(sys.argv[1], "optim.max_steps=16", "rollout.launch=eval"), report=shown)
 held = nbytes(result.state.params, result.state.opt_state)
 print(json.dumps([shown.active[4], shown.active[15], held, shown.metrics["memory/swap_gb"]]))
 """
@@ -120,7 +94,11 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
 
 def test_a_run_past_nine_tenths_is_told_once(tmp_path):
     """The loop's own warning, from a limit between what the run must have and what it takes."""
-    shown = Noting()
-    run_training(settings(tmp_path, "optim.max_steps=3", "system.memory_limit_gb=0.0095"), report=shown)
+    shown, held = Noting(), mx.set_memory_limit(10**12)
+    mx.set_memory_limit(held)
+    try:
+        run_training(settings(tmp_path, "optim.max_steps=3", "system.memory_limit_gb=0.0095"), report=shown)
+    finally:
+        mx.set_memory_limit(held)  # it belongs to the process: the run's would slow the tests that follow
     warnings = [note for note in shown.notes if note.startswith("memory: the peak so far")]
     assert len(warnings) == 1 and "lower " in warnings[0]

@@ -1,7 +1,6 @@
 """`grpo plan`: sizes without loading, what is said and how it ends, and the forecast against real steps."""
 
 import json
-from pathlib import Path
 
 import attrs
 import mlx.core as mx
@@ -9,36 +8,24 @@ import pytest
 from click.testing import CliRunner
 
 import grpo_fn as g
-from benchmarks.architectures.small_models import small_config, small_model
-from grpo_fn.learner import Shape, Sharding
-from grpo_fn.policy import checkpoint_layers
+from grpo_fn.learner import Sharding
 from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
 from runners.config.loading import load_config
 from runners.data.stream import RunLength
 from runners.errors import UserError
-from runners.machine import startup
+from runners.machine.startup import Platform
 from runners.memory import plan
-from runners.memory.forecast import (
-    GPU_TOKENS,
-    ROOM_TO_LEARN,
-    _gradient,
-    forecast,
-    longest_prompt,
-    with_keys,
-)
-from runners.memory.shapes import model_shape
-from runners.memory.sizes import _from_config, model_sizes
+from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch, with_keys
+from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
-from tests.support.tiny_policies import memory_in_use, token_rows
 from tests.support.tiny_runs import PROBLEMS
 
-ROOT = Path(__file__).resolve().parents[3]
-CPU, GPU = startup.Platform("cpu"), startup.Platform("metal")
+CPU, GPU, CUDA = Platform("cpu"), Platform("metal"), Platform("cuda")
 TRAIN = """
 [model]
 path = "{model}"
@@ -67,28 +54,37 @@ def config(tmp_path):
     return make
 
 
+@pytest.fixture
+def grpo_plan(tmp_path):
+    """`grpo plan` of the config with overrides, and other options."""
+
+    def run(*overrides, options=()):
+        settings = [word for text in overrides for word in ("--set", text)]
+        return CliRunner().invoke(cli.main, ["plan", str(tmp_path / "train.toml"), *settings, *options])
+
+    return run
+
+
+def predict(config, total=10**12, platform=CPU):
+    """The forecast for prompts of 30 tokens."""
+    return forecast(config, platform, total, prompt=30, sizes=model_sizes(config, platform))
+
+
+PACKED = ["rollout.quantization=mxfp4", "rollout.storage=packed"]
+QUANTIZED_ROLES = """loss.beta=0.1 loss.ref_quantization=affine-4 loss.ref_storage=packed
+    rollout.quantization=affine-8 rollout.storage=packed rollout.group_size=32 rollout.quantize_head=true"""
+
+
 @pytest.mark.parametrize(
     ("overrides", "model"),
     [
         ([], {"arch": "qwen2"}),
         (["loss.beta=0.1", "model.dtype=bfloat16"], {"tie": False}),
-        (['model.tune="lora"', "model.lora.rank=4"], {}),
+        (['model.tune="lora"', "model.lora.rank=4", *PACKED], {}),
         (['model.tune="dora"'], {"quantize": {"group_size": 32, "bits": 4}}),
-        (["rollout.quantization=mxfp4", "rollout.storage=packed"], {"arch": "qwen2"}),
-        (["rollout.quantization=mxfp4"], {"dtype": "bfloat16"}),
-        (
-            [
-                "loss.beta=0.1",
-                "loss.ref_quantization=affine-4",
-                "loss.ref_storage=packed",
-                "rollout.quantization=affine-8",
-                "rollout.storage=packed",
-                "rollout.group_size=32",
-                "rollout.quantize_head=true",
-            ],
-            {},
-        ),
-        (['model.tune="lora"', "rollout.quantization=mxfp4", "rollout.storage=packed"], {}),
+        (PACKED, {"arch": "qwen2"}),
+        (PACKED[:1], {"dtype": "bfloat16"}),
+        (QUANTIZED_ROLES.split(), {}),
         (["model.master=bfloat16", "model.dtype=bfloat16", "loss.beta=0.1"], {}),
         (['model.tune="lora"', "model.master=bfloat16", "optim.moments=bfloat16"], {"dtype": "bfloat16"}),
     ],
@@ -116,7 +112,11 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     assert found.reference == (0 if state.ref_params is None else nbytes(state.ref_params))
     assert found.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts
-    assert found.decoding == made_to_sample(policy, params)
+    with policy.bound(params) as module:  # the leaves that the module gets while it samples
+        before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
+        with decode_weights(module):
+            after = named_leaves(module.parameters()).values()
+            assert found.decoding == nbytes([leaf for leaf in after if id(leaf) not in before])
 
 
 class Peer:
@@ -127,19 +127,15 @@ class Peer:
         self.rank, self.size = lambda: rank, lambda: size
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("overrides", "model"),
-    [([], {}), (["model.dtype=bfloat16"], {"tie": False}), (['model.tune="lora"', "model.lora.rank=3"], {})],
+    ("ranks", "overrides", "model"),
+    [(2, [], {}), (4, ["model.dtype=bfloat16"], {"tie": False}), (4, ['model.tune="lora"'], {})],
     ids=["float32", "bfloat16", "lora"],
 )
-def test_the_plan_for_ranks_is_what_a_sharded_state_holds(config, tmp_path, ranks, overrides, model):
+def test_the_plan_for_ranks_is_what_a_sharded_state_holds(config, grpo_plan, ranks, overrides, model):
     """`grpo plan --ranks N`: weights and moments of each rank's real state; padding may add some numbers."""
     checked = config("optim.shard=true", *overrides, **model)
-    settings = [word for text in ("optim.shard=true", *overrides) for word in ("--set", text)]
-    result = CliRunner().invoke(
-        cli.main, ["plan", str(tmp_path / "train.toml"), "--json", "--ranks", str(ranks), *settings]
-    )
+    result = grpo_plan("optim.shard=true", *overrides, options=["--json", "--ranks", str(ranks)])
     facts = json.loads(result.stdout)
     assert facts["ranks"] == ranks
     parts = facts["phases"]["update"]["parts"]
@@ -153,55 +149,40 @@ def test_the_plan_for_ranks_is_what_a_sharded_state_holds(config, tmp_path, rank
         assert parts["moments"] == pytest.approx(nbytes(state.opt_state["moments"]), abs=8 * ranks + 4)
 
 
-def test_a_model_on_the_hub_is_built_from_its_config_alone(tmp_path):
-    """Names, shapes and dtypes of the weights, packed ones too, are those in the files that were not read."""
-    packing = {"group_size": 32, "bits": 4}
-    folder = make_model_folder(tmp_path, "qwen2", quantize=packing, dtype="float16")
-    built = named_leaves(
-        _from_config(
-            json.loads((folder / "config.json").read_text()) | {"torch_dtype": "float16"}
-        ).parameters()
+def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):
+    """Its sizes, those of packed weights too, are those of the same model's files."""
+    checked = config(
+        "model.dtype=float16", arch="qwen2", dtype="float16", quantize={"group_size": 32, "bits": 4}
     )
-    stored = mx.load(str(folder / "model.safetensors"))
-    assert {n: (a.shape, a.dtype) for n, a in built.items()} == {
-        n: (a.shape, a.dtype) for n, a in stored.items()
-    }
-    plain = named_leaves(_from_config(make_config("llama", vocab_size=320, layers=2, tie=True)).parameters())
-    assert {leaf.dtype for leaf in plain.values()} == {mx.bfloat16}
+    stated = json.loads((plan.resolve_model(checked.model.path) / "config.json").read_text())
+    assert model_sizes(checked, CPU, stated=stated | {"torch_dtype": "float16"}) == model_sizes(checked, CPU)
 
 
-def test_the_plan_is_a_table_or_json(config, tmp_path):
+def test_the_plan_is_a_table_or_json(config, grpo_plan):
     """Both tell the same peak; the longest prompt is the data's own; a run that fits ends with 0."""
     config()
-    path = str(tmp_path / "train.toml")
-    result = CliRunner().invoke(cli.main, ["plan", path, "--json"])
+    result = grpo_plan(options=["--json"])
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["prompt_tokens_from"] == "the longest prompt of the data" and facts["fits"]
     for phase in facts["phases"].values():
         assert phase["total"] == sum(phase["parts"].values())
     assert facts["peak"]["bytes"] == max(phase["total"] for phase in facts["phases"].values())
-    shown = CliRunner().invoke(cli.main, ["plan", path])
+    shown = grpo_plan()
     assert shown.exit_code == 0 and f"optim.batch_size = {facts['largest_batch_size']}" in shown.stdout
     assert shown.stdout.count("← peak") == 1 and "keys and values" in shown.stdout
-    longer = CliRunner().invoke(cli.main, ["plan", path, "--json", "--set", "data.nudge=" + "9" * 100])
+    longer = grpo_plan("data.nudge=" + "9" * 100, options=["--json"])
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
-def predict(config, total=10**12, platform=CPU):
-    """The forecast for prompts of 30 tokens."""
-    return forecast(config, platform, total, prompt=30, sizes=model_sizes(config, platform))
-
-
-def test_without_data_at_hand_the_longest_allowed_prompt_counts(config, monkeypatch):
+def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
     """A data set on the Hub is not fetched for a plan: data.max_prompt_length stands for its prompts."""
     checked = config("data.source=somebody/something", "data.max_prompt_length=77")
-    assert longest_prompt(checked) is None
     facts = json.loads(plan.make_plan(checked, CPU, as_json=True)[0])
     assert (facts["prompt_tokens"], facts["prompt_tokens_from"]) == (77, "data.max_prompt_length")
 
 
-def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config):
+def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config, tmp_path):
     """Parts of the phases, against a plain run."""
     base, count = predict(config()), model_sizes(config(), CPU).trained
     kl = predict(config("loss.beta=0.1"))
@@ -215,26 +196,19 @@ def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config):
     checkpointed = predict(config("system.grad_checkpoint=true", "system.share_prompts=never"))
     plain = predict(config("system.share_prompts=never"))
     assert checkpointed.phases["gradient"]["activations"] < 0.2 * plain.phases["gradient"]["activations"]
-    once, often = predict(config("optim.max_steps=2")), predict(config("optim.gradient_accumulation_steps=2"))
+    often = predict(config("optim.gradient_accumulation_steps=2"))
     assert often.phases["gradient"]["accumulated gradients"] == 4 * count
-    assert "accumulated gradients" not in once.phases["gradient"]
-
-
-def test_a_run_with_tools_counts_rows_that_wait(config, tmp_path):
-    """Conversations hold copies of the rows' keys and values."""
+    assert "accumulated gradients" not in base.phases["gradient"]
     (tmp_path / "shop.py").write_text("class Shop: ...\n")
-    found = predict(config(f'env.factory="{tmp_path}/shop.py:Shop"'))
-    assert (
-        found.phases["rollout"]["parked rows"] > 0
-        and "parked rows" not in predict(config()).phases["rollout"]
-    )
+    tools = predict(config(f'env.factory="{tmp_path}/shop.py:Shop"'))
+    assert tools.phases["rollout"]["parked rows"] > 0 and "parked rows" not in base.phases["rollout"]
 
 
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
-    best = plan.largest_batch(predict(checked, 40_000_000), CPU)
+    best = largest_batch(predict(checked, 40_000_000), CPU)
     assert best > 1
     sizes = [predict(with_keys(checked, "optim", batch_size=size)).nbytes for size in (best, best + 1)]
     assert sizes[0] <= 40_000_000 < sizes[1]
@@ -243,6 +217,10 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
 def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     """Halved until the gradient leaves some of the memory, down to about a row; the config's own stays."""
     checked = config("rollout.num_generations=8", "optim.batch_size=64")
+
+    def tokens(total, platform, config=checked):
+        return predict(config, total, platform).config.system.micro_batch_tokens
+
     wide = predict(checked, platform=GPU)
     assert wide.config.system.micro_batch_tokens == GPU_TOKENS
     total = int(0.7 * wide.totals["gradient"])
@@ -250,14 +228,11 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     assert found.totals["gradient"] <= ROOM_TO_LEARN * total
     assert found.config.system.micro_batch_tokens in {GPU_TOKENS >> n for n in range(1, 9)}
     row = 30 + checked.rollout.max_new_tokens
-    assert predict(checked, 1, GPU).config.system.micro_batch_tokens in range(row // 2, row + 1)
-    own = with_keys(checked, "system", micro_batch_tokens=77)
-    cuda = startup.Platform("cuda")
-    large = predict(checked, platform=cuda).config.system.micro_batch_tokens
-    assert large == 8 * GPU_TOKENS  # a small model's micro-batches are worth their launch
-    total = int(1.9 * predict(checked, platform=cuda).totals["gradient"])
-    assert GPU_TOKENS <= predict(checked, total, cuda).config.system.micro_batch_tokens < large
-    assert predict(own, 1, GPU).config.system.micro_batch_tokens == 77
+    assert tokens(1, GPU) in range(row // 2, row + 1)
+    large = 8 * GPU_TOKENS  # a small model's micro-batches are worth their launch
+    assert tokens(10**12, CUDA) == large
+    assert GPU_TOKENS <= tokens(int(1.9 * predict(checked, platform=CUDA).totals["gradient"]), CUDA) < large
+    assert tokens(1, GPU, with_keys(checked, "system", micro_batch_tokens=77)) == 77
 
 
 def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
@@ -286,15 +261,13 @@ def test_a_shape_is_read_under_every_name():
     assert (old.layers, old.intermediate, old.keys, old.queries) == (3, 128, 32, 32)
     assert model_shape({"model_type": "x", "text_config": llama}) == shape
     routed = {"num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
-    experts = model_shape({**llama, **routed})
-    squared = model_shape({**llama, "hidden_act": "relu2"})
-    assert experts.intermediate == 5 * 32
-    assert experts.saved.intermediate == shape.saved.intermediate == squared.saved.intermediate + 1
+    assert model_shape({**llama, **routed}).intermediate == 5 * 32
+    assert model_shape({**llama, "hidden_act": "relu2"}).squared
     with pytest.raises(KeyError, match="vocab_size"):
         model_shape({name: value for name, value in llama.items() if name != "vocab_size"})
 
 
-def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, tmp_path, monkeypatch):
+def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grpo_plan, monkeypatch):
     """Weights, moments and gradients above system.memory_limit_gb: one line, code 2, nothing loaded."""
     from runners.training import setup
 
@@ -303,8 +276,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, tmp
     with pytest.raises(UserError, match=r"needs .* for weights, moments and gradients") as caught:
         setup.build_run(checked, CPU)
     assert "(system.memory_limit_gb)" in str(caught.value) and "\n" not in str(caught.value)
-    arguments = ["plan", str(tmp_path / "train.toml"), "--set", "system.memory_limit_gb=0.0001"]
-    result = CliRunner().invoke(cli.main, arguments)
+    result = grpo_plan("system.memory_limit_gb=0.0001")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "gradients alone" in result.stderr
 
 
@@ -314,7 +286,7 @@ def test_lora_is_named_where_it_would_fit(config):
     sizes = model_sizes(checked, CPU)
     line = plan.too_large_line(checked, CPU, 300_000, sizes)
     assert line is not None and 'model.tune = "lora" needs' in line
-    assert plan.too_large_line(checked, CPU, predict(checked).floor, sizes) is None
+    assert plan.too_large_line(checked, CPU, sizes.floor, sizes) is None
 
 
 def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
@@ -332,35 +304,3 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
 def test_the_forecast_is_within_its_bound_of_a_real_step():
     """Of a quickstart; tests/campaigns/test_forecasts.py takes more configs."""
     check_forecast("quickstart")
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_states_of_a_scan_are_counted(config, checkpointed):
-    """jamba's learner holds a state for each token: the forecast of a gradient is within 40 % of its peak."""
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "mamba_d_state": 32}
-    stated = small_config("jamba", **sizes) | {"torch_dtype": "float32"}
-    policy, rows, length = g.Policy.from_module(small_model("jamba", **sizes)), 2, 128
-    if checkpointed:
-        checkpoint_layers(policy.module)
-    shape = Shape(prompts=0, length=length, rows=rows, width=length)
-    expected = sum(_gradient(model_sizes(config(), CPU, stated=stated), shape, False, checkpointed).values())
-    tokens = token_rows(rows, length)
-
-    def loss(params):
-        hidden = policy.hidden(params, tokens)
-        return g.token_logprobs(hidden, policy.head(params), tokens).sum()
-
-    mx.eval(policy.params)
-    held = memory_in_use()
-    mx.reset_peak_memory()
-    g.materialize(mx.grad(loss)(policy.params))
-    assert 0.6 < expected / (mx.get_peak_memory() - held) < 1.4
-
-
-def made_to_sample(policy, params):
-    """Bytes of the leaves that a policy's module gets while it samples."""
-    with policy.bound(params) as module:
-        before = {id(leaf) for leaf in named_leaves(module.parameters()).values()}
-        with decode_weights(module):
-            after = named_leaves(module.parameters()).values()
-            return nbytes([leaf for leaf in after if id(leaf) not in before])
