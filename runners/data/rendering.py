@@ -70,8 +70,7 @@ def _expanded(
 
 def template_notices(tokenizer: Any) -> list[str]:
     """A line if a tokenizer has no chat template, which an instruction-tuned model should have."""
-    # nanochat's tokenizers render by a function; without their turn marks it also writes plain text.
-    if has_template(tokenizer) and getattr(tokenizer, "has_turn_marks", True):
+    if has_template(tokenizer):
         return []
     return [
         "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "

@@ -1,80 +1,12 @@
-"""Conversations as text for tokenizers without a template: nanochat's turns, or plain speakers' names."""
+"""What a chat template does not do: plain text with speakers' names, merged system messages, tools."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-
 SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
-_TURNS = {
-    "user": ("<|user_start|>", "<|user_end|>"),
-    "assistant": ("<|assistant_start|>", "<|assistant_end|>"),
-}
-_BOS = "<|bos|>"
-
-
-@attrs.frozen
-class Piece:
-    """A part of a rendered conversation."""
-
-    text: str
-    special: bool = False  # a special token's name; else ordinary text, whatever it contains
-
-
-@attrs.frozen
-class ChatFormat:
-    """The form of a tokenizer's conversations.
-
-    If its special tokens include nanochat's four turn marks, a conversation is ``<|bos|>``, then for each
-    message ``<|user_start|>…<|user_end|>`` or ``<|assistant_start|>…<|assistant_end|>``; a system message
-    is put in front of the first user message, because nanochat has none. Otherwise it is the plain form of
-    `plain_text`.
-    """
-
-    marked: bool  # with turn marks
-    bos: bool  # <|bos|> exists
-
-    @classmethod
-    def of(cls, special_tokens: Iterable[str]) -> ChatFormat:
-        """The format for a vocabulary with these special tokens."""
-        names = set(special_tokens)
-        return cls(marked={mark for turn in _TURNS.values() for mark in turn} <= names, bos=_BOS in names)
-
-    def pieces(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-    ) -> list[Piece]:
-        """The conversation; `continue_final_message` leaves its last turn open.
-
-        Raises ValueError for an unknown role, a content that is no text, and both options at once.
-        """
-        if add_generation_prompt and continue_final_message:
-            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
-        for message in messages:
-            if message.get("role") not in SPEAKERS or not isinstance(message.get("content"), str):
-                raise ValueError(
-                    f"expected a message with a role of {', '.join(SPEAKERS)} and a text as its content, "
-                    f"found {dict(message)!r:.200}"
-                )
-        start = [Piece(_BOS, special=True)] if self.bos else []
-        if not self.marked:
-            text = plain_text(messages, add_generation_prompt)
-            return [*start, Piece(text if add_generation_prompt or continue_final_message else f"{text}\n\n")]
-        pieces = list(start)
-        for message in merge_system(messages):
-            before, after = _TURNS[message["role"]]
-            pieces += [Piece(before, special=True), Piece(message["content"]), Piece(after, special=True)]
-        if continue_final_message:
-            pieces.pop()
-        if add_generation_prompt:
-            pieces.append(Piece(_TURNS["assistant"][0], special=True))
-        return pieces
 
 
 def plain_text(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:

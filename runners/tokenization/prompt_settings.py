@@ -15,7 +15,6 @@ from typing import Any
 import attrs
 from attrs import field
 
-import runners
 from runners.config import rules
 from runners.config.sections import DataConfig, RolloutConfig
 from runners.errors import UserError, did_you_mean, show
@@ -25,7 +24,6 @@ from runners.files.links import check_links
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
 PROMPT_VERSION = 2
-_LATER = {"chat_template_kwargs": {}}  # keys that the file of version 1 lacks, with their values there
 
 
 @attrs.frozen(kw_only=True)
@@ -40,16 +38,14 @@ class PromptSettings:
     top_p: float
     top_k: int
     min_p: float
+    # Version 1 of the file, and runs from before the key, do not have it.
     chat_template_kwargs: dict[str, bool | int | float | str] = field(factory=dict, hash=False)
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
         """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
-        values = {
-            name: config[section][name]
-            for name, (section, _) in _KEYS.items()
-            if name in config[section] or name not in _LATER  # a run from before the key
-        }
+        later = {"chat_template_kwargs": {}}
+        values = {name: (later | {**config[section]})[name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -87,25 +83,20 @@ def read_prompt(folder: Path) -> PromptSettings | None:
         return None
     check_links(folder, [file])
     content = read_json(file)
-    if content.get("format") != PROMPT_FORMAT:
-        raise UserError(
-            f"{file}: format: expected {show(PROMPT_FORMAT)}, found {show(content.get('format'))}"
-        )
-    version = content.get("version")
+    stated, version = content.pop("format", None), content.pop("version", None)
+    if stated != PROMPT_FORMAT:
+        raise UserError(f"{file}: format: expected {show(PROMPT_FORMAT)}, found {show(stated)}")
     if type(version) is not int or not 1 <= version <= PROMPT_VERSION:
-        raise UserError(
-            f"{file}: expected version 1 to {PROMPT_VERSION} of {PROMPT_FORMAT}, which grpo_fn "
-            f"{runners.__version__} reads, found {show(version)}"
-        )
-    if unknown := sorted(content.keys() - {"format", "version"} - _KEYS.keys()):
+        raise UserError(f"{file}: version: expected 1 to {PROMPT_VERSION}, found {show(version)}")
+    if version == 1:
+        content.setdefault("chat_template_kwargs", {})
+    if unknown := sorted(content.keys() - _KEYS.keys()):
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
-    content = (_LATER if version < PROMPT_VERSION else {}) | content
-    values: dict[str, Any] = {}
     for name, (_, known) in _KEYS.items():
         if name not in content:
             raise UserError(f"{file}: {name}: expected {rules.words(known.type)}, found nothing")
         try:
-            values[name] = rules.check(content[name], known)
+            content[name] = rules.check(content[name], known)
         except rules.Mismatch as error:
             raise UserError(f"{file}: {name}: {error.reason(content[name])}") from error
-    return PromptSettings(**values)
+    return PromptSettings(**content)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.cache_folder import cache_folder
-from runners.machine.bounded_process import Ending, run_bounded
+from runners.machine.bounded_process import run_bounded
 from runners.quickstart import MODEL_DIR
 from runners.tokenization.tokenizer_probe import FAULT, READY, TEMPLATE, files_of
 
@@ -43,28 +43,22 @@ def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
         seconds=seconds,
         memory=memory,
     )
-    fault = _fault(ending, seconds, memory)
-    if fault:
-        raise UserError(f"{folder}: {fault}")
+    stated = [line.removeprefix(FAULT) for line in ending.lines if line.startswith(FAULT)]
+    # Without READY nothing was checked: no process could be started, or a package is missing.
+    what = "its chat template" if ending.lines[-1:] == (TEMPLATE,) else "its tokenizer"
+    if not stated and READY in ending.lines:
+        if ending.over == "time":
+            stated = [f"{what} computes for more than {seconds:.3g} s over a short text"]
+        elif ending.over == "memory":
+            stated = [f"{what} takes more than {memory / 1e6:,.0f} MB for a short text"]
+        elif ending.code < 0:
+            stated = [f"{what} ends the process that uses it (signal {-ending.code})"]
+    if stated:
+        raise UserError(f"{folder}: {stated[0]}")
     if ending.code == 0:
         with suppress(OSError):  # a folder that cannot be written to: checked again later
             seen.parent.mkdir(parents=True, exist_ok=True)
             seen.touch()
-
-
-def _fault(ending: Ending, seconds: float, memory: int) -> str:
-    """The fault, or ""."""
-    for line in ending.lines:
-        if line.startswith(FAULT):
-            return line.removeprefix(FAULT)
-    if READY not in ending.lines:
-        return ""  # the model was not checked: no process could be started, or a package is missing
-    what = "its chat template" if ending.lines[-1] == TEMPLATE else "its tokenizer"
-    if ending.over == "time":
-        return f"{what} computes for more than {seconds:.3g} s over a short text"
-    if ending.over == "memory":
-        return f"{what} takes more than {memory / 1e6:,.0f} MB for a short text"
-    return f"{what} ends the process that uses it (signal {-ending.code})" if ending.code < 0 else ""
 
 
 def _digest(files: list[Path]) -> str:
@@ -72,7 +66,6 @@ def _digest(files: list[Path]) -> str:
     total = hashlib.sha256(" ".join(versions).encode())
     for file in files:
         with suppress(OSError):  # the next reader reports the fault
-            total.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as stream:
-                total.update(hashlib.file_digest(stream, "sha256").digest())
+            content = file.read_bytes()
+            total.update(f"\0{file.name}\0{len(content)}\0".encode() + content)
     return total.hexdigest()

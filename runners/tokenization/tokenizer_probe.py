@@ -10,7 +10,6 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,6 @@ MAX_PROMPT = 1 << 20  # characters of a short conversation
 _GROWTH = 16  # tokens for a character; ideographs and emoji have at most four
 _WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n"
 _LETTERS = string.printable + "äßéñøйжάの漢字한ع…€–“”½²\u00a0\u200b\u200d\ufe0f😀"
-
-_VARIABLES = {"add_generation_prompt": True, "tools": None, "documents": None}
-
-Encode = Callable[[str], Sequence[int]]
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -49,13 +44,14 @@ def main(folder: str, pickled: str, seconds: str, memory: str) -> None:
     limit(float(seconds), int(memory))
     _report(READY)
     try:
-        # Other faults are reported at the real first use; here the next check follows.
+        _report(TEMPLATE)
         try:
-            _templates(place)
+            for text, names in _templates(place):
+                _render_all(text, names)
         except MemoryError:
             raise
-        except Exception:
-            _report(TEMPLATE)
+        except Exception:  # a file that is merely wrong is reported at its real first use
+            pass
         _report(READING)
         if pickled:
             encoding = tokenizer_pickle.read_encoding(Path(pickled))
@@ -78,37 +74,31 @@ def _fault(text: str) -> None:
     raise SystemExit(2)
 
 
-def _templates(folder: Path) -> None:
-    _report(TEMPLATE)
-    variables = _json(folder / "tokenizer_config.json")
-    tokens = {name: value for name, value in variables.items() if name.endswith("_token")}
+def _templates(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The templates of the files, and the special tokens that they may name."""
+    config, other = _json(folder / "tokenizer_config.json"), _json(folder / "chat_template.json")
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     names = {key: each.get("content") if isinstance(each, dict) else each for key, each in tokens.items()}
-    for text in _found(folder, variables):
-        if len(text) > MAX_TEMPLATE:
-            _fault(f"its chat template: expected at most {MAX_TEMPLATE:,} characters, found {len(text):,}")
-        _render_all(text, names)
-
-
-def _found(folder: Path, config: dict[str, Any]) -> Iterator[str]:
-    """The templates of the files."""
     stated = config.get("chat_template")
-    named = stated if isinstance(stated, list) else [stated]
     for file in files_of(folder):
         if file.suffix == ".jinja":
-            yield file.read_text(encoding="utf-8", errors="replace")
-    for each in (*named, _json(folder / "chat_template.json").get("chat_template")):
+            yield file.read_text(encoding="utf-8", errors="replace"), names
+    for each in (*(stated if isinstance(stated, list) else [stated]), other.get("chat_template")):
         text = each.get("template") if isinstance(each, dict) else each
         if isinstance(text, str):
-            yield text
+            yield text, names
 
 
 def _render_all(text: str, names: dict[str, Any]) -> None:
+    if len(text) > MAX_TEMPLATE:
+        _fault(f"its chat template: expected at most {MAX_TEMPLATE:,} characters, found {len(text):,}")
     template = _environment().from_string(text)
     user, system = {"role": "user", "content": _WORDS * 4}, {"role": "system", "content": _WORDS}
     turns = [user, {"role": "assistant", "content": _WORDS}, user]
+    variables = {"add_generation_prompt": True, "tools": None, "documents": None, **names}
     for messages in ([user], [system, user], [system, *turns]):
         try:
-            made = template.render(**_VARIABLES, **names, messages=messages)
+            made = template.render(**variables, messages=messages)
         except MemoryError:
             raise
         except Exception:
@@ -119,21 +109,19 @@ def _render_all(text: str, names: dict[str, Any]) -> None:
 
 def _environment() -> Any:
     """transformers' sandbox, without the import of transformers."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
+    from jinja2 import TemplateError, ext, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(jinja2.ext.Extension):
+    class Generation(ext.Extension):
         tags = {"generation"}  # noqa: RUF012 (as jinja2 wants it)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body).set_lineno(line)
+            return nodes.Scope(body).set_lineno(line)
 
     def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
+        raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
@@ -142,12 +130,11 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "1 Jan 2026"}
     return environment
 
 
-def _texts(encode: Encode, decode: Callable[[Any], str] | None = None) -> None:
+def _texts(encode: Callable[[str], Sequence[int]], decode: Callable[[Any], str] = lambda tokens: "") -> None:
     """Tokenizes words, and runs of each letter, where a fault would grow most."""
     _report(TEXT)
     # Another character follows each run: patterns that end with the text then try everything.
@@ -155,14 +142,13 @@ def _texts(encode: Encode, decode: Callable[[Any], str] | None = None) -> None:
     for text in (_WORDS * 8, *runs):
         try:
             tokens = encode(text)
-            again = decode(tokens) if decode else ""
+            most = max(len(tokens), len(decode(tokens)))
         except MemoryError:
             raise
         except BaseException as error:  # Rust's panics are not Exceptions
             _fault(f"the tokenizer fails on a text: {error}")
             return
-        if len(tokens) > _GROWTH * len(text) + 64 or len(again) > _GROWTH * len(text) + 64:
-            most = max(len(tokens), len(again))
+        if most > _GROWTH * len(text) + 64:
             _fault(f"the tokenizer makes {most:,} tokens or letters of {len(text)} characters")
 
 

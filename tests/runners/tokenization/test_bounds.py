@@ -98,19 +98,12 @@ DOUBLE = (
 
 
 TEMPLATES = {
-    "a product": ("{{ 'x' * 10**9 }}", "its chat template takes more than 512 MB for a short text"),
-    "doubling": (DOUBLE, "its chat template takes more than 512 MB"),
-    "a filter": ("{{ 'x'|center(10**10) }}", "its chat template takes more than 512 MB"),
-    "a loop": (LOOP, "its chat template computes for more than 2 s over a short text"),
-    "a power": ("{{ 10**(10**9) }}", "its chat template computes for more than 2 s"),
-    "24 MB": (
-        "{{ messages }}" * 1_750_000,
-        "its chat template: expected at most 1,048,576 characters, found 24,500,000",
-    ),
-    "a long prompt": (
-        "{{ 'x' * 10**7 }}",
-        "its chat template makes 10,000,000 characters of a short conversation",
-    ),
+    "a product": ("{{ 'x' * 10**9 }}", "takes more than 512 MB for a short text"),
+    "doubling": (DOUBLE, "takes more than 512 MB"),
+    "a loop": (LOOP, r"computes for more than 0\.5\d* s over a short text"),
+    "a power": ("{{ 10**(10**9) }}", r"computes for more than 0\.5\d* s"),
+    "24 MB": ("{{ messages }}" * 1_750_000, ": expected at most 1,048,576 characters, found 24,500,000"),
+    "a long prompt": ("{{ 'x' * 10**7 }}", "makes 10,000,000 characters of a short conversation"),
 }
 
 
@@ -119,19 +112,15 @@ def test_templates_without_end(folder, monkeypatch, name):
     """What a template asks for is seen in a process that can be ended: in time, here after half a second."""
     template, line = TEMPLATES[name]
     changed(folder / "tokenizer_config.json", chat_template=template)
-    if "computes for more than 2 s" in line:
-        monkeypatch.setattr(tokenizer_check, "_SECONDS", 0.5)
-        line = line.replace("2 s", r"0\.5\d* s")
-    with pytest.raises(UserError, match=line):
+    monkeypatch.setattr(tokenizer_check, "_SECONDS", 0.5)
+    with pytest.raises(UserError, match=f"its chat template ?{line}"):
         check_tokenizer(folder)
 
 
-@pytest.mark.parametrize("name", ["doubling", "a loop"])
-def test_a_command_ends_with_a_line_for_such_a_template(folder, name):
-    """Memory, and time: the command with all its processes stays within the bounds."""
-    template, line = TEMPLATES[name]
-    changed(folder / "tokenizer_config.json", chat_template=template)
-    assert line in refused("generate", folder, "hello")
+def test_a_command_ends_with_a_line_for_such_a_template(folder):
+    """The command with all its processes stays within the bounds of time and memory."""
+    changed(folder / "tokenizer_config.json", chat_template=DOUBLE)
+    assert "its chat template takes more than 512 MB" in refused("generate", folder, "hello")
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/default.jinja"])
@@ -159,18 +148,11 @@ def replacing(text, times):
     return {"type": "Sequence", "normalizers": [step] * times}
 
 
-@pytest.mark.parametrize(
-    ("part", "line"),
-    [
-        ({"normalizer": replacing("a" * 100, 6)}, "its tokenizer takes more than"),
-        (PANICS, "the tokenizer fails on a text: Onig: Regex search error"),
-    ],
-    ids=["nested replacements", "a pattern that panics"],
-)
-def test_tokenizers_without_end(folder, part, line):
-    """Growth, and a panic of Rust's."""
-    changed(folder / "tokenizer.json", **part)
-    with pytest.raises(UserError, match=line):
+def test_tokenizers_without_end(folder):
+    """Growth; a bad template does not end the look at the tokenizer."""
+    changed(folder / "tokenizer_config.json", chat_template="{% if %}")
+    changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
+    with pytest.raises(UserError, match="its tokenizer takes more than"):
         check_tokenizer(folder)
 
 
@@ -189,14 +171,6 @@ def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
     (folder / "tokenizer.pkl").write_bytes(fuzz._pickled(state, 4))
     with pytest.raises(UserError, match="the tokenizer fails on a text: Regex error"):
         load_tokenizer(folder)
-
-
-def test_a_bad_template_does_not_hide_the_tokenizer(folder):
-    """What is merely wrong with the one does not end the look at the other."""
-    changed(folder / "tokenizer_config.json", chat_template="{% if %}")
-    changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
-    with pytest.raises(UserError, match="its tokenizer takes more than"):
-        check_tokenizer(folder)
 
 
 def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_path):

@@ -73,9 +73,8 @@ def test_what_is_written_is_read(tmp_path):
     ("change", "message"),
     [
         ({"format": "other"}, 'format: expected "grpo_fn.prompt", found "other"'),
-        ({"version": 3}, "expected version 1 to 2 of grpo_fn.prompt, which grpo_fn "),
-        ({"version": None}, "reads, found None"),
-        ({"version": True}, "reads, found true"),
+        ({"version": 3}, "version: expected 1 to 2, found 3"),
+        ({"version": True}, "version: expected 1 to 2, found true"),
         ({"chat_template_kwargs": {"a": [1]}}, "expected a table of strings, numbers, true or false, found"),
         (
             {"chat_template_kwargs": {"tokenize": True}},
@@ -87,10 +86,8 @@ def test_what_is_written_is_read(tmp_path):
         ),
         ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
         ({"nudge": None}, "nudge: expected a string, found None"),
-        ({"stop": "x"}, 'stop: expected a list of strings, found "x"'),
         ({"stop": [""]}, "expected a list of strings: no empty string, found"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1, found 0"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens: expected an integer, found 2.0"),
         ({"temperature": float("nan")}, "temperature: expected a finite number, found nan"),
         ({"top_p": 2}, "top_p: expected a number: 0 < x <= 1, found 2"),
         ({"system_prompt": "\ud800"}, "system_prompt: expected text that UTF-8 can hold"),
@@ -107,19 +104,16 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
 
 
 def test_a_file_of_version_1_has_no_template_arguments(tmp_path):
-    """It is read as one with an empty table; a file of version 2 has to have the key."""
+    """It is read as one with an empty table; so is the config of a run from before the key."""
     write_prompt(tmp_path, SETTINGS)
     file = tmp_path / PROMPT_FILE
     content = json.loads(file.read_text())
     del content["chat_template_kwargs"]
     file.write_text(json.dumps({**content, "version": 1}))
     assert read_prompt(tmp_path) == attrs.evolve(SETTINGS, chat_template_kwargs={})
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"chat_template_kwargs: expected .*, found nothing"):
-        read_prompt(tmp_path)
     config = load_config("quickstart").to_dict()
     del config["data"]["chat_template_kwargs"]
-    assert PromptSettings.of(config).chat_template_kwargs == {}, "of a run from before the key"
+    assert PromptSettings.of(config).chat_template_kwargs == {}
 
 
 def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
@@ -177,9 +171,7 @@ def test_what_is_given_wins(grpo, runs):
     """Each option alone, an empty value turns off, and --no-prompt-file leaves the file alone."""
     full = runs["full"]
     for given, by_hand in (
-        (["--nudge", "12"], ["--system", "Think first.", "--nudge", "12", "--max-tokens", "8"]),
         (["--nudge", ""], ["--system", "Think first.", "--max-tokens", "8"]),
-        (["--system", ""], ["--nudge", "<reasoning>", "--max-tokens", "8"]),
         (["--system", "No."], ["--system", "No.", "--nudge", "<reasoning>", "--max-tokens", "8"]),
         (["--max-tokens", "3"], [*TRAINED[:4], "--max-tokens", "3"]),
         (["--no-prompt-file", "--max-tokens", "5"], ["--max-tokens", "5"]),

@@ -1,7 +1,6 @@
-"""tokenizer.pkl: every protocol is read, every other name is refused, and nothing of a pickle runs."""
+"""tokenizer.pkl: an Encoding is read, other names and opcodes are refused, and nothing of a pickle runs."""
 
 import copyreg
-import importlib
 import pickle
 import struct
 
@@ -36,29 +35,17 @@ class Encoding:
         return copyreg.__newobj__, (Encoding,), self.state
 
 
-def pickled(state, protocol=4):
+def pickled(state):
     """An Encoding with any state, as bytes; the class's name is replaced by tiktoken's."""
-    text = pickle.dumps(Encoding(state), protocol)
-    if protocol < 4:
-        return text.replace(f"c{__name__}\nEncoding\n".encode(), b"ctiktoken.core\nEncoding\n")
-    module = __name__.encode()
+    text, module = pickle.dumps(Encoding(state), 4), __name__.encode()
     old, new = bytes([len(module)]) + module, b"\x0dtiktoken.core"
     # The one frame's length changes with the name's.
     (frame,) = struct.unpack("<Q", text[3:11])
     return text[:3] + struct.pack("<Q", frame + len(new) - len(old)) + text[11:].replace(old, new)
 
 
-@pytest.fixture
-def registered():
-    """An extension code for `trip`, as a library may register one."""
-    copyreg.add_extension(__name__, "trip", 200)
-    yield 200
-    copyreg.remove_extension(__name__, "trip", 200)
-    copyreg.clear_extension_cache()
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_an_encoding_comes_back_from_every_protocol(tmp_path, protocol):
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_encoding_comes_back_from_a_pickle(tmp_path, protocol):
     """A real one, trained here: the same vocabulary and the same tokens."""
     encoding = make_encoding()
     found = read_encoding(write_pickle(tmp_path, encoding, protocol=protocol))
@@ -67,33 +54,22 @@ def test_an_encoding_comes_back_from_every_protocol(tmp_path, protocol):
     assert found.encode(text) == encoding.encode(text)
     assert found.token_byte_values() == encoding.token_byte_values()
     assert found.special_tokens_set == set(NANOCHAT_SPECIAL)
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_the_state_is_the_encodings_own(protocol):
-    """Name, pattern, ranks and special tokens as they were pickled."""
-    assert encoding_state(pickled(STATE, protocol)) == STATE
+    assert encoding_state(pickled(STATE)) == STATE
 
 
 GLOBAL = f"c{__name__}\ntrip\n".encode()
 STACK_GLOBAL = b"\x8c" + bytes([len(__name__)]) + __name__.encode() + b"\x8c\x04trip\x93"
-ENCODING = b"ctiktoken.core\nEncoding\n"
-
-
-TRIP = f"{__name__}.trip"
+ENCODING = b"\x8c\x0dtiktoken.core\x8c\x08Encoding\x93"
+AGAIN = b"\x80\x04" + STACK_GLOBAL[:-7] + b"\x94\x8c\x04trip\x94" + ENCODING[:-1] + b"h\x00h\x01\x93"
 
 
 @pytest.mark.parametrize(
     ("content", "name"),
     [
-        pytest.param(b"\x80\x02" + GLOBAL + b".", TRIP, id="GLOBAL"),
-        pytest.param(b"\x80\x02" + GLOBAL + b")R.", TRIP, id="GLOBAL, REDUCE"),
-        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")R.", TRIP, id="STACK_GLOBAL, REDUCE"),
-        pytest.param(f"(i{__name__}\ntrip\n.".encode(), TRIP, id="INST"),
-        pytest.param(b"(" + GLOBAL + b"o.", TRIP, id="OBJ"),
-        pytest.param(b"\x80\x02" + GLOBAL + b")\x81.", TRIP, id="NEWOBJ"),
-        pytest.param(b"\x80\x04" + GLOBAL + b")}\x92.", TRIP, id="NEWOBJ_EX"),
-        pytest.param(b"\x80\x02" + ENCODING + b")\x81" + GLOBAL + b"b.", TRIP, id="BUILD with a function"),
+        pytest.param(b"\x80\x02" + GLOBAL + b")R.", f"{__name__}.trip", id="GLOBAL, REDUCE"),
+        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")R.", f"{__name__}.trip", id="STACK_GLOBAL, REDUCE"),
+        pytest.param(f"(i{__name__}\ntrip\n.".encode(), f"{__name__}.trip", id="INST"),
+        pytest.param(AGAIN + b")\x81.", f"{__name__}.trip", id="a name from the memo"),
         pytest.param(
             b"\x80\x04\x8c\x0dtiktoken.core\x8c\x13Encoding.__init__.x\x93.",
             "tiktoken.core.Encoding.__init__.x",
@@ -101,7 +77,6 @@ TRIP = f"{__name__}.trip"
         ),
         pytest.param(b"\x80\x02ctiktoken.core\nfunctools\n.", "tiktoken.core.functools", id="a neighbour"),
         pytest.param(b"\x80\x02c__builtin__\neval\n(U\x011tR.", "__builtin__.eval", id="builtins"),
-        pytest.param(b"\x80\x02ccodecs\nencode\n.", "codecs.encode", id="another module's encode"),
     ],
 )
 def test_another_name_is_refused_by_name(content, name):
@@ -113,91 +88,28 @@ def test_another_name_is_refused_by_name(content, name):
     assert ran == []
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("opcode", ["EXT1", "EXT2", "EXT4"])
-def test_extension_codes_are_refused(registered, opcode, cached):
-    """Registered ones by name, also where an earlier pickle has left the function in Python's cache."""
-    code = {"EXT1": b"\x82\xc8", "EXT2": b"\x83\xc8\x00", "EXT4": b"\x84\xc8\x00\x00\x00"}[opcode]
-    ran.clear()
-    if cached:
-        assert pickle.loads(b"\x80\x02" + code + b".") is trip
-    with pytest.raises(UserError, match=r"asks for .*\.trip"):
-        encoding_state(b"\x80\x02" + code + b")R.")
-    assert ran == []
-
-
-def test_an_unregistered_extension_code_is_refused():
-    """It means nothing here."""
-    with pytest.raises(UserError, match=r"no pickle that can be read: .*extension code"):
-        encoding_state(b"\x80\x02\x82\xc9.")
-
-
-@pytest.mark.parametrize("content", [b"Ptrip\n.", b"\x80\x02U\x04tripQ."], ids=["PERSID", "BINPERSID"])
-def test_persistent_ids_are_refused(content):
-    """They point outside the file."""
-    with pytest.raises(UserError, match=r'refers to something outside it \("trip"\)'):
-        encoding_state(content)
-
-
-def test_a_persistent_id_may_be_anything():
-    """One that is no text is not spelt out: it may be made to take for ever."""
-    nested = b"\x80\x02)" + b"2\x86" * 60 + b"Q."
-    for content in (nested, b"\x80\x02)" + b"\x85" * 60 + b"Q."):
-        with pytest.raises(UserError, match=r"twice|outside it .tuple.") as caught:
-            encoding_state(content)
-        assert len(str(caught.value)) < 200
-
-
-TWICE = b"\x80\x04)" + b"".join(b"\x94h%c\x86" % place for place in range(60))  # ((), ()) 60 deep
-HIDDEN = b"\x80\x04)" + b"".join(b"N0\x94h%c\x86" % place for place in range(60))  # with a detour before it
-
-
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "opcode"),
     [
-        pytest.param(b"\x80\x04}" + TWICE[2:] + b"K\x01s.", "twice", id="a key that takes for ever to hash"),
-        pytest.param(b"\x80\x04}" + HIDDEN[2:] + b"K\x01s.", "twice", id="the same, put off"),
-        pytest.param(b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.", "twice", id="by DUP"),
-        pytest.param(b"\x80\x02K\x01r\xff\xff\xff\xff.", "asks for 4,294,967,295 places", id="LONG_BINPUT"),
-        pytest.param(b"K\x01p99999999999\n.", "asks for 99,999,999,999 places", id="PUT"),
-        pytest.param(b"\x80\x04B\xff\xff\xff\x7fx.", "no pickle that can be read", id="BINBYTES"),
-        pytest.param(b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fx.", "no pickle that can be read", id="BINBYTES8"),
-        pytest.param(b"\x80\x02\x8b\xff\xff\xff\x7fx.", "no pickle that can be read", id="LONG4"),
+        (b"\x80\x04" + ENCODING + b")R.", "REDUCE"),
+        (b"\x80\x04(" + ENCODING + b"o.", "OBJ"),
+        (b"\x80\x04" + ENCODING + b")}\x92.", "NEWOBJ_EX"),
+        (b"\x80\x02\x82\xc8)R.", "EXT1"),
+        (b"\x80\x02\x84\xc8\x00\x00\x00.", "EXT4"),
+        (b"Ptrip\n.", "PERSID"),
+        (b"\x80\x02U\x04tripQ.", "SHORT_BINSTRING"),
+        (b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.", "DUP"),
+        (b"\x80\x04})" + b"".join(b"\x94h%c\x86" % place for place in range(60)) + b"K\x01s.", "TUPLE2"),
+        (b"\x80\x02K\x01r\xff\xff\xff\xff.", "LONG_BINPUT"),
+        (b"K\x01p99999999999\n.", "PUT"),
+        (pickle.dumps([1], 4), "EMPTY_LIST"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bombs_are_refused_before_they_are_built(content, message):
-    """A few bytes that stand for gigabytes, or for hours."""
-    with pytest.raises(UserError, match=message):
+def test_opcodes_that_no_vocabulary_needs_are_refused(content, opcode):
+    """Calls, references to outside, and few bytes that stand for gigabytes or for hours."""
+    with pytest.raises(UserError, match=rf"protocol 4 or 5 .* the opcode {opcode}; none of it was run"):
         encoding_state(content)
-
-
-def test_calling_what_is_admitted_makes_data_and_no_more():
-    """REDUCE, OBJ, INST and NEWOBJ of the stand-in, before a good encoding: it comes back all the same."""
-    good = pickled(STATE, 2)
-    for start in (ENCODING + b")R0", b"(itiktoken.core\nEncoding\n0", b"(" + ENCODING + b"o0"):
-        assert encoding_state(b"\x80\x02" + start + good[2:]) == STATE
-    with pytest.raises(UserError, match="no pickle that can be read: TypeError"):
-        encoding_state(b"\x80\x02" + ENCODING + b"U\x01x\x85R.")  # with an argument that it does not take
-
-
-def test_building_on_what_is_admitted_changes_nothing_that_stays():
-    """BUILD sets attributes on what is there: not on the class, and on the function for one reading only."""
-    attributes = b"(N}U\x04nameU\x01xstb0"
-    with pytest.raises(UserError, match="no pickle that can be read: TypeError"):
-        encoding_state(b"\x80\x02" + ENCODING + attributes + pickled(STATE, 2)[2:])
-    on_function = b"\x80\x02c_codecs\nencode\n" + attributes
-    assert encoding_state(on_function + pickled(STATE, 2)[2:]) == STATE
-    for module, name in (("tiktoken.core", "Encoding"), ("_codecs", "encode")):
-        assert not hasattr(getattr(importlib.import_module(module), name), "name")
-    with pytest.raises(UserError, match="found a pickled function"):
-        encoding_state(b"\x80\x02c_codecs\nencode\n.")
-
-
-def test_the_bytes_of_protocol_2_are_latin_1_only():
-    """The function for bytes is not the codecs module's: no other codec can be asked for."""
-    with pytest.raises(UserError, match=r'_codecs.encode: expected "latin1", found "rot13"'):
-        encoding_state(b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13tR.")
 
 
 @pytest.mark.parametrize(
@@ -206,16 +118,19 @@ def test_the_bytes_of_protocol_2_are_latin_1_only():
         (b"", "no pickle that can be read: ValueError"),
         (b"\x80\x04\x95\xff", "no pickle that can be read"),
         (b"\x80\x63.", "no pickle that can be read: ValueError: unsupported pickle protocol"),
-        (pickle.dumps({"a": 1}), "expected tiktoken's Encoding, found a pickled dict"),
-        (pickled("gpt2"), 'expected its vocabulary, found "gpt2"'),
-        (pickled(None), "the Encoding's state: expected its vocabulary, found NoneType"),
-        (b"\x80\x02" + ENCODING + b")\x81.", "the Encoding's state: expected its vocabulary, found NoneType"),
+        (b"\x80\x04B\xff\xff\xff\x7fx.", "no pickle that can be read"),
+        (b"\x80\x04}}K\x01s.", "no pickle that can be read: TypeError"),
+        (b"\x80\x04" + ENCODING + b"}b.", "no pickle that can be read: TypeError"),
+        (b"\x80\x04" + ENCODING + b".", "expected tiktoken's Encoding, found a pickled type"),
+        (pickle.dumps({"a": 1}, 4), "expected tiktoken's Encoding, found a pickled dict"),
+        (pickled("gpt2"), "expected its vocabulary, found str"),
+        (b"\x80\x04" + ENCODING + b")\x81.", "the Encoding's state: expected its vocabulary, found NoneType"),
         (pickled({**STATE, "pat_str": b"x"}), "pat_str: expected str, found bytes"),
         (pickled({"name": "x", "pat_str": "x"}), "mergeable_ranks: expected dict, found nothing"),
         (pickled({**STATE, "mergeable_ranks": {"a": 1}}), "mergeable_ranks is not a table from bytes to int"),
-        (pickled({**STATE, "special_tokens": {"a": True}}), "special_tokens is not a table from str to int"),
+        (pickled({**STATE, "special_tokens": {"a": "b"}}), "special_tokens is not a table from str to int"),
         (pickled({**STATE, "special_tokens": {"a": 3}}), "ids are not different numbers"),
-        (pickled({**STATE, "special_tokens": {"a": 2**31}}), "ids are not different numbers"),
+        (pickled({**STATE, "special_tokens": {"a": -1}}), "ids are not different numbers"),
         (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "no token for the byte 0x00"),
     ],
 )
