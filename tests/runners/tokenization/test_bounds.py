@@ -409,8 +409,8 @@ def test_parquet_of_every_kind_is_read_as_it_is(tmp_path, monkeypatch):
             "expected at most 2,000 keys and values, found 9,003",
         ),
         ("reward.functions = [" + '"a",' * 20_000 + "]", "keys and values, found 20,002"),
-        ("run.seed = 1\n" + "a." * 60_000 + "a = 1", "train.toml:2: expected a key of the config, found one"),
-        ("[" + "'a'." * 30_000 + "a]", "train.toml:1: expected a key of the config, found one"),
+        ("run.seed = 1\n" + "a." * 60_000 + "a = 1", "a key has too many dots"),
+        ("[" + "'a'." * 30_000 + "a]", "a key has too many dots"),
     ],
     ids=["10 MB", "keys", "a list", "dots", "dots in a header"],
 )
