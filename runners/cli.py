@@ -18,7 +18,7 @@ import click
 
 import runners
 from runners.commands.base import HELP, INTERRUPTED, LazyGroup, ends_with_a_line
-from runners.commands.options import SET, echo_all, read_config
+from runners.commands.options import SET, echo_all, flag, option, options, read_config
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr, to_terminal
 from runners.machine.terminal import echo
@@ -78,7 +78,7 @@ VERSION = click.option(
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Show the version and exit.",
+    help="Show the version.",
 )
 
 
@@ -95,41 +95,32 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
 
 @click.command("run", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("config")
-@SET
-@click.option(
-    "--resume",
-    is_flag=False,
-    flag_value=_LAST,
-    metavar="[CHECKPOINT]",
-    help="Continue from the last whole checkpoint in the run's folder, or from this one.",
+@options(
+    SET,
+    option(
+        "--resume=[CHECKPOINT]",
+        "Continue from the last whole checkpoint in the run's folder, or from this one.",
+        is_flag=False,
+        flag_value=_LAST,
+    ),
+    flag("--allow-config-change", "With --resume: continue although config, data, rewards or model differ."),
+    flag(
+        "--overwrite",
+        "Start over if the folder holds a run, even an interrupted one; removes its checkpoints.",
+    ),
+    flag(
+        "--dry-run", "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop."
+    ),
+    flag("--watch", "Serve a live page of the run on 127.0.0.1 while it trains (extra: watch)."),
+    option(
+        "--explain=KEY",
+        "Show what a config key such as optim.eps means, or all keys of a section, and exit.",
+        is_eager=True,
+        expose_value=False,
+        callback=_explain,
+    ),
+    VERSION,
 )
-@click.option(
-    "--allow-config-change",
-    is_flag=True,
-    help="With --resume: continue although config, data, rewards or model differ from the checkpoint's.",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Start over if the folder already holds a run, even an interrupted one; removes its checkpoints.",
-)
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
-)
-@click.option(
-    "--watch", is_flag=True, help="Serve a live page of the run on 127.0.0.1 while it trains (extra: watch)."
-)
-@click.option(
-    "--explain",
-    metavar="KEY",
-    is_eager=True,
-    expose_value=False,
-    callback=_explain,
-    help="Show what a config key such as optim.eps means, or all keys of a section, and exit.",
-)
-@VERSION
 @ends_with_a_line
 def run_command(
     config: str,

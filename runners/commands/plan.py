@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, echo_all, read_config
+from runners.commands.options import SET, echo_all, flag, option, options, read_config
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -21,13 +21,10 @@ change.
 
 @click.command("plan", context_settings=HELP, epilog=_EPILOG)
 @click.argument("config")
-@SET
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON, in bytes.")
-@click.option(
-    "--ranks",
-    type=click.IntRange(1),
-    default=1,
-    help="Number of mlx.launch processes; shows the memory of each.",
+@options(
+    SET,
+    flag("--json as as_json", "The same facts as JSON, in bytes."),
+    option("--ranks", "Number of mlx.launch processes; shows the memory of each.", click.IntRange(1), 1),
 )
 @ends_with_a_line
 def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
@@ -66,11 +63,11 @@ once per decoding step, and computing the products. Evaluations, checkpoints and
 
 @click.command("bench", context_settings=HELP, epilog=_BENCH_NOTES)
 @click.argument("config")
-@SET
-@click.option(
-    "--steps", type=click.IntRange(1), default=3, show_default=True, help="Number of measured steps."
+@options(
+    SET,
+    option("--steps", "Number of measured steps.", click.IntRange(1), 3, show_default=True),
+    flag("--json as as_json", "The same facts as JSON."),
 )
-@click.option("--json", "as_json", is_flag=True, help="The same facts as JSON.")
 @ends_with_a_line
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
     """Time the parts of a run's steps."""

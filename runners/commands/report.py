@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
+from runners.commands.options import flag, option
 from runners.errors import UserError, gigabytes
 from runners.machine.terminal import echo
 
@@ -21,8 +22,8 @@ Examples:
 
 @click.command("report", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
-@click.option("--out", default="", metavar="FILE", help="The page [RUN/report.html; of several report.html].")
-@click.option("--all", "everything", is_flag=True, help="All completions, even if the page becomes large.")
+@option("--out=FILE", "The page [RUN/report.html; of several report.html].", default="")
+@flag("--all as everything", "All completions, even if the page becomes large.")
 @ends_with_a_line
 def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     """Write the page of a run, or of several.

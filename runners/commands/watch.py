@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
+from runners.commands.options import flag, option, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -23,12 +24,12 @@ Examples:
 
 @click.command("watch", context_settings=HELP, epilog=_EXAMPLES)
 @click.argument("place", metavar="RUN")
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="The address to listen on [127.0.0.1].")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8517, help="The port, or the next free one [8517]."
+@options(
+    option("--host=ADDRESS", "The address to listen on.", default="127.0.0.1", show_default=True),
+    option("--port", "The port, or the next free one [8517].", click.IntRange(0, 65535), 8517),
+    option("--allow-host as hosts=NAME", "Also answer under this name.", multiple=True),
+    flag("--open as show", "Open the page in a browser."),
 )
-@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Also answer under this name.")
-@click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @ends_with_a_line
 def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: bool) -> None:
     """Serve a run's page and keep it current.

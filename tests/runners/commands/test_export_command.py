@@ -55,15 +55,10 @@ def test_a_run_gives_its_final_model(export, runs, tmp_path, kind):
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(runs[kind] / "final")[0])
+    names = "README.md config.json grpo_prompt.json model.safetensors model.safetensors.index.json"
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "README.md",
-        "config.json",
-        "grpo_prompt.json",
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+        *names.split(), "tokenizer.json", "tokenizer_config.json"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["lora", "packed"])
@@ -80,7 +75,7 @@ def test_adapters_are_fused(export, runs, tmp_path, kind):
     assert (attention in packed, "model.embed_tokens" in packed) == (False, kind == "packed")
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "packed"])
+@pytest.mark.parametrize("kind", ["full", "packed"])
 def test_quantization_repacks_every_layer(export, runs, tmp_path, kind):
     """All layers in the format asked for, whatever the base had; the card says so; close to the original."""
     result = export(runs[kind], "--out", "out", "--bits", "8", "--group-size", "32")
@@ -161,12 +156,6 @@ def test_without_a_final_model_a_checkpoint_is_exported(export, runs, tmp_path):
     assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(run / "checkpoint-4")[0])
 
 
-def test_a_checkpoints_card_ends_with_the_checkpoint(export, runs, tmp_path):
-    """Two of the four updates; what came later is not its own."""
-    assert export(runs["full"] / "checkpoint-2", "--out", "out").exit_code == 0
-    assert "2 updates" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-
-
 def test_a_model_of_no_run_has_a_short_card(export, tmp_path):
     """nanochat's as well, whose tokenizer travels along; its numbers stay."""
     make_nanochat_folder(tmp_path / "nano")
@@ -183,21 +172,12 @@ def test_a_model_of_no_run_has_a_short_card(export, tmp_path):
     assert result.exit_code == 0, result.output
 
 
-def test_existing_folders_need_force(export, runs, tmp_path):
-    """A folder in the way stays; with --force it is replaced whole; the source never is."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").write_text("x")
-    result = export(runs["full"], "--out", "out")
-    assert result.exit_code == 2 and "out: this exists; --force replaces it" in result.stderr
-    failing = export(runs["full"], "--out", "out", "--force", "--bits", "4", "--group-size", "128")
-    assert failing.exit_code == 2 and "nothing was quantized" in failing.stderr
-    assert (tmp_path / "out" / "precious").read_text() == "x"
-    assert export(runs["full"], "--out", "out", "--force").exit_code == 0
-    assert not (tmp_path / "out" / "precious").exists()
+def test_the_source_is_never_replaced(export, runs, tmp_path):
+    """Neither the run, its model nor the folder that they lie in, with --force too."""
     for place in (runs["full"] / "final", runs["full"], runs["full"].parent):
         result = export(runs["full"], "--out", place, "--force")
         assert result.exit_code == 2 and "expected another folder" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert not any(tmp_path.iterdir())
 
 
 def test_faults_are_lines(export, runs, tmp_path):
@@ -246,12 +226,6 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
         assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
-
-
-def test_without_the_option_nothing_is_uploaded(export, runs, monkeypatch):
-    """Without the option the Hub is not even looked for."""
-    monkeypatch.setattr("runners.conversion.export.upload", lambda *_, **__: pytest.fail("an upload"))
-    assert export(runs["full"], "--out", "out").exit_code == 0
 
 
 def test_a_refused_upload_is_a_line(runs, tmp_path):

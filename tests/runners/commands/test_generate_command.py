@@ -214,23 +214,15 @@ def test_two_ctrl_c_in_one_reply_end_the_program_at_once():
 
 
 def test_a_chat_through_pipes(grpo):
-    """Each line a message, each reply a line; /clear begins anew, /exit ends."""
-    options = ("--temperature", "0", "--max-tokens", "5")
+    """Each line a message, each reply a line; /clear forgets, /help is no message, /exit ends."""
+    options = ("--temperature", "0", "--max-tokens", "12")
     first = grpo("chat", "embedded", *options, input="7+5\n").stdout
     assert first.count("\n") == 1
-    both = grpo("chat", "embedded", *options, input="7+5\n\n/clear\n7+5\n/exit\n7+5\n")
+    both = grpo("chat", "embedded", *options, input="7+5\n\n/clear\n/help\n7+5\n/exit\n7+5\n")
     assert both.exit_code == 0 and both.stdout == first * 2
-    assert "peak memory" in both.stderr
-
-
-def test_help_is_no_message(grpo):
-    """/help lists the commands on stderr, and the conversation goes on as if it had not been asked."""
-    options = ("--temperature", "0", "--max-tokens", "5")
-    plain = grpo("chat", "embedded", *options, input="7+5\n7+6\n")
-    helped = grpo("chat", "embedded", *options, input="7+5\n/help\n7+6\n")
-    assert helped.exit_code == 0 and helped.stdout == plain.stdout
-    assert all(word in helped.stderr for word in ("/help", "/clear", "/exit", "Ctrl-D", "Ctrl-C"))
-    assert "/help" not in plain.stderr, "a banner is for terminals"
+    assert all(word in both.stderr for word in ("/clear", "/exit", "Ctrl-D", "peak memory"))
+    after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
+    assert after[-1] != first, "the first turn is a part of the second's prompt"
 
 
 ECHO = """
@@ -282,11 +274,3 @@ def test_a_terminal_has_a_banner_and_line_editing():
         process.kill()
         process.wait()
         os.close(terminal)
-
-
-def test_a_chat_has_history(grpo):
-    """The second reply is another one with the first turn before it."""
-    options = ("--temperature", "0", "--max-tokens", "12")
-    alone = grpo("chat", "embedded", *options, input="7+5\n").stdout
-    after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
-    assert after[-1] != alone
