@@ -65,7 +65,7 @@ def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) 
     from runners.inference.text_generation import generation_key
     from runners.inference.tool_conversation import ToolConversation
 
-    how = {key: values[key] for key in ("system", "nudge", "template_kwargs")}
+    how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
     how["key"] = generation_key(values["seed"])
     environments, sampling = open_tools(name, model, values), sampling_of(values, model)
     if environments is None:

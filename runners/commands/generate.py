@@ -20,6 +20,7 @@ from runners.commands.options import (
     TOOLS,
     TOOLS_OF,
     TRUST,
+    flag,
     open_model,
     open_tools,
     option,
@@ -62,6 +63,7 @@ messages, turns, calls, failures and, if the environment gives one, reward.
     option("--column", "The rows' column: a text, or messages.", default="prompt", show_default=True),
     option("--num", "Completions of each prompt.", click.IntRange(1), 1, show_default=True),
     option("--batch", "Completions at a time.", click.IntRange(1), 256, show_default=True),
+    flag("--raw", "Continue the text as it is, without a chat template: for base models."),
     option("--out=FILE", "Write the JSON lines here instead of stdout.", default=""),
     option(
         "--image as images=FILE",
@@ -107,6 +109,8 @@ def generate_command(
         if not text.strip():
             raise UserError("the prompt is empty")
         conversations = [[{"role": "user", "content": text}]]
+    if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
+        raise UserError("--raw continues a text; leave --system, --image, --tools and --env out")
     row_of(values)
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
@@ -174,11 +178,12 @@ def _rows(
     from runners.inference.batches import sample_batches
     from runners.inference.text_generation import generation_key
 
-    how = values["nudge"], values["template_kwargs"], environments.schemas if environments else ()
+    tools = environments.schemas if environments else ()
+    how = values["nudge"], values["template_kwargs"], tools
     found = sample_batches(
         model.engine,
         [
-            model.example(messages, *how, row_of(values), most=values["max_tokens"])
+            model.example(messages, *how, row_of(values), most=values["max_tokens"], raw=values["raw"])
             for messages in conversations
         ],
         attrs.evolve(sampling_of(values, model), num_generations=num),

@@ -157,21 +157,26 @@ _PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings,
     "template_kwargs": ("chat_template_kwargs", {}, lambda table: f"template arguments {spell(table)}"),
 }
 
+_OF_A_CHAT = ("system", "nudge", "template_kwargs")
+
 
 def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> dict[str, Any]:
     """The options, with missing ones of PROMPT and --max-tokens filled in.
 
     The values come from the model's own settings, `prompt`; a line on stderr shows them. Without such
     settings they are empty and 512 tokens. `template_kwargs`, further arguments of the chat template, has
-    no option.
+    no option. With `raw`, an option or the model's own setting, a prompt is a text that the model continues.
     """
     stop = tuple(filter(None, values["stop"])) if values["stop"] else None
-    found = {**values, "stop": stop, "template_kwargs": None}
-    used = []
+    asked_raw = bool(values.get("raw"))
+    raw = asked_raw or (prompt is not None and prompt.prompt_form == "raw")
+    found = {**values, "stop": stop, "template_kwargs": None, "raw": raw}
+    used = ["prompts are continued as they are"] if raw and not asked_raw else []
     for name, (field, default, words) in _PROMPT_FIELDS.items():
         if found[name] is None:
-            found[name] = default if prompt is None else getattr(prompt, field)
-            used += [words(found[name])] if prompt is not None and found[name] else []
+            own = prompt is not None and not (asked_raw and name in _OF_A_CHAT)
+            found[name] = getattr(prompt, field) if own else default
+            used += [words(found[name])] if own and found[name] else []
     if used:
         echo(one_line(f"as in training (grpo_prompt.json): {', '.join(used)}", {}), err=True)
     return found

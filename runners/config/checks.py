@@ -40,6 +40,11 @@ _ONLY_WITH = {
     },
 }
 
+_CHATS_ONLY = (
+    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
+    *("env.factory", "env.tools"),
+)
+
 
 def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     """The sections with their paths resolved. A section that is None had faults and is left alone.
@@ -56,6 +61,11 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
         result["judge"][name] = attrs.evolve(judge, path=path)
     if built["judge"] is not None and built["reward"] is not None:
         check_names(result["reward"], built["judge"], found)
+    if result["data"] is not None and result["data"].prompt_form == "raw":
+        # What a chat is asked by default is not put silently before a text.
+        given = found.values.get("data", {})
+        unset = {name: "" for name in ("system_prompt", "nudge") if name not in given}
+        result["data"] = attrs.evolve(result["data"], **unset)
     _relations(result, found)
     return result
 
@@ -87,6 +97,9 @@ class _Paths:
         folder = self.existing(data.image_folder) if data.image_folder else ""
         if data.image_folder and (folder is None or not os.path.isdir(folder)):
             self.fault("data.image_folder", f"no such folder: {show(data.image_folder)}")
+        template = self.existing(data.chat_template) if data.chat_template else ""
+        if data.chat_template and (template is None or not os.path.isfile(template)):
+            self.fault("data.chat_template", f"no such file: {show(data.chat_template)}")
         source = self.source(data.source, "data.source", _EXPECTED_DATA, _DATA_SUFFIXES)
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if source == _GSM8K and not os.path.exists(source) else ""
@@ -94,6 +107,7 @@ class _Paths:
             "source": source,
             "name": data.name or usual,
             "image_folder": folder or data.image_folder,
+            "chat_template": template or data.chat_template,
             "transform": self.function(data.transform, "data.transform"),
         }
 
@@ -203,6 +217,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         for key, one in only.items() if value(cause) else ():
             if value(key) not in (one, None):
                 expect(key, f"{show(one)} with {cause} = {show(value(cause))}")
+    for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
+        if value(key):
+            expect(key, f'{show(type(value(key))())} with data.prompt_form = "raw"')
     if value("data.answer") == "" and value("env.factory") in ("", CALCULATOR):
         expect("data.answer", "a column, or an env.factory whose class has get_reward")
     if value("reward.functions") == () and value("env.factory") == "":

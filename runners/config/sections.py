@@ -135,6 +135,8 @@ class DataConfig:
     system_prompt: str = key(SYSTEM_PROMPT, "the system message; empty: none")
     nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too")
     chat_template_kwargs: dict[str, bool | int | float | str] = key(_NONE, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
+    chat_template: str = key("", "a file with the chat template to use, in jinja as transformers writes it; the run's models are saved with it. Empty: the model's own")
+    prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is a text that the model continues, without template, roles and system prompt, for [base models](base-models.md)")
     max_samples: int = key(0, "how many rows to train on, from the first; 0: all", ">= 0")
     max_prompt_length: int = key(512, "longer prompts (tokens) are left out and counted", ">= 1")
     on_bad_row: Literal["raise", "skip"] = key("raise", "a row without a question or an answer ends the run, or is left out and counted")

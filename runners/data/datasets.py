@@ -144,6 +144,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f"{field}: expected text, found {type(question).__name__}"
     if fault := prompt_fault(question):
         return f"{field} {fault}"
+    if config.prompt_form == "raw" and not isinstance(question, str):
+        return f'{field}: expected a text with data.prompt_form = "raw", found a list of messages'
     gold = gold_answer(answer) if config.answer else ""
     if gold is None:
         return f"no answer in {config.answer}: {show(answer)}"

@@ -99,6 +99,7 @@ def _example(
         template_kwargs=config.chat_template_kwargs,
         images=images,
         processor=processor,
+        raw=config.prompt_form == "raw",
     )
     values = {column: row.get(field) for column, field in columns.items()}
     answers = {"answer": gold} if config.answer else {}

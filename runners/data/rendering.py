@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from runners.config.sections import DataConfig
 from runners.data.messages import Message
 from runners.data.row_images import with_image_parts
-from runners.errors import UserError, error_line
+from runners.errors import UserError, error_line, show
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
 from runners.tokenization.chat_format import described_tools, merge_system, plain_text
@@ -25,8 +27,11 @@ def render(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     images: Sequence[ImageFile] = (),
     processor: ImageProcessor | None = None,
+    raw: bool = False,
 ) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
+
+    `raw`: the text is that of the last message, which the model continues.
 
     `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
     is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
@@ -43,6 +48,9 @@ def render(
     add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
     `runners.tokenization.text.encode` does.
     """
+    if raw:
+        text = f"{messages[-1]['content']}{nudge}"
+        return text, encode_raw(tokenizer, text)
     if images:
         messages = with_image_parts(messages, len(images))
     if processor is not None and processor.template:
@@ -68,14 +76,55 @@ def _expanded(
     return tokens if processor is None else processor.expanded(tokens, images)
 
 
-def template_notices(tokenizer: Any) -> list[str]:
-    """A line if a tokenizer has no chat template, which an instruction-tuned model should have."""
-    if has_template(tokenizer):
+def use_template(tokenizer: Any, file: str) -> str:
+    """Replaces a tokenizer's chat template by that in a file, and returns its text; without a file nothing.
+
+    Raises UserError for a file that cannot be read.
+    """
+    if not file:
+        return ""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template {file}: cannot be read as text ({error})") from error
+    tokenizer.chat_template, tokenizer.has_chat_template, tokenizer._chat_template = text, True, None
+    return text
+
+
+def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ()) -> list[str]:
+    """Lines on a missing chat template, and on one whose turns do not end as the model's completions do.
+
+    `stop`: strings that end a completion besides.
+    """
+    if data.prompt_form == "raw":
+        return []
+    if not has_template(tokenizer):
+        return [
+            "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); "
+            "a model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json; "
+            'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they are'
+        ]
+    end = _end_of_turn(tokenizer, data.chat_template_kwargs)
+    if not end or any(text in end for text in stop):
+        return []
+    ends = set(getattr(tokenizer, "eos_token_ids", ()))
+    if ends.intersection(encode(tokenizer, end, add_special_tokens=False)):
         return []
     return [
-        "the tokenizer has no chat template: prompts are plain text (System: …, User: …, Assistant: …); a "
-        "model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json"
+        f"the chat template ends a turn with {show(end)}, none of whose tokens ends a completion: they may "
+        f"all reach the length limit; rollout.stop = [{show(end)}], or eos_token_id in generation_config.json"
     ]
+
+
+def _end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
+    """What the template writes behind an assistant's words; empty if that is unknown."""
+    words = "the words"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]
+    try:
+        text = apply_template(tokenizer, turns, template_kwargs=template_kwargs, add_generation_prompt=False)
+    except Exception:  # a template may raise anything; the prompts' own rendering reports it
+        return ""
+    return text.rpartition(words)[2].strip() if words in text else ""
 
 
 def has_template(tokenizer: Any) -> bool:

@@ -17,6 +17,7 @@ from grpo_fn.prng import EVALUATION, fold_in
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples, columns_of
+from runners.data.rendering import use_template
 from runners.data.rows import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
@@ -58,6 +59,7 @@ def choose_problems(
     longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
     processor = model.vision.processor if model.vision else None
+    use_template(model.tokenizer, config.data.chat_template)
     examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
     fitting = [(each.number, each) for each in examples if len(each.tokens) <= config.data.max_prompt_length]
     if not fitting:

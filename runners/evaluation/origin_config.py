@@ -17,7 +17,7 @@ from runners.errors import UserError, show
 _TAKEN: dict[str, tuple[str, ...]] = {
     "data": (
         "source", "name", "split", "eval_split", "question", "answer", "prompt", "system_prompt", "nudge",
-        "chat_template_kwargs", "max_prompt_length", "on_bad_row", "image", "image_folder",
+        "chat_template_kwargs", "prompt_form", "max_prompt_length", "on_bad_row", "image", "image_folder",
         "image_max_pixels",
     ),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),

@@ -15,7 +15,7 @@ import numpy as np
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns
-from runners.data.rendering import template_notices
+from runners.data.rendering import template_notices, use_template
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
@@ -85,6 +85,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     stated = read_json(path / "config.json")
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    use_template(tokenizer, config.data.chat_template)
     processor = processor_of(config.data, path, stated)
     ends = tuple(sorted(tokenizer.eos_token_ids))
     decoder = TextDecoder(tokenizer)
@@ -111,7 +112,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     warnings = [
         *rows[0].notices("train", dropped, limit),
         *rows[1].notices("eval", dropped_there, limit),
-        *template_notices(tokenizer),
+        *template_notices(tokenizer, config.data, config.rollout.stop),
         *faults,
         *_judge(rewards, kinds, values_kan),
     ]

@@ -38,6 +38,7 @@ class Conversation:
     system: str = attrs.field(default="", kw_only=True)  # the system message; empty: none
     nudge: str = attrs.field(default="", kw_only=True)  # first words of each reply
     template_kwargs: Mapping[str, Any] = attrs.field(default=NO_KWARGS, kw_only=True)  # for the chat template
+    raw: bool = attrs.field(default=False, kw_only=True)  # texts are continued, as with data.prompt_form
     messages: list[Message] = attrs.field(init=False)
     turns: int = attrs.field(init=False)
 
@@ -64,7 +65,12 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.model.example(
-            messages, self.nudge, self.template_kwargs, images=images, most=self.sampling.max_new_tokens
+            messages,
+            self.nudge,
+            self.template_kwargs,
+            images=images,
+            most=self.sampling.max_new_tokens,
+            raw=self.raw,
         )
         request = requests_of([prompt], [self.turns], self.model.vision)
         if self.nudge:

@@ -15,7 +15,7 @@ from grpo_fn.checks import check_positions, check_token_ids
 from runners.checkpoints.manifest import model_of_run
 from runners.data.messages import Message
 from runners.data.prompts import Example
-from runners.data.rendering import NO_KWARGS, render
+from runners.data.rendering import NO_KWARGS, render, use_template
 from runners.engines.local import LocalEngine
 from runners.engines.settings import launched, usual_launch
 from runners.errors import UserError
@@ -27,8 +27,10 @@ from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, choose_dtype
 from runners.models.folders import is_adapter_folder, resolve_model
 from runners.models.model_reader import custom_loader, read_model
+from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
 from runners.tokenization.text import TextDecoder
+from runners.tokenization.tokenizer_check import check_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -71,6 +73,7 @@ class InferenceModel:
         columns: Mapping[str, Any] = NO_KWARGS,
         images: Sequence[ImageFile] = (),
         most: int = 1,
+        raw: bool = False,
     ) -> Example:
         """A prompt; see `render`. `columns` are for an environment; at most `most` tokens follow it.
 
@@ -84,6 +87,7 @@ class InferenceModel:
             template_kwargs=template_kwargs,
             images=images,
             processor=self.vision.processor if self.vision else None,
+            raw=raw,
         )
         self.check([tokens], most)
         return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images))
@@ -130,6 +134,10 @@ def load_inference(
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         notices += read_adapters(module, adapters, path)
+        own = adapters / TEMPLATE_FILE
+        if own.is_file() and own.read_text(encoding="utf-8") != tokenizer.chat_template:
+            check_tokenizer(adapters)
+            use_template(tokenizer, str(own))
     module.freeze()
     module.eval()
     compute_dtype = choose_dtype(dtype, platform, module)

@@ -11,6 +11,7 @@ from runners.config.loading import Config
 from runners.config.sections import SHIPPED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
+from runners.data.rendering import use_template
 from runners.data.row_images import processor_of
 from runners.errors import UserError, gigabytes
 from runners.files.json_files import read_json
@@ -84,6 +85,7 @@ def longest_prompt(config: Config) -> int | None:
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     processor = processor_of(config.data, folder, read_json(folder / "config.json"))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
+    use_template(tokenizer, config.data.chat_template)
     train, _ = load_rows(config.data, config.folders)
     examples, _ = build_examples(train, config.data, tokenizer, processor=processor)
     return max(len(example.tokens) for example in examples)

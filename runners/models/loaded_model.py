@@ -50,6 +50,7 @@ class LoadedModel:
     base_digest: str = ""  # of the weights under adapters; "" if tune is "full"
     custom_loader: bool = False  # whether a custom function opened the folder
     vision: VisionPart | None = None  # its vision part, if prompts have images
+    chat_template: str = ""  # in place of the folder's own; empty: that one
 
     @property
     def quantized(self) -> bool:

@@ -23,6 +23,7 @@ from runners.images.families import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
+from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def _base(loaded: LoadedModel) -> str:
 def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
     _write_json(folder / "config.json", config)
     copy_companions(loaded.path, folder)
+    if loaded.chat_template:
+        (folder / TEMPLATE_FILE).write_text(loaded.chat_template, encoding="utf-8")
 
 
 def _write_index(folder: Path, weights: dict[str, mx.array]) -> None:

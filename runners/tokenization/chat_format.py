@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+TEMPLATE_FILE = "chat_template.jinja"  # of a model folder; transformers prefers it to other places
 SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 

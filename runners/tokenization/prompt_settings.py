@@ -23,7 +23,8 @@ from runners.files.links import check_links
 
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
-PROMPT_VERSION = 2
+PROMPT_VERSION = 3
+_LATER = {"chat_template_kwargs": {}, "prompt_form": "chat"}  # what older files and runs do not have
 
 
 @attrs.frozen(kw_only=True)
@@ -38,14 +39,13 @@ class PromptSettings:
     top_p: float
     top_k: int
     min_p: float
-    # Version 1 of the file, and runs from before the key, do not have it.
     chat_template_kwargs: dict[str, bool | int | float | str] = field(factory=dict, hash=False)
+    prompt_form: str = "chat"
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
         """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
-        later = {"chat_template_kwargs": {}}
-        values = {name: (later | {**config[section]})[name] for name, (section, _) in _KEYS.items()}
+        values = {name: (_LATER | {**config[section]})[name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -88,8 +88,8 @@ def read_prompt(folder: Path) -> PromptSettings | None:
         raise UserError(f"{file}: format: expected {show(PROMPT_FORMAT)}, found {show(stated)}")
     if type(version) is not int or not 1 <= version <= PROMPT_VERSION:
         raise UserError(f"{file}: version: expected 1 to {PROMPT_VERSION}, found {show(version)}")
-    if version == 1:
-        content.setdefault("chat_template_kwargs", {})
+    if version < PROMPT_VERSION:
+        content = _LATER | content
     if unknown := sorted(content.keys() - _KEYS.keys()):
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
     for name, (_, known) in _KEYS.items():

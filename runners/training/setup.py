@@ -14,7 +14,7 @@ from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
 from runners.data.datasets import load_rows
 from runners.data.prompts import Example, build_examples, reward_columns
-from runners.data.rendering import template_notices
+from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
 from runners.engines.engine import Advance
 from runners.engines.ranks import on_ranks
@@ -107,6 +107,8 @@ def build_run(
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)
     dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
     loaded, uncompiled = _loaded(config, platform, dtype, say)
+    template = use_template(loaded.tokenizer, config.data.chat_template)
+    loaded = attrs.evolve(loaded, chat_template=template)
     decoder = TextDecoder(loaded.tokenizer)
     environments = build_environments(
         config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
@@ -205,7 +207,7 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
             raise UserError(f"{name} data, {loaded.path}: {error}") from error
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
-    notices += template_notices(loaded.tokenizer)
+    notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
     if not config.data.answer:
         notices.append('data.answer = "": exact match is not measured')
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))

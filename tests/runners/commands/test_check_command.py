@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
+from runners.config.sections import DataConfig
 from runners.data.rendering import template_notices
 from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
@@ -88,7 +89,7 @@ def test_nanochat_s_turns_are_a_chat_template(tmp_path):
     """A tokenizer.pkl with the marks for turns has one; without them prompts are plain text."""
     turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"))
     plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))))
-    assert template_notices(turns) == [] and len(template_notices(plain)) == 1
+    assert template_notices(turns, DataConfig()) == [] and len(template_notices(plain, DataConfig())) == 1
 
 
 def test_no_weights_are_loaded(check, tmp_path, monkeypatch):

@@ -1,0 +1,123 @@
+"""Prompts for base models: raw texts, a template of one's own, and lines on templates that do not fit."""
+
+import json
+
+import attrs
+import pytest
+from click.testing import CliRunner
+
+from runners.cli import main
+from runners.config.loading import load_config
+from runners.config.sections import DataConfig
+from runners.data.prompts import build_examples
+from runners.data.rendering import render, template_notices, use_template
+from runners.errors import ConfigError, UserError
+from runners.models.model_reader import load_tokenizer
+from runners.tokenization.prompt_settings import read_prompt
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+
+ASKED = ({"role": "user", "content": "Q: 1+1?\nA:"},)
+OWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</turn>{% endfor %}"
+OWN += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model folder."""
+    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def tokenizer(base):
+    """Its tokenizer, whose template a test may replace."""
+    return load_tokenizer(base)
+
+
+def trained(folder, notes=None, **data):
+    """The folder of a run of two steps on these keys of [data], with rewards for letters."""
+    (folder / "letters.py").write_text(LETTERS)
+    (folder / "small.toml").write_text(small(reward=BY_LETTERS, data=data, model={"path": "base"}))
+    config = load_config("small.toml").check()
+    run_training(config, report=notes or Notes())
+    return folder / "outputs" / "small"
+
+
+def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
+    """With the nudge that is set, without roles; BOS where the tokenizer adds it."""
+    text, tokens = render(tokenizer, ASKED, " ", raw=True)
+    assert text == "Q: 1+1?\nA: "
+    assert tokens == tuple(tokenizer.encode(text)) or tokens == tuple(
+        tokenizer.encode(text, add_special_tokens=False)
+    )
+    config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
+    (example,), _ = build_examples([{"question": "Q:", "answer": "2"}], config, tokenizer)
+    assert example.text == "Q:" and example.messages == ({"role": "user", "content": "Q:"},)
+
+
+def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
+    """The prompts of a chat are not set silently; what needs a chat is refused with its key."""
+    monkeypatch.chdir(tmp_path)
+    common = ["model.path=embedded", "data.source=embedded", 'data.prompt_form="raw"']
+    data = load_config(None, common).data
+    assert (data.system_prompt, data.nudge) == ("", "")
+    assert load_config(None, [*common, 'data.nudge="A:"']).data.nudge == "A:"
+    for key in ('data.system_prompt="Be brief."', 'env.factory="calculator"', 'data.image="image"'):
+        with pytest.raises(ConfigError, match=key.partition("=")[0].replace(".", r"\.")):
+            load_config(None, [*common, key])
+    rows = [{"question": [{"role": "user", "content": "Q:"}], "answer": 1}] * 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    from runners.data.datasets import load_rows
+
+    config = attrs.evolve(data, source="rows.jsonl", prompt="question", on_bad_row="raise")
+    with pytest.raises(UserError, match=r'line 1: question: expected a text with data.prompt_form = "raw"'):
+        load_rows(config)
+
+
+def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
+    """Its folder says so to generate, whose --raw does the same to any model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(base)
+    final = trained(tmp_path, prompt_form="raw") / "final"
+    assert read_prompt(final).prompt_form == "raw"
+    many = ["--num", "2", "--max-tokens", "2"]
+    done = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many])
+    assert done.exit_code == 0 and "prompts are continued as they are" in done.stderr
+    again = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many, "--raw", "--no-prompt-file"])
+    rows = [[json.loads(line)["completion"] for line in each.stdout.splitlines()] for each in (done, again)]
+    assert rows[0] == rows[1] and len(rows[0]) == 2
+    refused = CliRunner().invoke(main, ["generate", str(final), "Q:", "--raw", "--system", "x"])
+    assert refused.exit_code == 2 and "--raw continues a text" in refused.stderr
+
+
+def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):
+    """Into prompts, checkpoints and final/, for adapters too; the base keeps its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(base)
+    (tmp_path / "own.jinja").write_text(OWN)
+    notes = Notes()
+    run = trained(tmp_path, notes, chat_template="own.jinja", nudge="")
+    assert any('ends a turn with "</turn>"' in line and "rollout.stop" in line for line in notes.lines)
+    shown = json.loads((run / "completions.jsonl").read_text().splitlines()[0])
+    assert "<assistant>" not in (base / "tokenizer_config.json").read_text()
+    assert (run / "final" / "chat_template.jinja").read_text() == OWN
+    text, _ = render(load_tokenizer(run / "final"), ASKED)
+    assert text == "<user>Q: 1+1?\nA:</turn><assistant>" and shown
+    with pytest.raises(ConfigError, match=r"data\.chat_template: no such file"):
+        load_config("small.toml", ["data.chat_template=none.jinja"]).check()
+
+
+def test_lines_on_templates(tokenizer, tmp_path):
+    """On one that is missing, and one whose end of turn ends no completion; not where all is well."""
+    data = DataConfig()
+    assert template_notices(tokenizer, data) == []
+    (tmp_path / "own.jinja").write_text(OWN)
+    use_template(tokenizer, str(tmp_path / "own.jinja"))
+    (line,) = template_notices(tokenizer, data)
+    assert line.startswith('the chat template ends a turn with "</turn>"')
+    assert template_notices(tokenizer, data, ["</turn>"]) == []
+    tokenizer.chat_template, tokenizer.has_chat_template = None, False
+    (line,) = template_notices(tokenizer, data)
+    assert "no chat template" in line and "data.chat_template" in line
+    assert template_notices(tokenizer, attrs.evolve(data, prompt_form="raw")) == []
