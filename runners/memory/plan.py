@@ -64,11 +64,17 @@ def make_plan(
         lines += [f"{'':<12}{name:<24}{gigabytes(nbytes):>9}" for name, nbytes in largest_first]
     of_them = [f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []
     new = config.rollout.max_new_tokens
+    batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
+    if not best:
+        one = with_keys(config, "optim", batch_size=1)
+        least = forecast(one, platform, found.total, prompt=prompt, sizes=sizes)
+        cause = f"{least.peak} takes {gigabytes(least.nbytes)} with one prompt"
+        batch = f"none: {cause}; lower {_key_to_lower(least)}"
     return "\n".join([
         *lines,
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
-        f"largest batch optim.batch_size = {best} (now {config.optim.batch_size})",
+        f"largest batch {batch}",
         *of_them,
         f"assumes       prompts of {prompt} tokens ({source}), completions of {new}",
     ]), problem  # fmt: skip
@@ -159,9 +165,8 @@ def over_memory_line(found: Forecast) -> str | None:
 def _key_to_lower(found: Forecast) -> str:
     if found.peak in ("prompts", "rollout") and found.config.optim.batch_size == 1:
         return "rollout.num_generations"
-    return {"gradient": "system.micro_batch_tokens", "update": "model.tune"}.get(
-        found.peak, "rollout.max_batch"
-    )
+    update = "model.tune" if found.config.model.tune == "full" else "model.path"
+    return {"gradient": "system.micro_batch_tokens", "update": update}.get(found.peak, "rollout.max_batch")
 
 
 def _limit(config: Config, total: int) -> str:
