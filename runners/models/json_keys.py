@@ -75,6 +75,7 @@ def _is(kind: type) -> Callable[[Any], bool]:
 _ID = _whole(0)
 _COUNT = _optional(_whole(1), "a whole number from 1 on")
 _SIZE = _optional(_whole(0), "a whole number from 0 on")
+_POSITIVE = _optional(lambda value: _number(value) and value > 0, "a positive number")
 _TEXT, _TABLE = _optional(_is(str), "a text"), _optional(_is(dict), "a JSON object")
 # Modules are built layer by layer before weights are checked: a billion layers would never end.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
@@ -99,6 +100,7 @@ _MODEL: dict[str, Rule] = {
     **dict.fromkeys(("quantization", "quantization_config", "vision_config"), _TABLE),
     **dict.fromkeys(("quantization.bits", "quantization.group_size"), _COUNT),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), _TABLE),
+    **dict.fromkeys(("rope_parameters.rope_theta", "rope_parameters.factor"), _POSITIVE),
     **dict.fromkeys(("text_config.rope_scaling", "text_config.rope_parameters"), _TABLE),
     **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
     **{f"text_config.{key}": _LAYERS for key in _LAYER_COUNTS},
