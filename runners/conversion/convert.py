@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+import mlx.core as mx
+import mlx.nn as nn
 
+from grpo_fn.trees import named_leaves
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.conversion.vision import convert_vision
 from runners.errors import UserError
@@ -19,10 +21,6 @@ from runners.images.families import has_vision
 from runners.models.dtypes import cast_leaves
 from runners.models.folders import copy_companions, resolve_model
 from runners.models.model_reader import load_module
-from runners.tokenization.prompt_settings import read_prompt, write_prompt
-
-if TYPE_CHECKING:
-    import mlx.nn as nn
 
 _MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
 
@@ -93,28 +91,31 @@ def convert(
     quantization.check()
     if dequantize and quantization.wanted:
         raise UserError("--dequantize and quantization exclude each other")
-    folder = Path(source).expanduser()
     check_target(target, force)
-    if is_checkpoint(folder):
-        if dequantize:
-            raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
-        check_apart(target, folder)
-        checkpoint = find_checkpoint(folder, step)
-        with new_folder(target, replace=force) as temporary:
-            convert_checkpoint(checkpoint, temporary, dtype)
-            if quantization.wanted:
-                _convert_weights(temporary, temporary, quantization)
-        return target
-    if step is not None:
+    checkpoint = is_checkpoint(Path(source).expanduser())
+    if step is not None and not checkpoint:
         raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
-    path = resolve_model(source, "SOURCE")
+    if checkpoint and dequantize:
+        raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
+    path = Path(source).expanduser() if checkpoint else resolve_model(source, "SOURCE")
     check_apart(target, path)
+    found = find_checkpoint(path, step) if checkpoint else None
     with new_folder(target, replace=force) as temporary:
-        if has_vision(read_json(path / "config.json")) and not text_only:
-            _convert_vision(path, temporary, quantization, dequantize, dtype, trust_remote_code)
+        if found is not None:
+            convert_checkpoint(found, temporary, dtype)
+            if not quantization.wanted:
+                return target
+            path, dtype = temporary, ""
+        elif has_vision(read_json(path / "config.json")) and not text_only:
+            convert_vision(path, temporary, quantization, dequantize, dtype, trust_remote_code)
+            return target
+        module, config = load_module(path, trust_remote_code)
+        module, config = repack(module, config, quantization, dtype, dequantize)
+        if path == temporary:  # the file that the weights are read from is replaced
+            mx.eval(module.parameters())
         else:
-            _convert_weights(path, temporary, quantization, dequantize, dtype, trust_remote_code)
             copy_companions(path, temporary)
+        write_weights(temporary, module, config)
     return target
 
 
@@ -126,81 +127,32 @@ def check_apart(target: Path, *sources: Path) -> None:
             raise UserError(f"{target}: the source {source} lies there; expected another folder")
 
 
-def _convert_weights(
-    path: Path,
-    target: Path,
+def repack(
+    module: nn.Module,
+    config: dict[str, Any],
     quantization: QuantizationOptions,
-    dequantize: bool = False,
     dtype: str = "",
-    trust_remote_code: bool = False,
-) -> None:
-    """Writes config.json and the weights of a model folder into a folder, which may be the same one."""
-    import mlx.core as mx
-    from mlx_lm.utils import dequantize_model
+    dequantize: bool = False,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module cast, unpacked and packed by mlx-lm as asked, in place, and its new config.json.
 
-    module, config = load_module(path, trust_remote_code)
-    if path == target:
-        mx.eval(module.parameters())  # the file that they are read from is replaced
+    Weights that mlx-lm's module keeps in their own dtype are not cast. Raises UserError if the recipe does
+    not fit the model, or if nothing could be packed: mlx-lm silently skips a layer whose width is no multiple
+    of the group.
+    """
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import dequantize_model, quantize_model
+
     if dtype:
-        config = cast_model(module, config, dtype)
+        may_cast = getattr(module, "cast_predicate", lambda name: True)
+        leaves = {name: x for name, x in named_leaves(module.parameters()).items() if may_cast(name)}
+        cast_leaves(module, leaves, getattr(mx, dtype))
+        config = config | {key: dtype for key in ("torch_dtype", "dtype") if key in config}
     if dequantize:
         module = dequantize_model(module)
         config = {key: config[key] for key in config if key not in ("quantization", "quantization_config")}
-    if quantization.wanted:
-        module, config = pack_model(module, config, quantization)
-    write_weights(target, module, config)
-
-
-def _convert_vision(
-    path: Path,
-    target: Path,
-    quantization: QuantizationOptions,
-    dequantize: bool,
-    dtype: str,
-    trust_remote_code: bool,
-) -> None:
-    mode, bits, group_size = quantization.format
-    if quantization.recipe and group_size != 64:
-        raise UserError("--recipe of a vision-language model has groups of 64, no others")
-    convert_vision(
-        path,
-        target,
-        trust_remote_code=trust_remote_code,
-        quantize=quantization.wanted,
-        q_group_size=group_size,
-        q_bits=bits,
-        q_mode=mode,
-        dtype=dtype or None,
-        dequantize=dequantize,
-        quant_predicate=quantization.recipe or None,
-    )
-    if (prompt := read_prompt(path)) is not None:
-        write_prompt(target, prompt)
-
-
-def cast_model(module: nn.Module, config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Converts the floating weights, without those that mlx-lm's module keeps; returns the new config."""
-    import mlx.core as mx
-
-    from grpo_fn.trees import named_leaves
-
-    may_cast: Callable[[str], bool] = getattr(module, "cast_predicate", lambda name: True)
-    leaves = named_leaves(module.parameters())
-    cast_leaves(module, {name: leaf for name, leaf in leaves.items() if may_cast(name)}, getattr(mx, dtype))
-    return {key: dtype if key in ("torch_dtype", "dtype") else value for key, value in config.items()}
-
-
-def pack_model(
-    module: nn.Module, config: dict[str, Any], quantization: QuantizationOptions
-) -> tuple[nn.Module, dict]:
-    """Packs a module's layers by mlx-lm, and returns the config with the quantization.
-
-    Raises UserError if the recipe does not fit the model, or if nothing could be packed: mlx-lm silently
-    skips a layer whose width is no multiple of the group.
-    """
-    from mlx_lm.convert import mixed_quant_predicate_builder
-    from mlx_lm.utils import quantize_model
-
+    if not quantization.wanted:
+        return module, config
     mode, bits, group_size = quantization.format
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
@@ -215,11 +167,7 @@ def pack_model(
             module, config, group_size, bits, mode=mode, quant_predicate=predicate
         )
     if _packed(module) == before:
-        why = (
-            "the weights are quantized already"
-            if before
-            else "no layer's width is a multiple of the group size"
-        )
+        why = "the weights are quantized already" if before else "no layer's width is a multiple of the group"
         raise UserError(f"nothing was quantized: {why}")
     return module, config
 

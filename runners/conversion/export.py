@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from runners.checkpoints.manifest import model_of_run
 from runners.config.recorded import recorded_in
-from runners.conversion.convert import QuantizationOptions, cast_model, check_apart, pack_model, write_weights
+from runners.conversion.convert import QuantizationOptions, check_apart, repack, write_weights
 from runners.conversion.model_card import model_card, run_facts
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
@@ -94,19 +94,12 @@ def export(
         for notice in read_adapters(module, source.folder, source.model):
             note(notice)
         fused = fuse(module)
-    if quantization.wanted and "quantization" in config:
-        from mlx_lm.utils import dequantize_model
-
-        module = dequantize_model(module)
-        del config["quantization"]
-    elif fused and "quantization" in config:
-        config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
-    if quantization.wanted or fused:
+    packed = "quantization" in config
+    if fused:
         config.pop("quantization_config", None)
-    if dtype:
-        config = cast_model(module, config, dtype)
-    if quantization.wanted:
-        module, config = pack_model(module, config, quantization)
+        if packed:
+            config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
+    module, config = repack(module, config, quantization, dtype, dequantize=quantization.wanted and packed)
     facts = run_facts(source.folder)
     for notice in facts.notices if facts else ():
         note(notice)
