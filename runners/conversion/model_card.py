@@ -23,16 +23,10 @@ from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
-_OWN: dict[str, str] = dict.fromkeys(SHIPPED, "what ships with grpo_fn")
-# Keys about the run's machine, which do not affect what the model learns.
-_OF_THE_MACHINE = ("log", "system", "checkpoint")
-_KEYS_OF_THE_MACHINE = (
-    ("run", "output_dir"),
-    ("rollout", "launch"),
-    ("rollout", "check_every"),
-    ("rollout", "max_batch"),
-)
-_PATHS = (("model", "path"), ("model", "loader"), ("data", "source"), ("data", "transform"))
+# About the run's machine: not what the model learns.
+_SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
+_KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
+_PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
 _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
@@ -74,15 +68,17 @@ def run_facts(model: Path) -> RunFacts | None:
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """A resolved config without keys about the machine, and with names in place of paths."""
-    result = {name: dict(table) for name, table in config.items() if name not in _OF_THE_MACHINE}
-    for section, key in _KEYS_OF_THE_MACHINE:
-        result.get(section, {}).pop(key, None)
-    for section, key in _PATHS:
-        if result.get(section, {}).get(key):
-            result[section][key] = _name(result[section][key])
-    if functions := result.get("reward", {}).get("functions"):
-        result["reward"]["functions"] = [_name(name) for name in functions]
-    return result
+
+    def shared(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                inner: shared(inner, part) for inner, part in value.items() if inner not in _KEYS_LEFT_OUT
+            }
+        if key not in _PATHS:
+            return value
+        return [_name(each) for each in value] if isinstance(value, list | tuple) else value and _name(value)
+
+    return {name: shared(name, table) for name, table in config.items() if name not in _SECTIONS_LEFT_OUT}
 
 
 def model_card(
@@ -104,16 +100,12 @@ def model_card(
         base: the Hub name of the trained model; "" if it has none.
         plain_mlx: whether mlx-lm's commands can open it (they cannot open nanochat's tokenizers).
     """
-    parts = [_front_matter(facts, base), f"# {title}\n"]
-    parts.append(_origin(facts, base, quantized))
-    if facts is not None:
-        parts += _results(facts)
-    if prompt is not None:
-        parts += _prompt(prompt)
+    parts = [_front_matter(facts, base), f"# {title}\n", _origin(facts, base, quantized)]
+    parts += _results(facts) if facts else []
+    parts += _prompt(prompt) if prompt else []
     if facts is not None:
         parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
-    parts.append(_use(title, prompt, plain_mlx))
-    return "\n".join(part for part in parts if part)
+    return "\n".join([*parts, _use(title, prompt, plain_mlx)])
 
 
 def _name(text: str) -> str:
@@ -142,18 +134,21 @@ def _front_matter(facts: RunFacts | None, base: str) -> str:
 
 def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
     text = f"Written by grpo_fn {runners.__version__}" + (f" from {base}." if base else ".")
+    measured = ""
     if facts is not None:
         model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
-        source, problems = (_OWN.get(name, name) for name in (base or model["path"], data["source"]))
-        text = (
-            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn "
-            f"{runners.__version__}.\n\n"
-            f"- Model: {source}\n- Data: {problems}\n"
+        source, problems = (
+            "what ships with grpo_fn" if name in SHIPPED else name
+            for name in (base or model["path"], data["source"])
         )
+        text = (
+            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn {runners.__version__}."
+        )
+        text += f"\n\n- Model: {source}\n- Data: {problems}"
+        measured = " The results are those of full precision."
     if quantized:
-        measured = " The results are those of full precision." if facts is not None else ""
-        text = f"{text.strip()}\n\nThe weights are quantized: {quantized}.{measured}"
-    return f"{text.strip()}\n"
+        text += f"\n\nThe weights are quantized: {quantized}.{measured}"
+    return f"{text}\n"
 
 
 def _results(facts: RunFacts) -> list[str]:
@@ -170,29 +165,35 @@ def _results(facts: RunFacts) -> list[str]:
             rows.append((name, f"{fmean(values[:many]):.4g}", f"{fmean(values[-many:]):.4g}"))
     if not rows:
         return []
-    table = ["| | before | after |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-    updates = whole_number(facts.updates[-1].get("update")) if facts.updates else 0
-    note = f"{updates} updates; reward and length are means over the first and the last {many} of them.\n"
-    return ["## Results\n", "\n".join(table) + "\n", note if facts.updates else ""]
+    table = [
+        "## Results\n",
+        "| | before | after |",
+        "|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    if facts.updates:
+        updates = whole_number(facts.updates[-1].get("update"))
+        note = f"{updates} updates; reward and length are means over the first and the last {many} of them."
+        table += ["", note]
+    return [*table, ""]
 
 
 def _prompt(prompt: PromptSettings) -> list[str]:
     system, nudge, stop = prompt.system_prompt.strip(), prompt.nudge, ", ".join(map(spell, prompt.stop))
-    parts = ["## Prompt\n"]
-    if system or nudge:
-        parts.append("The model was trained with this around every question.\n")
-    if system:
-        parts.append(f"System message:\n\n{_fenced(system)}")
-    if nudge:
-        parts.append(f"First words of the reply, given to it:\n\n{_fenced(nudge)}")
-    if stop:
-        parts.append(f"A reply ends with:\n\n{_fenced(stop)}")
-    if prompt.chat_template_kwargs:
-        parts.append(
-            f"The chat template got, besides the messages:\n\n{_fenced(spell(prompt.chat_template_kwargs))}"
-        )
-    parts.append(f"A reply had at most {prompt.max_new_tokens:,} tokens.\n")
-    return parts
+    kwargs = spell(prompt.chat_template_kwargs) if prompt.chat_template_kwargs else ""
+    around = "The model was trained with this around every question.\n" if system or nudge else ""
+    shown = {
+        "System message:": system,
+        "First words of the reply, given to it:": nudge,
+        "A reply ends with:": stop,
+        "The chat template got, besides the messages:": kwargs,
+    }
+    return [
+        "## Prompt\n",
+        *filter(None, [around]),
+        *(f"{what}\n\n{_fenced(text)}" for what, text in shown.items() if text),
+        f"A reply had at most {prompt.max_new_tokens:,} tokens.\n",
+    ]
 
 
 def _use(title: str, prompt: PromptSettings | None, plain_mlx: bool) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
 _LISTED = 8  # names in a message
+_OTHER = "which mlx-lm's nanochat does not have; without it the model would be another"
 
 
 @attrs.frozen
@@ -117,10 +118,8 @@ def _sizes(meta: Path) -> dict[str, int]:
     if not isinstance(found, Mapping):
         raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
     for name in _SIZES:
-        if type(found.get(name)) is not int or found[name] < 1:
-            raise UserError(
-                f"{meta}: model_config.{name}: expected a positive integer, found {found.get(name)!r}"
-            )
+        if type(size := found.get(name)) is not int or size < 1:
+            raise UserError(f"{meta}: model_config.{name}: expected a positive integer, found {size!r}")
     width, heads, narrow = (found[name] for name in ("n_embd", "n_head", "n_kv_head"))
     if width % heads or heads % narrow:
         raise UserError(
@@ -129,12 +128,8 @@ def _sizes(meta: Path) -> dict[str, int]:
         )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
-    others = sorted(set(found) - set(_SIZES) - plain)
-    if others:
-        raise UserError(
-            f"{meta}: model_config has {_some(others)}, which mlx-lm's nanochat does not have; without it "
-            "the model would be another"
-        )
+    if others := found.keys() - {*_SIZES} - plain:
+        raise UserError(f"{meta}: model_config has {_some(others)}, {_OTHER}")
     return {name: found[name] for name in _SIZES}
 
 
@@ -145,11 +140,9 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"a .pt file needs PyTorch to be read: {install_hints.extra('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
     except Exception as error:  # errors of pickle, zip and torch have no common class
         raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
-    if not isinstance(content, Mapping) or not all(isinstance(v, torch.Tensor) for v in content.values()):
-        raise UserError(f"{file}: expected a table of tensors, found {type(content).__name__}")
-    return {str(name).removeprefix(_COMPILED): tensor for name, tensor in content.items()}
 
 
 def _check(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], file: Path) -> None:
@@ -158,21 +151,17 @@ def _check(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], file: Pa
 
     module = nanochat.Model(nanochat.ModelArgs.from_dict(config))
     shapes = {name: leaf.shape for name, leaf in named_leaves(module.parameters()).items()}
-    unknown = sorted(set(tensors) - set(shapes))
-    if unknown:
-        raise UserError(
-            f"{file}: {len(unknown)} unknown tensors: {_some(unknown)}; mlx-lm's nanochat has no place for "
-            "them, and without them the model would be another"
-        )
-    missing = sorted(set(shapes) - set(tensors))
-    if missing:
+    if unknown := tensors.keys() - shapes.keys():
+        raise UserError(f"{file}: {len(unknown)} unknown tensors: {_some(unknown)}, {_OTHER}")
+    if missing := shapes.keys() - tensors.keys():
         raise UserError(f"{file}: {len(missing)} tensors are missing: {_some(missing)}")
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape)
-        padded = name in _VOCABULARY and found[0] > shape[0]
-        if found != shape and not (padded and found[1:] == shape[1:]):
+        padded = name in _VOCABULARY and found[:1] > shape[:1] and found[1:] == shape[1:]
+        if found != shape and not padded:
             raise UserError(f"{file}: {name}: expected the shape {shape}, found {found}")
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(sorted(names)[:_LISTED]) + more

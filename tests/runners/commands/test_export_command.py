@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
+from runners.conversion.model_card import shareable
 from tests.support.services.hub import serving
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_runs import train
@@ -127,6 +128,23 @@ def test_prompt_settings_are_copied(export, runs, tmp_path):
     assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
 
 
+def test_a_config_is_shared_without_the_machines_paths():
+    """Files keep their names, in tables of tables too; Hub names, forms and the rest stay as they are."""
+    config = {
+        "env": {"factory": "/home/me/shop.py:Shop", "tools": ["/home/me/tools.py:add"], "workers": 4},
+        "answer": {"form": "json:answer"},
+        "judge": {"one": {"path": "/models/reward", "url": ""}},
+        "rollout": {"launch": "eval", "top_k": 3},
+        "system": {"compile": True},
+    }
+    assert shareable(config) == {
+        "env": {"factory": "shop.py:Shop", "tools": ["tools.py:add"], "workers": 4},
+        "answer": {"form": "json:answer"},
+        "judge": {"one": {"path": "reward", "url": ""}},
+        "rollout": {"top_k": 3},
+    }
+
+
 def test_stop_strings_are_on_the_card(export, runs, tmp_path):
     """A model that lies in no run, with stop strings and nothing else around its questions."""
     model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
@@ -147,13 +165,15 @@ def test_a_run_from_before_the_file_gets_one(export, runs, tmp_path):
     assert written == (runs["full"] / "final" / "grpo_prompt.json").read_bytes()
 
 
-def test_without_a_final_model_a_checkpoint_is_exported(export, runs, tmp_path):
-    """The newest whole one, and a line says so."""
+def test_a_checkpoint_is_exported_as_it_was_then(export, runs, tmp_path):
+    """Without final/ the newest whole one, with a line; the card of an earlier one ends with it."""
     run = shutil.copytree(runs["full"], tmp_path / "run")
     shutil.rmtree(run / "final")
     result = export(run, "--out", "out")
     assert result.exit_code == 0 and "using its newest whole checkpoint, checkpoint-4" in result.stderr
     assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(run / "checkpoint-4")[0])
+    assert export(run / "checkpoint-2", "--out", "early").exit_code == 0
+    assert "2 updates" in (tmp_path / "early" / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_model_of_no_run_has_a_short_card(export, tmp_path):

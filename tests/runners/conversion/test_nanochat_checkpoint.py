@@ -123,7 +123,7 @@ def spoil(tensors, **changes):
     [
         (
             {"resid_lambdas": torch.ones(3), "value_embeds.1.weight": torch.ones(2)},
-            r"2 unknown tensors: resid_lambdas, value_embeds\.1\.weight; ",
+            r"2 unknown tensors: resid_lambdas, value_embeds\.1\.weight, which",
         ),
         (
             {"lm_head.weight": None, "transformer.h.1.mlp.c_fc.weight": None},
