@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import attrs
 import click
@@ -138,34 +138,33 @@ class Spent:
 
 
 class OpenPage:
-    """A live page that is open: it follows the server's events, and fetches what a browser would."""
+    """A live page that is open: every second it asks for what is new, as a browser does."""
 
     def __init__(self, url: str) -> None:
         """`url` is what `grpo watch` prints."""
         self.looks = 0
         self._place = urlsplit(url)
         self._run = self._get("/", "location").removeprefix("/").removesuffix("/")
-        self._lines, self._generation = 0, -1
+        self._lines, self._generation, self._seen = 0, -1, ""
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when the server has ended the stream."""
+        """Returns when the server has ended."""
         self._thread.join(20)
 
     def _follow(self) -> None:
         with suppress(OSError, http.client.HTTPException):  # the server ends with the run
-            stream = self._connected()
-            stream.request("GET", f"/{self._run}/events")
-            self._look()
-            for line in stream.getresponse():
-                if line.startswith(b"data:"):
-                    self._look()
+            while True:
+                self._look()
+                time.sleep(1)
 
     def _look(self) -> None:
-        asked = f"generation={self._generation}&since={self._lines}"
-        run = json.loads(zlib.decompress(self._body(f"/{self._run}/data?{asked}")))
-        self._generation, self._lines = run["generation"], run["metrics"]["lines"]
+        asked = f"generation={self._generation}&since={self._lines}&seen={quote(self._seen)}"
+        if not (found := self._body(f"/{self._run}/data?{asked}")):
+            return
+        run = json.loads(zlib.decompress(found))
+        self._generation, self._lines, self._seen = run["generation"], run["metrics"]["lines"], run["seen"]
         for part in run["completions"]["parts"][-1:]:  # what has grown
             self._body(f"/{self._run}/{part['numbers']}")
             self._body(f"/{self._run}/{part['texts']}")

@@ -12,10 +12,10 @@ from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
-from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS, TOKENS
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS
 
 VERSION = 3  # before it, accumulated gradients were saved, and a run's state in several tables
-_LOGS = (METRICS, COMPLETIONS, EVALUATIONS, TOKENS)
+_LOGS = (METRICS, COMPLETIONS, EVALUATIONS)
 _Kind = TypeVar("_Kind")
 
 

@@ -37,8 +37,8 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
     RUN is a run's folder, or a folder with runs. The page is read-only and has no password. It can be reached
     only from this machine, unless --host says otherwise. Ctrl-C ends the page; the run goes on.
     """
-    from runners.report.application import runs_in
-    from runners.report.server import address, check_server_installed, listening, serve
+    from runners.report.server import address, listening, serve
+    from runners.report.site import runs_in
 
     folder = Path(place).expanduser()
     if not folder.is_dir() or not runs_in(folder):
@@ -46,7 +46,6 @@ def watch_command(place: str, host: str, port: int, hosts: Sequence[str], show: 
 
         find_run(folder)
         raise UserError(f"{folder}: it contains no run")
-    check_server_installed()
     with listening(host, port) as found:
         url = address(found)
         echo(f"{url}  (Ctrl-C ends the page, not the run)")

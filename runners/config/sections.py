@@ -307,7 +307,6 @@ class LogConfig:
     every: int = key(1, "updates between two lines; the last update always has one", ">= 1")
     jsonl: bool = key(True, "write `training_log.jsonl` and [`events.jsonl`](report.md#eventsjsonl)")
     completions: bool = key(True, "write [`completions.jsonl`](rewards.md#completionsjsonl): prompt, text, rewards, advantage and length of every completion; and [`evaluations.jsonl`](report.md#evaluationsjsonl)")
-    tokens: Literal["none", "sampled", "moved"] = key("none", "also write [`tokens.jsonl`](report.md#tokensjsonl): each token's log-prob, and with `moved` how far each update moves it, which costs a forward pass an update")
     report: bool = key(True, "write [`report.html`](report.md) into the run's folder when the run ends")
     tensorboard: bool = key(False, "also to TensorBoard (needs `tensorboardX`)")
     wandb: bool = key(False, "also to Weights & Biases (needs `wandb`)")
@@ -315,7 +314,6 @@ class LogConfig:
     project: str = key("grpo_fn", "the project in W&B and Trackio", "one line, not empty")
     entity: str = key("", "the user or team in W&B; empty: the account's own")
     run_name: str = key("", "the run's name in these two; empty: `run.name`")
-    table_rows: int = key(8, "completions of a batch step that dashboards show; 0: none, and no histograms", ">= 0")
 
 
 @attrs.frozen(kw_only=True)

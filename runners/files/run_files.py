@@ -1,5 +1,5 @@
 """The names of the files that a run writes into its folder, beside its checkpoints and `final`."""
 
 METRICS, EVENTS, COMPLETIONS = "training_log.jsonl", "events.jsonl", "completions.jsonl"
-EVALUATIONS, TOKENS = "evaluations.jsonl", "tokens.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 RESOLVED, LOCK = "config.resolved.json", ".lock"

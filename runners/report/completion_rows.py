@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import attrs
 
-from runners.report.page_json import columns_json, deflated, packed
+from runners.report.page_json import packed, plain_numbers
 
 ROWS = 2048  # of a part
-_TEXTS = ("completion", "prompt", "answer")
-_MORE = ("metrics", "extra", "messages", "turns")
+_MORE = ("metrics", "extra", "messages")
 
 
 @attrs.frozen(eq=False)
@@ -23,12 +21,6 @@ class Part:
     rows: int
     numbers: bytes  # columns for filters and sorting
     texts: bytes  # texts and other content of the rows
-    tokens: bytes | None  # each row's tokens; None: unknown
-
-    def piece(self, name: str) -> bytes:
-        """ "numbers", "texts" or "tokens"."""
-        found = getattr(self, name)
-        return packed({"rows": [], "given": {}}) if found is None else found
 
 
 @attrs.define(eq=False)
@@ -40,134 +32,86 @@ class PartMaker:
     waiting: list[dict[str, Any]] = attrs.field(factory=list)
     _group: int = -1
     _last: tuple[Any, Any, int] = (None, None, 0)  # batch step, prompt, rows of the group so far
-    _row: int = 0  # of the batch step
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds a record."""
         step, prompt = record.get("batch_step"), _text(record.get("prompt"))
-        before, same, count = self._last
-        if step == before and prompt == same and count != self.group_size:
-            self._last = (step, prompt, count + 1)
-        else:
-            self._group += 1
-            self._last = (step, prompt, 1)
-        self._row = self._row + 1 if step == before else 0
-        record["_row"] = self._row
+        *same, count = self._last
+        if same != [step, prompt] or count == self.group_size:
+            self._group, count = self._group + 1, 0
+        self._last = (step, prompt, count + 1)
         record["_group"] = self._group
         record["_prompt"] = self.prompts.setdefault(prompt, len(self.prompts))
         self.waiting.append(record)
 
-    def take(self, tokens: Mapping[int, Mapping[str, Any]]) -> Part:
-        """The collected part; `tokens` are the records of tokens.jsonl by batch step."""
-        records, self.waiting = self.waiting, []
-        return part_of(records, tokens)
+    def part(self) -> Part:
+        """The part that the collected records make."""
+        records = self.waiting
+        rewards = [_table(record.get("rewards")) for record in records]
+        names = dict.fromkeys(name for given in rewards for name in given)
+        numbers: dict[str, Any] = {
+            "update": _column(records, "update"),
+            "step": _column(records, "batch_step"),
+            "group": _column(records, "_group"),
+            "prompt": _column(records, "_prompt"),
+            "reward": _column(records, "reward"),
+            "advantage": _column(records, "advantage"),
+            "tokens": _column(records, "tokens"),
+            "finished": [int(record.get("finished") is not False) for record in records],
+            "rewards": {name: _column(rewards, name) for name in names},
+        }
+        if any("length_penalty" in record for record in records):
+            numbers["penalty"] = _column(records, "length_penalty")
+        asked: dict[tuple[str, ...], int] = {}  # a group's rows share its prompt
+        texts = {
+            "of": [asked.setdefault(_asked(record), len(asked)) for record in records],
+            "asked": list(asked),
+            "completion": [_text(record.get("completion")) for record in records],
+            "more": {
+                row: {name: record[name] for name in _MORE if record.get(name)}
+                for row, record in enumerate(records)
+                if any(map(record.get, _MORE))
+            },
+        }
+        return Part(len(records), packed(numbers), packed(texts))
 
 
-def part_of(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]] | None) -> Part:
-    """A part of these records."""
-    rewards = [_table(record, "rewards") for record in records]
-    names = dict.fromkeys(chain.from_iterable(rewards))
-    numbers: dict[str, Any] = {
-        "update": _column(records, "update"),
-        "step": _column(records, "batch_step"),
-        "group": [record["_group"] for record in records],
-        "prompt": [record["_prompt"] for record in records],
-        "reward": _column(records, "reward"),
-        "advantage": _column(records, "advantage"),
-        "tokens": _column(records, "tokens"),
-        "finished": [0 if record.get("finished") is False else 1 for record in records],
-        "rewards": {name: _column(rewards, name) for name in names},
-    }
-    if any("length_penalty" in record for record in records):
-        numbers["penalty"] = _column(records, "length_penalty")
-    known: dict[tuple[str, str], int] = {}
-    asked = [
-        known.setdefault((_text(record.get("prompt")), _text(record.get("answer"))), len(known))
-        for record in records
-    ]
-    texts = {
-        "asked": [list(pair) for pair in known],
-        "of": asked,
-        "completion": [_text(record.get("completion")) for record in records],
-        "more": {
-            str(row): _more(record) for row, record in enumerate(records) if any(map(record.get, _MORE))
-        },
-    }
-    shown = _tokens(records, tokens) if tokens else None
-    return Part(
-        len(records), deflated(columns_json(numbers)), packed(texts), packed(shown) if shown else None
-    )
-
-
-def read_tokens(lines: Iterable[Mapping[str, Any]], known: dict[int, dict[str, Any]]) -> None:
-    """Adds the records of tokens.jsonl to `known`, by batch step, as "sampled" and "moved"."""
-    for line in lines:
-        step, kind = line.get("batch_step"), line.get("kind")
-        if isinstance(step, int) and kind in ("sampled", "moved"):
-            known.setdefault(step, {})[kind] = line
-
-
-def read_evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The records of evaluations.jsonl by update; if an update was evaluated twice, the later ones."""
-    found: dict[int, list[dict[str, Any]]] = {}
+def read_evaluations(
+    lines: Iterable[Mapping[str, Any]], known: dict[int, list[tuple[tuple[str, ...], str, bool]]]
+) -> None:
+    """Adds the records of evaluations.jsonl to `known`, by update; the later ones of an update done twice."""
     for line in lines:
         update, problem = line.get("update"), line.get("problem")
         if isinstance(update, int):
             if problem == 0:
-                found[update] = []
-            found.setdefault(update, []).append(
-                {name: _text(line.get(name)) for name in _TEXTS} | {"correct": line.get("correct") is True}
-            )
-    return found
+                known[update] = []
+            row = (_asked(line), _text(line.get("completion")), line.get("correct") is True)
+            known.setdefault(update, []).append(row)
 
 
-def evaluation_piece(rows: Sequence[Mapping[str, Any]], *, first: bool) -> bytes:
+def evaluation_piece(rows: Sequence[tuple[tuple[str, ...], str, bool]], *, first: bool) -> bytes:
     """An evaluation's compressed JSON. Only the first one contains the problems."""
     piece: dict[str, Any] = {
-        "correct": [int(row["correct"]) for row in rows],
-        "completion": [row["completion"] for row in rows],
+        "correct": [int(right) for *_, right in rows],
+        "completion": [completion for _, completion, _ in rows],
     }
-    if first:
-        piece["problems"] = [[row["prompt"], row["answer"]] for row in rows]
-    return packed(piece)
+    return packed(piece | ({"problems": [asked for asked, *_ in rows]} if first else {}))
 
 
-def _tokens(records: list[dict[str, Any]], tokens: Mapping[int, Mapping[str, Any]]) -> dict[str, Any] | None:
-    """For each row its characters, log-probs, masked tokens and moves; None if nothing is known."""
-    rows: list[Any] = []
-    given: dict[str, int] = {}
-    for record in records:
-        step = record.get("batch_step")
-        if not isinstance(step, int) or step not in tokens:
-            rows.append(None)
-            continue
-        row = record["_row"]
-        sampled, moved = tokens[step].get("sampled", {}), tokens[step].get("moved", {})
-        cells = [_cell(sampled, name, row) for name in ("characters", "logp", "masked")]
-        rows.append([*cells, _cell(moved, "moved", row)] if cells[0] is not None else None)
-        if isinstance(sampled.get("given"), int):
-            given[str(step)] = sampled["given"]
-    return {"rows": rows, "given": given} if any(rows) else None
-
-
-def _cell(record: Mapping[str, Any], name: str, row: int) -> str | None:
-    cells = record.get(name)
-    found = cells[row] if isinstance(cells, list) and row < len(cells) else None
-    return found if isinstance(found, str) else None
+def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
+    context = record.get("context")
+    messages = [_table(message) for message in context] if isinstance(context, list) else []
+    others = [_text(message.get(name)) for message in messages for name in ("role", "content")]
+    return (_text(record.get("prompt")), _text(record.get("answer")), *others)
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return [record.get(name) for record in records]
+    return plain_numbers([record.get(name) for record in records])
 
 
-def _table(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _more(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's values logged by rewards, and its conversation, if there is one."""
-    return {name: record[name] for name in _MORE if record.get(name)}
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _text(value: Any) -> str:

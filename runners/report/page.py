@@ -16,12 +16,13 @@ import attrs
 
 from runners.errors import UserError
 from runners.files.durable import save_text
+from runners.metrics import METRICS
 from runners.report.live_run import LiveRun
 from runners.report.page_json import packed
 
 MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
-_SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "tokens.js",
+_SCRIPTS = ("data.js", "format.js", "metrics.js", "charts.js", "overview.js", "rows.js", "texts.js",
             "completions.js", "problems.js", "main.js")  # fmt: skip
 _STYLES = ("page.css", "completions.css")
 
@@ -68,7 +69,8 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     """
     script, _ = _assets()
     connect = "'self'" if start["mode"] == "live" else "'none'"
-    begin = json.dumps(start).replace("<", "\\u003c")
+    meanings = {metric.name: metric.meaning for metric in METRICS.values()}
+    begin = json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c")
     body = [
         _asset("page.html"),
         f'<script type="application/json" id="start">{begin}</script>',

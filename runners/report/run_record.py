@@ -10,7 +10,7 @@ from typing import Any
 from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.files.json_files import open_file
+from runners.files.json_files import finite_number, open_file
 from runners.files.json_lines import LineFile
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 from runners.report.page_json import plain_number
@@ -37,11 +37,9 @@ class RunRecord:
         """How often the files had to be read again, because the run was resumed or started again."""
         return self._metrics.generation + self._events.generation
 
-    def refresh(self) -> bool:
-        """Reads new content; returns whether there was any."""
-        before = (self.generation, self.lines, len(self.events))
-        if not self.config:
-            self.config = recorded_in(self.folder).values
+    def refresh(self) -> None:
+        """Reads new content."""
+        self.config = self.config or recorded_in(self.folder).values
         if self._metrics.restarted():
             self.columns, self.lines, self.nonfinite = {}, 0, []
         if self._events.restarted():
@@ -49,7 +47,6 @@ class RunRecord:
         for line in self._metrics.read():
             self._add(line)
         self.events += self._events.read()
-        return (self.generation, self.lines, len(self.events)) != before
 
     @property
     def name(self) -> str:
@@ -61,18 +58,20 @@ class RunRecord:
         """Lines of the two files that could not be read."""
         return self._metrics.bad + self._events.bad
 
+    def last(self, name: str) -> float | None:
+        """The last value of a metric; None: it was never logged."""
+        return next((value for value in reversed(self.columns.get(name, [])) if value is not None), None)
+
     def state(self) -> str:
         """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event), "empty"."""
-        last = next(
-            (event for event in reversed(self.events) if event.get("event") in ("start", "end")), None
-        )
-        if last is not None and last.get("event") == "end":
+        last = next((each for each in reversed(self.events) if each.get("event") in ("start", "end")), {})
+        if last.get("event") == "end":
             state = last.get("state")
             return state if state in ("finished", "stopped", "failed") else "interrupted"
         if is_running(self.folder):
             return "running"
-        if last is None and os.path.isdir(self.folder / "final"):
-            return "finished"  # from a version that wrote no events
+        if not last and os.path.isdir(self.folder / "final"):
+            return "finished"  # log.jsonl is false
         return "interrupted" if self.lines or self.events else "empty"
 
     def facts(self) -> dict[str, Any]:
@@ -84,17 +83,12 @@ class RunRecord:
             "name": self.name,
             "folder": self.folder.name,
             "state": self.state(),
-            "generation": self.generation,
             "updates": plain_number(last.get("updates")),
-            "started": plain_number(starts[0].get("time")) if starts else None,
-            "about": _texts(last.get("about")),
-            "machine": _texts(last.get("machine")),
-            "versions": _texts(last.get("versions")),
+            "started": finite_number(starts[0].get("time")) if starts else None,
+            **{name: _texts(last.get(name)) for name in ("about", "machine", "versions")},
             "config": flat,
             "different": different_keys(flat, last.get("given")),
-            "bad_lines": self.bad_lines,
             "events": [_event(event) for event in self.events[-_MOST_EVENTS:]],
-            "events_left_out": max(len(self.events) - _MOST_EVENTS, 0),
         }
 
     def metrics(self, since: int = 0) -> dict[str, Any]:
@@ -107,15 +101,12 @@ class RunRecord:
         }
 
     def _add(self, line: Mapping[str, Any]) -> None:
+        broken = line.get("nonfinite")
+        self.nonfinite += [(self.lines, str(name)) for name in broken] if isinstance(broken, list) else []
         for name, value in line.items():
-            if name == "nonfinite" and isinstance(value, list):
-                self.nonfinite += [(self.lines, str(each)) for each in value]
-                continue
             number = plain_number(int(value) if isinstance(value, bool) else value)
             if number is not None:
-                column = self.columns.setdefault(name, [])
-                column += [None] * (self.lines - len(column))
-                column.append(number)
+                self.columns.setdefault(name, [None] * self.lines).append(number)
         self.lines += 1
         for column in self.columns.values():
             column += [None] * (self.lines - len(column))
@@ -129,13 +120,13 @@ def find_run(folder: Path) -> Path:
     if not os.path.isdir(folder):
         around = [path.name for path in entries(folder.parent)] if os.path.isdir(folder.parent) else []
         raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
-    inside = sorted(path.name for path in entries(folder) if is_run_folder(path))
+    inside = [path.name for path in entries(folder) if is_run_folder(path)]
     more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
 
 
 def entries(folder: Path) -> list[Path]:
-    """A folder's entries. UserError if it cannot be read."""
+    """A folder's entries, sorted. UserError if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:
@@ -155,15 +146,12 @@ def is_running(folder: Path) -> bool:
     try:
         with open_file(folder / LOCK) as stream:
             process = int(stream.read(32))
-    except (OSError, ValueError):
-        return False
-    if process <= 0 or process == os.getpid():  # at its end, a run reports on itself
-        return False
-    try:
+        if process <= 0 or process == os.getpid():  # at its end, a run reports on itself
+            return False
         os.kill(process, 0)  # signal 0 only checks
     except PermissionError:  # another user's
         return True
-    except (OSError, OverflowError):
+    except (OSError, ValueError, OverflowError):
         return False
     return True
 
@@ -199,13 +187,13 @@ def _texts(value: Any) -> dict[str, str]:
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event in the form for the page, whatever the file contains."""
-    kept = {"event": str(event.get("event", "note"))[:40], "time": plain_number(event.get("time"))}
-    kept["update"] = plain_number(event.get("update"))
-    for name in ("text", "state"):
-        if isinstance(event.get(name), str):
-            kept[name] = event[name][:_TEXT]
-    if event.get("resumed") is True:
-        kept["resumed"] = True
+    kept: dict[str, Any] = {
+        "event": str(event.get("event", "note"))[:40],
+        "time": finite_number(event.get("time")),
+        "update": plain_number(event.get("update")),
+        "resumed": event.get("resumed") is True,
+    }
+    kept |= {name: event[name][:_TEXT] for name in ("text", "state") if isinstance(event.get(name), str)}
     if kept["event"] == "table" and isinstance(event.get("rows"), list):
         rows = [event.get("columns"), *event["rows"]]
         kept["rows"] = [[str(cell)[:200] for cell in row] for row in rows[:50] if isinstance(row, list)]

@@ -1,33 +1,83 @@
-"""The live page's server: its socket, its process, and its end."""
+"""The live page's server: its socket, its process, and its end. It writes nothing."""
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from runners.errors import UserError, error_line
 from runners.machine.terminal import echo
-from runners.report.application import application
+from runners.report.site import LOCAL, Site
 
 HOST, PORT = "127.0.0.1", 8517
 _TRIED = 20  # ports, from the wanted one on
-_LOCAL = ("127.0.0.1", "localhost", "::1")
+_IDLE = 15  # seconds that a connection may wait for its request
+_LINGER = 2.5  # seconds in which an open page sees how its run ended
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+}  # fmt: skip
 
 
-def check_server_installed() -> None:
-    """Raises UserError if a package is missing."""
-    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise UserError(f"the live page needs {' and '.join(missing)}: `pip install starlette uvicorn`")
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _IDLE
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.asked_at = time.monotonic()
+        status, kind, content = self.server.site.answer(
+            self.path, self.headers.get("Host", ""), self.headers.get("Origin")
+        )
+        self.send_response(status)
+        if kind:
+            self.send_header("Location" if status == 303 else "Content-Type", kind)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if status != 204:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: requests are not worth a line."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a site on a socket that is already open, a thread for each connection."""
+
+    daemon_threads = True
+
+    def __init__(self, found: socket.socket, site: Site) -> None:
+        """Takes over the socket."""
+        super().__init__(found.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.site, self.asked_at = found, site, float("-inf")
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Without free descriptors it waits a moment, for idle ones to end."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(0.2)
+            raise
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A line for a fault that is not the connection's end."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, OSError):
+            echo(error_line(error), err=True)
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -62,59 +112,33 @@ def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_
         hosts: host names that the server answers to, besides those of this machine's loopback.
         with_parent: also ends when standard input ends, and so with the process that started this one.
     """
-    import uvicorn
-
-    host = found.getsockname()[0]
-    ends: list[Callable[[], bool]] = []
-    settings = uvicorn.Config(
-        application(place, (*_LOCAL, host, *hosts), lambda: any(end() for end in ends)),
-        log_config=None,
-        access_log=False,
-        backlog=64,
-        timeout_graceful_shutdown=3,
-        lifespan="off",
-    )
-    lines = _Lines(logging.WARNING)
-    for name in ("uvicorn", "asyncio"):
-        logging.getLogger(name).addHandler(lines)
-    server = uvicorn.Server(settings)
-    ends.append(lambda: server.should_exit)
+    server = Server(found, Site(place, (*LOCAL, found.getsockname()[0], *hosts)))
     if with_parent:
-        threading.Thread(target=_until_alone, args=(server,), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
     try:
-        server.run(sockets=[found])
+        server.serve_forever()
     except KeyboardInterrupt:  # how a person ends it
         return
 
 
-class _Lines(logging.Handler):
-    """Shows each warning of the server once, in a line, however often it is logged."""
-
-    def __init__(self, level: int) -> None:
-        super().__init__(level)
-        self.shown: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage().strip().partition("\n")[0] + (f": {error_line(error)}" if error else "")
-        if text not in self.shown:
-            self.shown.add(text)
-            echo(text, err=True)
+def _end_with_parent(server: Server) -> None:
+    while sys.stdin.buffer.read(1 << 12):
+        pass
+    if time.monotonic() - server.asked_at < _LINGER:  # a page is open
+        time.sleep(_LINGER)
+    server.shutdown()
 
 
 @contextmanager
 def watched(folder: Path) -> Iterator[str]:
     """Serves the run in `folder`, which need not exist yet, within the block; the block gets the URL.
 
-    Raises UserError if a package is missing or no port is free. Later faults of the server do not affect the
-    run.
+    Raises UserError if no port is free. Later faults of the server do not affect the run.
     """
-    check_server_installed()
     with listening(HOST, PORT) as found:
         number = found.fileno()
         command = [sys.executable, "-m", "runners.report.server", str(folder), str(number)]
-        # A separate session, because Ctrl-C is for the run. It ends when its standard input ends, with the
-        # run.
+        # A session of its own, because Ctrl-C is for the run. It ends with its stdin, so with the run.
         server = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -130,16 +154,10 @@ def watched(folder: Path) -> Iterator[str]:
     finally:
         server.stdin.close()
         try:
-            server.wait(3)
+            server.wait(2 * _LINGER)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
-
-
-def _until_alone(server: Any) -> None:
-    while sys.stdin.buffer.read(1 << 12):
-        pass
-    server.should_exit = True
 
 
 if __name__ == "__main__":  # FOLDER DESCRIPTOR: the live page beside a run, on an open socket

@@ -1,10 +1,9 @@
-"""A run's diary, events.jsonl: its start, its machine, its notices and its end."""
+"""A run's stream of events, to its log and its display; and events.jsonl, its diary."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from runners.config.loading import Config
 from runners.errors import UserError, error_line, one_line
+from runners.files.run_files import EVENTS
 from runners.machine.memory_readings import read_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
@@ -41,26 +41,24 @@ class Diary(Report):
     """
 
     def __init__(
-        self,
-        report: Report,
-        clock: Callable[[], float] = time.time,
-        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, report: Report, whole: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
         """`report`, the display, acts within `whole()`: an interrupt would leave half a block there."""
-        self._report, self._clock, self._whole = report, clock, whole
+        self._report, self._whole = report, whole
         self._log: MetricsLog | None = None
-        self._waiting: list[dict[str, Any]] = []
-        self._facts: dict[str, Any] = {}
+        self._early: list[dict[str, Any]] | None = []  # None once the run has started
+        self._facts: Mapping[str, Any] = {}
         self._update = 0
-        self._begun = False
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
         """From now on events go to `log` too, before the display. The event "start" contains `facts`."""
-        self._facts = dict(facts)
-        self._log = log
+        self._log, self._facts = log, facts
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert may come from another thread, so it is not recorded."""
+        """Takes an event. An alert, which may come from another thread, goes to the display alone."""
+        if isinstance(event, Alert):
+            self._report.handle(event)
+            return
         match event:
             case Started():
                 self._start(event)
@@ -71,11 +69,7 @@ class Diary(Report):
             case Remark(kind, text):
                 self._record(kind, text=one_line(text, os.environ))
             case Table(title, columns, rows):
-                texts = [list(map(str, row)) for row in rows]
-                self._record("table", text=title, columns=list(columns), rows=texts)
-            case Alert():
-                self._report.handle(event)
-                return
+                self._record("table", text=title, columns=[*columns], rows=[[*map(str, row)] for row in rows])
             case _:
                 pass
         if self._log is not None:
@@ -118,10 +112,6 @@ class Diary(Report):
         self._end(error)
         self.__exit__(type(error), error, None)
 
-    def _end(self, error: BaseException) -> None:
-        state, text = _end_of(error)
-        self._record("end", state=state, text=one_line(text, os.environ))
-
     @property
     def fault(self) -> Exception | None:
         """See `Report`."""
@@ -137,19 +127,24 @@ class Diary(Report):
             self._report.__exit__(*error)
 
     def _start(self, event: Started) -> None:
-        self._update, self._begun = event.done, True
+        early, self._early, self._update = self._early or [], None, event.done
         about = {str(name): str(value) for name, value in event.header.items() if name != "writes to"}
         self._record("start", updates=event.updates, resumed=event.done > 0, about=about, **self._facts)
-        waiting, self._waiting = self._waiting, []
-        for record in waiting:
-            self._record(record.pop("event"), **record | {"update": event.done})
+        for record in early:
+            self._write(record | {"update": event.done})
+
+    def _end(self, error: BaseException) -> None:
+        state, text = _end_of(error)
+        self._record("end", state=state, text=one_line(text, os.environ))
 
     def _record(self, kind: str, **more: Any) -> None:
-        record = {"event": kind, "time": round(self._clock(), 3), "update": self._update} | more
-        if self._log is not None and self._begun:
-            self._log.event(record)
-        else:
-            self._waiting.append(record)
+        self._write({"event": kind, "time": round(time.time(), 3), "update": self._update} | more)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._early is not None:
+            self._early.append(record)
+        elif self._log is not None:
+            self._log.write(EVENTS, [record])
 
 
 def _end_of(error: BaseException) -> tuple[str, str]:
@@ -171,16 +166,14 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
         "backend": machine.backend,
         "device": machine.device,
         "cores": machine.cores,
-        **({"blas": machine.blas} if machine.blas else {}),
-        **({"memory_gb": round(memory / 1e9, 1)} if memory else {}),
+        "blas": machine.blas,
+        "memory_gb": round(memory / 1e9, 1),
     }
-    given = sorted(".".join(path) for path in config.settings.origins) if config.settings else []
-    versions = {name: _version(name) for name in _PACKAGES}
     return {
         "process": os.getpid(),
-        "machine": found,
-        "versions": {"python": sys.version.split()[0], **versions},
-        "given": given,
+        "machine": {name: value for name, value in found.items() if value},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],
     }
 
 

@@ -66,13 +66,6 @@ class Completions:
 
 
 @attrs.frozen
-class Tokens:
-    """The tokens of a batch step, or how an update moved them: a record for tokens.jsonl."""
-
-    record: Mapping[str, Any]
-
-
-@attrs.frozen
 class Note:
     """A line worth reading: a notice, a checkpoint."""
 
@@ -81,7 +74,7 @@ class Note:
 
 @attrs.frozen
 class Alert:
-    """A line that must be shown at once; another thread may send it."""
+    """A line that must be shown at once; another thread may send it. It is not recorded."""
 
     text: str
 
@@ -111,18 +104,7 @@ class Finished:
 
 
 Event = (
-    Started
-    | Status
-    | Advanced
-    | Updated
-    | Evaluated
-    | Completions
-    | Tokens
-    | Note
-    | Alert
-    | Table
-    | Remark
-    | Finished
+    Started | Status | Advanced | Updated | Evaluated | Completions | Note | Alert | Table | Remark | Finished
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
 from rich.box import SIMPLE
@@ -18,18 +18,7 @@ from rich.text import Text
 from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, quiet_keys, restore_terminals, visible
 from runners.telemetry import events
-from runners.telemetry.block_rows import detail_rows
-from runners.telemetry.events import (
-    Alert,
-    Evaluated,
-    Event,
-    Finished,
-    Note,
-    Report,
-    Started,
-    Status,
-    Updated,
-)
+from runners.telemetry.events import Alert, Evaluated, Event, Finished, Note, Report, Started, Status, Updated
 from runners.telemetry.progress import (
     Progress,
     as_text,
@@ -43,17 +32,18 @@ from runners.telemetry.progress import (
 )
 
 MAX_WIDTH = 100  # columns; the rest of a wider terminal stays empty
+MOST_REWARDS = 6  # in the block
 # Columns that stay empty at the right: the terminal writes "^C" behind the block's last line. If that
 # wrapped, the cursor would be one line too low, and a part of the block would never be erased.
 _FREE = 2
-_SMALL = (
-    ("length penalty", "length_penalty"),  # a part of the reward above it
-    ("loss", "loss"),
-    ("kl", "kl"),
-    ("grad norm", "grad_norm"),
-    ("length", "completions/mean_length"),
-    ("entropy", "entropy"),
-)
+_SMALL = {
+    "length_penalty": "length penalty",  # a part of the reward above it
+    "loss": "loss",
+    "kl": "kl",
+    "grad_norm": "grad norm",
+    "completions/mean_length": "length",
+    "entropy": "entropy",
+}
 
 
 class LiveReport(Report):
@@ -67,12 +57,10 @@ class LiveReport(Report):
         progress: Progress | None = None,
     ):
         """Draws on `stream`, or on a given `console`."""
-        output = Output(stream or sys.stdout)
-        self._output = output
-        self._console = console or Console(file=cast(TextIO, output), highlight=False)
+        self._output = Output(stream or sys.stdout)
+        self._console = console or Console(file=cast(TextIO, self._output), highlight=False)
         self._progress = progress or Progress()
-        self._title = "grpo"
-        self._end = ""  # how the run has ended
+        self._title, self._end = "grpo", ""  # `_end`: how the run has ended
         self._begun = self._finished = self._ended = False
         self._alerts = threading.Lock()  # no alert while the block is drawn for the last time
         # Two refreshes a second keep the time current and leave the cores to the run.
@@ -110,97 +98,91 @@ class LiveReport(Report):
                 self._print(_table(event))
             case Finished(summary):
                 self._end = f"finished in {duration_text(self._progress.elapsed())}"
-                restore_terminals()
-                self._redraw()
                 self._stop()
                 self._finished = True
                 self._print(_facts(summary))
             case _:
                 pass
-        if isinstance(event, Started | Status | Updated):
-            self._redraw()
+        if isinstance(event, Started | Status | Updated) and self._live.is_started:
+            self._live.refresh()
 
     def __exit__(self, *error: object) -> None:
         if not self._finished:
             self._end = "stopped"
-            restore_terminals()
         self._stop()
 
     def _stop(self) -> None:
+        restore_terminals()
         with self._alerts:
             self._ended = True
-        self._live.stop()
+        self._live.stop()  # draws the block for the last time
 
     def render(self) -> RenderableType:
         """The current block; rich calls this at every refresh."""
         if not self._begun:
             return _text(self._progress.activity() or self._end, "dim")
-        progress = self._progress
+        activity = self._end or self._progress.activity()
         width = max(min(self._console.width - _FREE, MAX_WIDTH), 1)
-        rows = [_bar(progress), Text(), _numbers(progress, width), _small(progress, width - 4)]
-        rows += detail_rows(progress, width - 4)
-        title = _text(self._title, "bold")
-        activity = self._end or progress.activity()
-        status = _text(activity, "cyan") if activity else None
         return Panel(
-            Group(*rows),
-            title=title,
+            Group(*_rows(self._progress, width - 4)),
+            title=_text(self._title, "bold"),
             title_align="left",
-            subtitle=status,
+            subtitle=_text(activity, "cyan") if activity else None,
             subtitle_align="left",
             border_style="dim",
             width=width,
             padding=(0, 1),
         )
 
-    def _redraw(self) -> None:
-        if self._live.is_started:
-            self._live.refresh()
-
     def _print(self, what: RenderableType) -> None:
         self._console.print(what, highlight=False)
 
 
 def _text(text: str, style: str = "") -> Text:
-    """A text of the run without escape sequences, which rich does not remove."""
+    """A text of the run on one line, without escape sequences, which rich does not remove."""
     return Text(visible(text), style=style)
 
 
-def _bar(progress: Progress) -> RenderableType:
-    row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
-    bar = ProgressBar(total=max(progress.total, 1), completed=progress.done, complete_style="green")
-    left = progress.seconds_left()
-    time_left = (
-        f"{duration_text(left)} left" if left is not None else f"{duration_text(progress.elapsed())} so far"
-    )
-    row.add_row(Text(f"update {progress.done}/{progress.total}"), bar, Text(time_left))
-    return row
-
-
-def _numbers(progress: Progress, width: int) -> RenderableType:
+def _rows(progress: Progress, width: int) -> Iterator[RenderableType]:
+    """The bar, the main numbers, and of the others those that an update has."""
+    metrics, left = progress.metrics, progress.seconds_left()
+    time = f"{duration_text(progress.elapsed())} so far" if left is None else f"{duration_text(left)} left"
+    bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True, justify="right")
+    done = ProgressBar(total=max(progress.total, 1), completed=progress.done, complete_style="green")
+    bar.add_row(f"update {progress.done}/{progress.total}", done, time)
+    yield from (bar, Text())
     grid = Table.grid(padding=(0, 2, 0, 0))
     for style in ("dim", "bold", "dim", "bold"):
         grid.add_column(style=style, no_wrap=True)
-    reward = Text(f"{number_text(progress.metrics.get('reward')):<6}", style="bold")
-    bars = max((width - 58) // 2, 6)
+    reward = Text(f"{number_text(metrics.get('reward')):<6}", style="bold")
+    bars = max((width - 54) // 2, 6)
     reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
     score = Text(percent_text(progress.exact_match), style="bold")
-    if len(progress.scores) > 1 or (progress.scores and is_finite(progress.metrics.get("em"))):
+    if len(progress.scores) > 1:
         score.append(f" from {percent_text(progress.scores[0])}", style="not bold dim")
     grid.add_row("reward", reward, "exact match", score)
-    grid.add_row("tokens/s", count_text(progress.tokens_per_second), "memory", gigabytes(progress.memory))
-    return grid
+    rate = count_text(metrics.get("tokens_per_second"))
+    grid.add_row("tokens/s", rate, "memory", gigabytes(progress.memory))
+    yield grid
+    yield _line({label: metrics[key] for key, label in _SMALL.items() if key in metrics}, width)
+    rewards = {
+        visible(key[8:-5]): value for key, value in metrics.items() if key[:8] + key[-5:] == "rewards//mean"
+    }
+    for name, value in list(rewards.items())[:MOST_REWARDS]:
+        row = Text(f"{name}  ", style="dim", no_wrap=True, overflow="ellipsis")
+        row.truncate(width - 8, overflow="ellipsis")
+        yield row.append(number_text(value) if is_finite(value) else "none", style="not dim")
+    if len(rewards) > MOST_REWARDS:
+        yield Text(f"and {len(rewards) - MOST_REWARDS} more rewards", style="dim", no_wrap=True)
 
 
-def _small(progress: Progress, width: int) -> RenderableType:
+def _line(numbers: Mapping[str, Any], width: int) -> Text:
+    """Labels and numbers on one line, as many as fit."""
     text = Text(style="dim", no_wrap=True)
-    for label, key in _SMALL:
-        if key not in progress.metrics:
-            continue
-        value = progress.metrics[key]
+    for label, value in numbers.items():
         part = Text("   " if text else "").append(f"{label} ")
         part.append(number_text(value), style="" if is_finite(value) else "bold red")
         if text.cell_len + part.cell_len <= width:

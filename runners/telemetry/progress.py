@@ -32,19 +32,15 @@ class Progress:
     ) -> None:
         """Starts the clock. `clock` gives seconds, `memory` bytes."""
         self.total = self.done = 0  # updates
-        self._steps = 0  # of this process, without those before a resume
-        self.metrics: dict[str, Any] = {}
-        self.before: dict[str, Any] = {}  # metrics of the previous update
+        self.metrics: Mapping[str, Any] = {}  # of the last update
         self.rewards: list[float] = []
         self.scores: list[float] = []  # of evaluations, in order
         self.memory = 0
-        self.tokens_per_second: float | None = None
-        self._read_memory = memory
-        self._clock = clock
+        self._read_memory, self._clock = memory, clock
         self._started = self._last_step = clock()
+        self._steps = 0  # of this process
         self._evaluating = 0.0  # seconds of evaluation since the last step
         self._intervals: deque[float] = deque(maxlen=20)
-        self._tokens = 0.0
         self._status, self._status_began = Status(""), self._started
         self._advanced: tuple[Advanced, float] | None = None  # the last one, and when it came
         self._phase_began = self._started  # what it names
@@ -66,27 +62,27 @@ class Progress:
                 self._status = Status("")
                 self._step(metrics)
             case Evaluated():
+                self._status = Status("")
                 self.scores.append(event.score)
                 self._evaluating += event.seconds
-                self._status = Status("")
-                self.memory = max(self.memory, self._read_memory())
             case _:
                 pass
+        if isinstance(event, Updated | Evaluated):
+            self.memory = max(self.memory, self._read_memory())
 
     def _step(self, metrics: Mapping[str, Any]) -> None:
         now = self._clock()
-        interval = now - self._last_step - self._evaluating
+        interval = max(now - self._last_step - self._evaluating, 0.0)
         self._last_step, self._evaluating = now, 0.0
         if self._steps == 1:
             self._intervals.clear()  # the first update compiles: it is slower than the others
-        self._intervals.append(max(interval, 0.0))
+        # The first update after a resume may use a rollout that the checkpoint had.
+        if self._steps or metrics.get("time/rollout") != 0:
+            self._intervals.append(interval)
         self._steps += 1
-        self.before, self.metrics = self.metrics, dict(metrics)
-        self.done = int(metrics.get("update", self.done + 1))
-        self.memory = max(self.memory, self._read_memory())
+        self.metrics, self.done = metrics, int(metrics.get("update", self.done + 1))
         if is_finite(metrics.get("reward")):
             self.rewards.append(float(metrics["reward"]))
-        self.tokens_per_second = self._rate(metrics, interval)
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -117,22 +113,8 @@ class Progress:
 
     @property
     def exact_match(self) -> float | None:
-        """The latest value: the update's, if its metrics have one, else the last evaluation's."""
-        em = self.metrics.get("em")
-        if is_finite(em):
-            return em
+        """Of the last evaluation, 0 to 1."""
         return self.scores[-1] if self.scores else None
-
-    def _rate(self, metrics: Mapping[str, Any], interval: float) -> float | None:
-        logged = metrics.get("tokens_per_second")
-        if is_finite(logged):
-            return float(logged)  # type: ignore[arg-type]
-        if not is_finite(metrics.get("num_tokens")):
-            return None
-        # num_tokens counts all tokens of the run, including those before a resume.
-        new, self._tokens = metrics["num_tokens"] - self._tokens, metrics["num_tokens"]
-        resumed = self._steps == 1 and self.done > 1
-        return new / interval if interval > 0 and not resumed else None
 
 
 def is_finite(value: Any) -> bool:

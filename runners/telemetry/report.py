@@ -65,8 +65,7 @@ class PlainReport(Report):
             case Advanced() if self._progress.elapsed() >= self._said + PAUSE:
                 self._line(self._progress.activity())
             case Updated():
-                done = self._progress.done
-                if done % self._every == 0 or done == self._progress.total:
+                if self._progress.done % self._every == 0 or self._progress.done == self._progress.total:
                     self._line(step_line(self._progress))
             case Evaluated():
                 self._line(eval_line(event))
@@ -74,8 +73,10 @@ class PlainReport(Report):
                 self._note(text)
             case Alert(text):
                 to_stderr(text)
-            case Table():
-                self._table(event)
+            case Table(title, columns, rows):  # numbers to the right, between a name and a remark
+                self._note(title)
+                for line in aligned([columns, *rows], right=range(1, len(columns) - 1)):
+                    self._line(f"  {line}")
             case Finished(summary):
                 self._line(f"finished in {duration_text(self._progress.elapsed())}")
                 self._facts(summary)
@@ -91,12 +92,6 @@ class PlainReport(Report):
             return
         for line in textwrap.wrap(text, LINE_WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
             self._line(line)
-
-    def _table(self, table: Table) -> None:
-        """Columns are aligned: the first and the last to the left, numbers to the right."""
-        self._note(table.title)
-        for line in aligned([table.columns, *table.rows], right=range(1, len(table.columns) - 1)):
-            self._line(f"  {line}")
 
     def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
@@ -128,27 +123,19 @@ def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
 def step_line(progress: Progress) -> str:
     """One update in at most 100 columns; the least important parts are dropped first."""
     metrics = progress.metrics
-    digits = len(str(progress.total))
+    small = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
+    penalty = metrics.get("length_penalty")
     parts = [
-        f"update {progress.done:>{digits}}/{progress.total}",
         f"reward {number_text(metrics.get('reward'))}",
-        *(
-            [f"length penalty {number_text(metrics['length_penalty'])}"]
-            if "length_penalty" in metrics
-            else []
-        ),
+        "" if penalty is None else f"length penalty {number_text(penalty)}",
         f"em {percent_text(progress.exact_match)}",
+        f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",
+        gigabytes(progress.memory) if progress.memory else "",
+        f"{duration_text(progress.seconds_left())} left",
+        *(f"{name} {number_text(metrics[key])}" for name, key in small.items() if key in metrics),
     ]
-    if progress.tokens_per_second is not None:
-        parts.append(f"{count_text(progress.tokens_per_second)} tok/s")
-    if progress.memory:
-        parts.append(gigabytes(progress.memory))
-    parts.append(f"{duration_text(progress.seconds_left())} left")
-    for name, key in (("loss", "loss"), ("kl", "kl"), ("grad", "grad_norm")):
-        if key in metrics:
-            parts.append(f"{name} {number_text(metrics[key])}")
-    line = parts[0]
-    for part in parts[1:]:
+    line = f"update {progress.done:>{len(str(progress.total))}}/{progress.total}"
+    for part in filter(None, parts):
         if len(line) + 2 + len(part) <= LINE_WIDTH:
             line += f"  {part}"
     return line

@@ -16,7 +16,6 @@ from runners.checkpoints.trainer_state import from_table
 from runners.config import rules
 from runners.errors import UserError
 from runners.rewards.experience import Experience
-from runners.telemetry.constant_rewards import ConstantRewards
 from runners.telemetry.run_statistics import Tally
 from runners.telemetry.run_watch import Seen
 
@@ -48,7 +47,6 @@ class Counters:
     fallback: str | None = None  # why the sampler gave up its quantized weights
     bad_updates: int = rules.key(0, "skipped", _COUNT)
     bad_updates_in_a_row: int = rules.key(0, "skipped, up to the last one", _COUNT)
-    constant_rewards: ConstantRewards = attrs.field(factory=ConstantRewards)
     seen: Seen = attrs.field(factory=Seen)  # by the watch
 
 

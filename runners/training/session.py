@@ -23,7 +23,6 @@ from runners.models.model_writer import save_final
 from runners.ranks.wire import RankError
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.records import PieceLengths
 from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
 from runners.training.run_state import RunState
@@ -52,7 +51,7 @@ class Session:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
         self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
         self.folder, self.log, self.shown, self.saver = folder, log, shown, saver
-        self.steps, self.pieces = TrainSteps(run, shown), PieceLengths(run.decoder)
+        self.steps = TrainSteps(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)

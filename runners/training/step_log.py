@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import grpo_fn as g
 from runners.rewards.experience import Experience
-from runners.telemetry.events import Completions, Finished, Started, Tokens, Updated
-from runners.telemetry.records import completion_records, moved_record, run_header, run_summary, token_record
+from runners.telemetry.events import Completions, Finished, Started, Updated
+from runners.telemetry.records import completion_records, run_header, run_summary
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.training.bad_updates import count_bad_update
 from runners.training.rollouts.rank_rollout import skew_metrics
@@ -44,19 +42,11 @@ def show_summary(session: Session, final: Path, first: float | None) -> None:
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step, its completions, and their tokens if the config asks for them."""
-    names = [reward.name for reward in session.run.collector.scorer.rewards]
-    constant, lines = session.state.constant_rewards.read(names, experience.values_kb)
-    session.change(constant_rewards=constant)
-    for line in (*experience.problems, *lines):
+    """The problems of a batch step, and its completions."""
+    for line in experience.problems:
         session.shown.note(line)
-    step, update = session.state.batch_step, session.state.update + 1
-    how = (step, update, session.pieces, len(session.config.data.nudge))
-    if session.log.wants_completions:
-        session.shown.handle(Completions(completion_records(experience, *how)))
-    if session.log.keeps_tokens:
-        mask_bt = np.array(session.steps.counted(experience).mask_bt)
-        session.shown.handle(Tokens(token_record(experience, mask_bt, *how)))
+    records = completion_records(experience, session.state.batch_step, session.state.update + 1)
+    session.shown.handle(Completions(records))
 
 
 def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:
@@ -64,7 +54,6 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
     metrics = update_metrics(session, stats, update)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
-    _log_moved(session)
     reward = metrics["reward"]
     lines = count_bad_update(session, metrics)
     seen, warnings = session.watch.see(metrics, session.state.seen)
@@ -117,13 +106,3 @@ def _rank_metrics(session: Session) -> dict[str, Any]:
         "ranks/reducing_seconds": seconds["reducing"],
         **skew_metrics([tally.seconds for tally in session.state.tallies]),
     }
-
-
-def _log_moved(session: Session) -> None:
-    """Logs how the update moved the tokens that it learned from, if log.tokens asks for it."""
-    state = session.state
-    if session.log.keeps_tokens and session.config.log.tokens == "moved":
-        first = state.batch_step - len(state.experiences) + 1
-        for step, experience in enumerate(state.experiences, first):
-            logp_bt = np.array(session.steps.logprobs_now(state, experience))
-            session.shown.handle(Tokens(moved_record(experience, logp_bt, step, state.update)))

@@ -16,7 +16,6 @@ from grpo_fn.learner import all_reduce, chosen_experts, deal, routing_stats, sha
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
-from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
@@ -219,16 +218,6 @@ class TrainSteps:
         rows = [counted[n * len(counted) // few] for n in range(few)]
         stats = routing_stats(policy, state.train.params, take_rows(batch, rows))
         return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
-
-    def logprobs_now(self, state: RunState, experience: Experience) -> mx.array:
-        """[B,T] log-probs of a rollout's tokens under the learner's current weights, from this rank alone."""
-        batch = g.make_batch(experience.rollout, experience.advantages_pg)
-        (rows, width), budget = batch.tokens_bl.shape, state.micro_batch_tokens
-        step = max(1, min(rows, budget // width))
-        parts = [take_rows(batch, range(at, min(at + step, rows))) for at in range(0, rows, step)]
-        alone = attrs.evolve(self.micro_batches, ranks=Ranks())
-        found, _ = alone.with_old_logp(state.train.params, parts, budget)
-        return mx.concatenate([part.old_logp_bt for part in found if part.old_logp_bt is not None])
 
     def whole(self, state: RunState) -> g.TrainState:
         """The TrainState as a single rank would have it. All ranks must call it."""

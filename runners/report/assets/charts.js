@@ -18,9 +18,9 @@ class Chart {
     this.canvas = h("div", { class: "canvas" });
     this.element = h("figure", { class: spec.wide ? "chart wide" : "chart", "data-chart": spec.id, tabindex: "0" },
       h("figcaption", null,
-        h("span", { class: "title", title: spec.help }, spec.title),
+        h("span", { class: "title" }, spec.title),
         spec.unit ? h("span", { class: "unit" }, spec.unit) : null,
-        h("details", { class: "help" }, h("summary", { "aria-label": `About ${spec.title}` }, "?"), h("p", null, spec.help))),
+        h("details", { class: "help" }, h("summary", { "aria-label": `About ${spec.title}` }, "?"), h("p", null, helpOf(spec)))),
       this.readout, this.canvas);
     this.element.addEventListener("keydown", (event) => this.key(event));
     this.draw(runs);
@@ -88,10 +88,10 @@ class Chart {
       },
       scales: {
         x: { time: false, range: (plot, low, high) => view.zoom ?? (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
-        y: { range: (plot, low, high) => this.rangeOf(low, high) },
+        y: { range: (plot, low, high) => this.rangeOf(low, high, stacked) },
       },
       axes: [
-        { ...axis, size: 24, gap: 4, values: (plot, ticks) => ticks.map((tick) => (view.axis === "update" && tick % 1 ? "" : view.axis === "tokens" ? countText(tick) : numberText(tick))) },
+        { ...axis, size: 24, gap: 4, values: (plot, ticks, at, space, step) => ticks.map((tick) => (view.axis === "update" && tick % 1 ? "" : tickText(tick, step))) },
         { ...axis, size: 58, gap: 6, values: (plot, ticks, at, space, step) => ticks.map((tick) => tickText(tick, step)) },
       ],
       hooks: {
@@ -105,8 +105,9 @@ class Chart {
     this.read();
   }
 
-  rangeOf(low, high) {
+  rangeOf(low, high, stacked) {
     if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
+    if (stacked) return [0, high * 1.08 || 1];
     if (low === high) return low === 0 ? [-0.1, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     const room = (high - low) * 0.08;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
@@ -169,10 +170,11 @@ class Chart {
   // Events as lines, intervals as bars, numbers that were not finite as crosses.
   marks(plot, ink) {
     const { ctx, bbox } = plot;
+    this.element.dataset.low = numberText(plot.scales.y.min);
     const ratio = devicePixelRatio;
     ctx.save();
     ctx.beginPath();
-    ctx.rect(bbox.left, bbox.top - 10 * ratio, bbox.width, bbox.height + 10 * ratio);
+    ctx.rect(bbox.left - 5 * ratio, bbox.top - 10 * ratio, bbox.width + 10 * ratio, bbox.height + 10 * ratio);
     ctx.clip();
     this.marked = [];
     for (const run of this.runs) for (const event of eventsOf(run)) {
@@ -272,7 +274,7 @@ class Chart {
 
 // A metric's readings on the chosen axis: x ascending, y with null for what is missing, low and high.
 function readings(run, each, spec) {
-  const values = valuesOf(run, each.name);
+  const values = run.column(each.name);
   const axis = run.axis(view.axis);
   const scale = spec.unit === "%" ? 100 : 1;
   const evaluated = run.column("em");
@@ -321,13 +323,6 @@ function smoothed(values) {
     weight = keep * weight + (1 - keep);
     return sum / weight;
   });
-}
-
-// A tick with as many digits as its distance to the next one asks for.
-function tickText(tick, step) {
-  const digits = step ? Math.ceil(-Math.log10(step) - 1e-9) : 0;
-  if (tick === 0 || digits <= 0 || digits > 7 || Math.abs(tick) < 1e-3) return numberText(tick);
-  return tick.toFixed(digits);
 }
 
 function nearestGiven(column, idx) {

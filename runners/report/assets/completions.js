@@ -21,7 +21,6 @@ class Browser {
     this.place = place;
     this.rows = new Rows(run);
     this.filter = { mode: "groups", query: "", regex: false, where: "all", from: null, to: null, key: "reward", side: "above", value: "", cut: false, wrong: false, varied: false, order: "latest" };
-    this.shade = "none";
     this.asked = 0;
     this.found = null;
     this.list = new VirtualList(64, (index) => this.item(index), (index) => this.choose(index));
@@ -29,7 +28,7 @@ class Browser {
     this.count = h("span", { class: "muted", role: "status" });
     this.progress = h("progress", { max: 1, value: 0, hidden: true, "aria-label": "Loading" });
     this.bar = h("div", { class: "bar filters" });
-    place.replaceChildren(this.bar, h("div", { class: "bar" }, this.count, this.progress, h("span", { class: "spring" }), this.shadeBar = h("span", { class: "bar" })), h("div", { class: "split" }, this.list.element, this.detail));
+    place.replaceChildren(this.bar, h("div", { class: "bar" }, this.count, this.progress), h("div", { class: "split" }, this.list.element, this.detail));
     this.opened = this.refresh(true);
   }
 
@@ -62,11 +61,6 @@ class Browser {
       toggle("rewards differ", false, on("varied"), { title: "Groups that the learner can learn from" }),
       choice(Object.entries(ORDERS).map(([name, [label]]) => [name, label]), filter.order, on("order"), { "aria-label": "Order" }),
     ].filter(Boolean));
-    if (rows.hasTokens) {
-      const draw = () => this.shadeBar.replaceChildren("shade tokens by", choice(Object.entries(SHADES), this.shade, (value) => { this.shade = value; draw(); this.showGroup(); }, { "aria-label": "Shade tokens by", id: "shade" }), shadeLegend(this.shade) ?? "");
-      this.shade = "logp";
-      draw();
-    }
   }
 
   // Chooses the rows that the filters let through, and draws the list anew.
@@ -137,7 +131,7 @@ class Browser {
     const { rows } = this;
     const snippet = h("div", { class: "snippet", dir: "auto" }, "…");
     rows.text(row).then((text) => {
-      const shown = this.filter.mode === "groups" ? text.prompt : text.completion;
+      const shown = this.filter.mode === "groups" ? text.asked[0] : text.completion;
       snippet.replaceChildren(visible(shown.slice(0, 240).replace(/\s+/g, " ")));
     }, () => (snippet.textContent = "(cannot be read)"));
     const head = this.filter.mode === "groups"
@@ -158,27 +152,24 @@ class Browser {
     const { rows, current } = this;
     const { group, row: chosen } = current;
     const members = Array.from({ length: group.size }, (_, i) => group.first + i).sort((a, b) => order(rows.reward[b], rows.reward[a]) || a - b);
-    let texts, tokens;
+    let texts;
     try {
       texts = await Promise.all(members.map((row) => rows.text(row)));
-      tokens = await Promise.all(members.map((row) => rows.tokenCells(row)));
     } catch (error) {
       this.detail.replaceChildren(h("p", { class: "warning" }, `These completions cannot be read: ${error.message}`));
       return;
     }
     if (current !== this.current) return;
-    const { prompt, answer } = texts[0];
     const metrics = texts[0].more.metrics;
     this.detail.replaceChildren(
       h("button", { type: "button", class: "back", onclick: () => { this.place.classList.remove("open"); this.list.element.focus(); } }, "← back to the list"),
       h("div", { class: "asked" }, h("div", { class: "bar" }, h("h3", null, `Update ${rows.update[chosen]}`), h("span", { class: "muted" }, `batch step ${rows.step[chosen]} · group of ${group.size}`), h("span", { class: "spring" }), this.others(chosen)),
-        h("div", { class: "role" }, "prompt"), textBlock(prompt, { pattern: this.pattern }),
-        answer ? [h("div", { class: "role" }, "gold answer"), textBlock(answer, { pattern: this.pattern })] : null,
+        promptBlock(texts[0].asked, this.pattern),
         metrics ? h("div", { class: "muted" }, "logged by rewards: ", Object.entries(metrics).map(([name, value]) => `${name} ${numberText(value)}`).join(" · ")) : null),
-      h("div", { class: "cards" }, members.map((row, i) => this.card(row, texts[i], tokens[i], row === chosen && this.filter.mode === "rows"))));
+      h("div", { class: "cards" }, members.map((row, i) => this.card(row, texts[i], row === chosen && this.filter.mode === "rows"))));
   }
 
-  card(row, text, known, isChosen) {
+  card(row, text, isChosen) {
     const { rows } = this;
     const reward = rows.reward[row];
     const pairs = rows.names.map((name) => [name, rows.rewards[name][row]]);
@@ -188,8 +179,7 @@ class Browser {
       h("div", { class: "head" }, h("b", { class: "reward", style: { "--share": String(shareOf(rows, row)) } }, Number.isNaN(reward) ? "no reward" : numberText(reward)),
         h("span", { class: rows.advantage[row] < 0 ? "minus" : rows.advantage[row] > 0 ? "plus" : "muted", title: "advantage" }, `A ${signed(rows.advantage[row])}`), h("span", { class: "muted" }, `${rows.tokens[row]} tokens`),
         rows.finished[row] ? "" : h("span", { class: "flag" }, "cut off"), masked ? h("span", { class: "flag" }, "masked") : "", rows.wrongFormat(row) ? h("span", { class: "flag" }, "format") : ""),
-      conversationBlock(text, known, { pattern: this.pattern, mode: this.pattern ? "none" : this.shade })
-        ?? h("div", { class: masked ? "all-masked" : null }, textBlock(text.completion, { pattern: this.pattern, known, mode: this.pattern ? "none" : this.shade })),
+      h("div", { class: masked ? "all-masked" : null }, completionBlock(text, this.pattern)),
       h("table", { class: "parts" }, h("tbody", null, pairs.map(([name, value]) => h("tr", null, h("th", { scope: "row" }, visible(name)), h("td", null, Number.isNaN(value) ? "–" : numberText(value)))),
         Object.entries(text.more.extra ?? {}).map(([name, value]) => h("tr", null, h("th", { scope: "row" }, visible(name)), h("td", null, visible(valueText(value)).slice(0, 400)))))));
   }

@@ -1,7 +1,6 @@
 // The page's data: deflated JSON, in the page itself or from the server that follows a run.
 
 const start = JSON.parse(document.getElementById("start").textContent);
-const isLive = start.mode === "live";
 
 async function inflated(stream) {
   const text = await new Response(stream.pipeThrough(new DecompressionStream("deflate"))).text();

@@ -27,6 +27,25 @@ function numberText(value) {
   return value.toExponential(2).replace("e-", "e−");
 }
 
+// A tick of an axis, with the digits that tell it from the next one, which is `step` away.
+function tickText(tick, step) {
+  const size = Math.max(Math.abs(tick), step);
+  if (tick === 0) return "0";
+  if (size < 1e-3) {
+    const power = Math.floor(Math.log10(Math.abs(tick)) + 1e-9);
+    return `${(tick / 10 ** power).toFixed(decimals(step / 10 ** power))}e${power}`.replaceAll("-", "−");
+  }
+  const [unit, letter] = size >= 1e9 ? [1e9, "G"] : size >= 1e6 ? [1e6, "M"] : size >= 1e4 ? [1e3, "k"] : [1, ""];
+  return `${(tick / unit).toFixed(decimals(step / unit))}${letter}`.replace("-", "−");
+}
+
+// How many decimals a number has, at most six.
+function decimals(number) {
+  let digits = 0;
+  while (digits < 6 && Math.abs(number * 10 ** digits - Math.round(number * 10 ** digits)) > 1e-6 * number * 10 ** digits) digits++;
+  return digits;
+}
+
 function countText(value) {
   if (value === null || value === undefined) return "–";
   for (const [size, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])

@@ -116,36 +116,35 @@ function label(found) {
   }
 }
 
-function say(text) {
-  byId("said").textContent = text;
-}
-
-// Follows the server's events: each says that something is new, and what is new is fetched.
-function follow(run) {
+// Asks the server every second for what is new.
+async function follow(run) {
   const sign = byId("live");
-  sign.hidden = false;
-  const set = (text, state) => { sign.textContent = text; sign.dataset.state = state; };
-  let busy = Promise.resolve();
-  const fetchNew = () => (busy = busy.then(async () => {
-    const since = `generation=${run.facts.generation}&since=${run.lines}`;
-    const answer = await fetch(`${start.run}?${since}`, { cache: "no-store" });
-    if (!answer.ok) throw new Error(`${answer.status}`);
-    run.take(await inflated(answer.body));
-    drawAll();
-    for (const panel of Object.values(panels)) await panel?.refresh();
-    set(run.facts.state === "running" ? "live" : "following", "on");
-    document.documentElement.dataset.updates = String(run.last("update") ?? 0);
-  }).catch(() => set("cannot read the run", "off")));
-  const events = new EventSource(start.events);
-  events.addEventListener("message", fetchNew);
-  events.addEventListener("open", () => { set("live", "on"); fetchNew(); });
-  events.addEventListener("error", () => set("the server does not answer; trying again", "off"));
+  const set = (text, state) => { sign.hidden = !text; sign.textContent = text; sign.dataset.state = state; };
+  for (;;) {
+    try {
+      const { generation, seen } = run.facts;
+      const answer = await fetch(`data?generation=${generation}&since=${run.lines}&seen=${encodeURIComponent(seen)}`, { cache: "no-store" });
+      if (!answer.ok) throw new Error(`${answer.status}`);
+      if (answer.status === 200) {
+        run.take(await inflated(answer.body));
+        drawAll();
+        for (const panel of Object.values(panels)) await panel?.refresh();
+      }
+      set(run.facts.state === "running" ? "live" : "", "on");
+      document.documentElement.dataset.updates = String(run.last("update") ?? 0);
+    } catch {
+      set("the server does not answer; trying again", "off");
+      if (run.facts.state === "running") byId("state").replaceChildren(badge("unknown"));
+      run.facts.seen = "";
+    }
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
 }
 
 async function begin() {
   useTheme(remembered("theme", ""));
   const first = await load(start.at);
-  const found = isLive ? [first] : first.runs;
+  const found = first.runs ?? [first];
   runs = found.map((data, i) => new Run(data, i));
   label(runs);
   drawRuns();
@@ -154,9 +153,9 @@ async function begin() {
   listen();
   go(location.hash.slice(1) || "overview");
   if (start.list) byId("title").before(h("a", { href: start.list, class: "up" }, "← runs"));
-  if (isLive) follow(runs[0]);
+  if (start.mode === "live") follow(runs[0]);
   document.documentElement.dataset.ready = "";
-  say("The report is ready.");
+  byId("said").textContent = "The report is ready.";
 }
 
 begin().catch((error) => {

@@ -2,7 +2,7 @@
 
 const STATES = {
   running: ["running", "good"], finished: ["finished", "good"], stopped: ["stopped", "warn"],
-  failed: ["failed", "bad"], interrupted: ["ended without a word", "bad"], empty: ["no log yet", "warn"],
+  failed: ["failed", "bad"], interrupted: ["ended without a word", "bad"], empty: ["no log yet", "warn"], unknown: ["running when last seen", "warn"],
 };
 
 const badge = (state) => h("span", { class: `badge ${STATES[state]?.[1] ?? "warn"}` }, STATES[state]?.[0] ?? state);
@@ -64,7 +64,7 @@ function drawAbout(place, runs) {
       Object.keys(machine).length ? h("div", null, h("h3", null, "Machine"), factTable(Object.entries(machine).map(([name, value]) => [name.replace("memory_gb", "memory, GB"), value]))) : null,
       Object.keys(versions).length ? h("div", null, h("h3", null, "Versions"), factTable(Object.entries(versions))) : null,
     ];
-    const bad = run.facts.bad_lines + (run.facts.completions?.bad_lines ?? 0);
+    const bad = run.facts.bad_lines;
     const broken = bad ? h("p", { class: "warning" }, `${bad} lines of the run's files could not be read and were left out.`) : null;
     return h("div", { class: "about" }, runs.length > 1 ? h("h3", { class: "run" }, h("span", { class: "chip", colour: run.colour }, h("i"), visible(run.name))) : null, h("div", { class: "columns" }, parts), broken);
   }));

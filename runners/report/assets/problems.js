@@ -81,7 +81,7 @@ class Problems {
     const card = (update, piece) => h("article", { class: "card" }, h("div", { class: "head" }, h("b", null, `update ${update}`), h("span", { class: `flag ${piece.correct[i] ? "right" : "wrong"}` }, piece.correct[i] ? "right" : "wrong")), textBlock(piece.completion[i] ?? ""));
     this.detail.replaceChildren(
       h("button", { type: "button", class: "back", onclick: () => { this.place.classList.remove("open"); this.list.element.focus(); } }, "← back to the list"),
-      h("div", { class: "asked" }, h("h3", null, `Problem ${i + 1}`), h("div", { class: "role" }, "prompt"), textBlock(problems[i][0]), h("div", { class: "role" }, "gold answer"), textBlock(problems[i][1])),
+      h("div", { class: "asked" }, h("h3", null, `Problem ${i + 1}`), promptBlock(problems[i])),
       h("div", { class: "cards" }, card(this.evaluations[this.before].update, a), this.before === this.after ? null : card(this.evaluations[this.after].update, b)));
     if (matchMedia("(max-width: 800px)").matches) { this.place.classList.add("open"); this.detail.focus({ preventScroll: true }); }
   }

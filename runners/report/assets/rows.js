@@ -57,7 +57,6 @@ class Rows {
       for (const value of this.rewards[name]) if (value > top) top = value;
       return { values: this.rewards[name], top };
     });
-    this.hasTokens = this.parts.some((part) => part.spec.tokens !== null);
   }
 
   partOf(row) {
@@ -70,27 +69,12 @@ class Rows {
     return low;
   }
 
-  async textsOf(part) {
-    return blob(this.parts[part].spec.texts);
-  }
-
   // A row's texts: at once if its part is there, else a promise.
   async text(row) {
     const part = this.partOf(row);
-    const texts = await this.textsOf(part);
+    const texts = await blob(this.parts[part].spec.texts);
     const at = row - this.offsets[part];
-    const [prompt, answer] = texts.asked[texts.of[at]];
-    return { prompt, answer, completion: texts.completion[at], more: texts.more[String(at)] ?? {} };
-  }
-
-  // What is known of a row's tokens, or null.
-  async tokenCells(row) {
-    const part = this.partOf(row);
-    const at = this.parts[part].spec.tokens;
-    if (at === null) return null;
-    const found = await blob(at);
-    const cells = found.rows[row - this.offsets[part]];
-    return cells ? { cells, given: found.given[String(this.step[row])] ?? 0 } : null;
+    return { asked: texts.asked[texts.of[at]], completion: texts.completion[at], more: texts.more[String(at)] ?? {} };
   }
 
   wrongFormat(row) {
@@ -103,7 +87,7 @@ class Rows {
     for (let part = 0; part < this.parts.length; part++) {
       if (stop()) return null;
       const texts = await load(this.parts[part].spec.texts);
-      const asked = texts.asked.map(([prompt, answer]) => (where !== "completion" && matches(prompt)) || (where === "all" && matches(answer)));
+      const asked = texts.asked.map(([prompt, ...others]) => (where !== "completion" && matches(prompt)) || (where === "all" && others.some(matches)));
       for (let row = 0; row < this.parts[part].rows; row++)
         if (asked[texts.of[row]] || (where !== "prompt" && matches(texts.completion[row]))) found.add(this.offsets[part] + row);
       progress((part + 1) / this.parts.length);

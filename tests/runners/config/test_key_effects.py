@@ -136,7 +136,6 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "log.every": ("2",),
     "log.jsonl": ("false",),
     "log.completions": ("false",),
-    "log.tokens": ('"sampled"',),
     "log.report": ("true",),
     "watch.patience": ("1", "watch.min_entropy=9.0"),
     "watch.min_entropy": ("9.0", "watch.patience=1"),

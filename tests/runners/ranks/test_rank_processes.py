@@ -77,13 +77,13 @@ def test_tools_on_two_ranks_train_as_on_one(write, tmp_path):
     assert (both / "final").is_dir(), said
     want, found = lines(alone, "completions.jsonl"), lines(both, "completions.jsonl")
     assert [{**row, "advantage": 0} for row in found] == [{**row, "advantage": 0} for row in want]
-    assert {part["sampled"] for row in want for part in row["turns"]} == {True, False}
     assert_same_weights(both / "final", alone / "final", MODELS["embedded-tools"])
     clock = re.compile(r"^(time/|memory/|ranks/|step_time|tokens_per_second)")
     for one, two in zip(lines(alone, "training_log.jsonl"), lines(both, "training_log.jsonl"), strict=True):
         names = [name for name in one if not clock.match(name)]
         assert names == [name for name in two if not clock.match(name)]
         assert_same_figures(two, one, names)
+    assert any(line.get("tools/call_frequency") for line in lines(both, "training_log.jsonl"))
     logged = {name for line in lines(both, "training_log.jsonl") for name in line}
     assert {"tools/call_frequency", "turns/mean", "eval/tool_calls", "grad_norm"} <= logged
 

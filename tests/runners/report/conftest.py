@@ -26,9 +26,9 @@ def browser():
 
 @pytest.fixture(scope="session")
 def talks(tmp_path_factory):
-    """The folder of a run with an environment, with its tokens."""
+    """The folder of a run with an environment."""
     with pytest.MonkeyPatch.context() as patch:
-        return talking_run(tmp_path_factory.mktemp("talks"), patch, tokens="moved")
+        return talking_run(tmp_path_factory.mktemp("talks"), patch)
 
 
 @pytest.fixture

@@ -4,11 +4,15 @@ Screenshots are left in pytest's temporary folder, under `shots`.
 """
 
 import json
+import threading
+from importlib.resources import files
 
 import pytest
 
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
+from runners.report.server import Server, address, listening
+from runners.report.site import Site
 from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update
 from tests.support.services.browsing import WAIT, opened, quiet
 
@@ -101,19 +105,58 @@ def test_completions_are_filtered_and_searched(tab, tmp_path):
 
 
 def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
-    """Of a real run with an environment: as messages with their calls; shaded, as sampled and given ones."""
+    """Of a real run with an environment: messages with their calls."""
     opened(tab, write_report([talks], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card .turn", timeout=WAIT)
     card = tab.locator(".card", has=tab.locator(".turn.observed")).first
     sampled, given = card.locator(".turn.sampled"), card.locator(".turn.observed")
-    assert sampled.first.locator(".token.unlikely").count() and given.locator(".token").count() == 0
-    assert given.first.locator(".text").inner_text() == "<|end|><|tool|>seen: <b>again</b><|assistant|>"
-    assert "given, 26 tokens" in given.first.inner_text().lower()
-    tab.select_option("#shade", "none")
     assert 'check({"text":"<b>again</b>"})' in sampled.first.inner_text()
     assert given.first.locator(".text").inner_text() == "seen: <b>again</b>"
     assert "tool check" in given.first.inner_text().lower() and tab.locator("main b b").count() == 0
     assert quiet(tab)
+
+
+def test_the_whole_prompt_is_there(tab, tmp_path):
+    """The messages around the question are folded, and searched; of held-out problems too."""
+    context = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Of course."}]
+    path = write_report([make_run(tmp_path / "run", context=context)], tmp_path / "page.html").path
+    for part in ("completions", "problems"):
+        opened(tab, path, part)
+        place = tab.locator(f"#{part} .asked .context").first
+        assert place.inner_text() == "2 other messages of the prompt"
+        place.locator("summary").click()
+        assert place.locator(".text").all_inner_texts() == ["Be brief.", "Of course."]
+    opened(tab, path, "completions")
+    tab.fill("#query", "be brief")
+    playwright.expect(tab.locator("#completions [role=status]")).to_contain_text("48 of 48", timeout=WAIT)
+    assert quiet(tab)
+
+
+@pytest.mark.parametrize(
+    ("step", "ticks", "shown"),
+    [
+        (0.25, (0, 0.25, 0.75, -1.5), ["0", "0.25", "0.75", "−1.50"]),
+        (5e-7, (0, 5e-7, 1e-6, 1.5e-6), ["0", "5e−7", "1.0e−6", "1.5e−6"]),
+        (2e-5, (0.0012, 0.00122), ["0.00120", "0.00122"]),
+        (2500, (5000, 7500, 10_000, 12_500), ["5000", "7500", "10.0k", "12.5k"]),
+        (0.1 + 0.2, (0.1 + 0.2, 0.6, 0.9), ["0.3", "0.6", "0.9"]),
+        (250_000, (1_000_000, 1_250_000), ["1.00M", "1.25M"]),
+    ],
+)
+def test_ticks_of_an_axis_are_told_apart(tab, step, ticks, shown):
+    """By as many digits as their distance needs, and no more."""
+    tab.add_script_tag(content=(files("runners.report") / "assets" / "format.js").read_text())
+    assert tab.evaluate(f"{list(ticks)}.map((tick) => tickText(tick, {step}))") == shown
+
+
+def test_a_stacked_chart_starts_at_nothing(tab, tmp_path):
+    """The parts of an update's time lie on each other from 0 up."""
+    opened(tab, write_report([make_run(tmp_path / "run", updates=20)], tmp_path / "page.html").path)
+    tab.locator("text=Speed and memory").scroll_into_view_if_needed()
+    tab.wait_for_selector('[data-chart="parts"] canvas', timeout=WAIT)
+    chart = tab.locator('[data-chart="parts"]')
+    assert chart.get_attribute("data-low") == "0"
+    assert "rollout from 0.5 to 0.5" in chart.get_attribute("aria-label")
 
 
 def test_held_out_problems_that_became_right(tab, tmp_path):
@@ -158,7 +201,7 @@ def test_keys_move_zoom_and_change_the_part(tab, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_it_without_scrolling_sideways(browser, tmp_path, scheme):
-    """In both colour schemes, every part."""
+    """In both colour schemes, every part, and no tab is cut off."""
     context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
     tab = context.new_page()
     path = write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path
@@ -166,40 +209,36 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, tmp_path, scheme):
         opened(tab, path, part)
         tab.screenshot(path=tmp_path / f"{part}.png")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+        assert tab.evaluate("document.getElementById('tabs').scrollWidth") <= 390
         tab.goto("about:blank")
     context.close()
 
 
-def test_the_live_page_follows_within_two_seconds(tab, tmp_path):
-    """A new update, and the end of the run; the server's end is told."""
-    import threading
-
-    import uvicorn
-
-    from runners.report.application import application
-    from runners.report.server import address, listening
-
+@pytest.mark.parametrize("end", ["finished", "killed"])
+def test_the_live_page_follows_within_two_seconds(tab, tmp_path, end):
+    """A new update; the run's end, after which nothing is live; and the end of the server with the run."""
     folder = make_run(tmp_path / "run", end=None)
     mark_running(folder)
     found = listening("127.0.0.1", 0)
-    ends = []
-    app = application(folder, ("127.0.0.1",), lambda: bool(ends))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [found]}, daemon=True)
+    server = Server(found, Site(folder))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     url = address(found)
     tab.goto(url)
     tab.wait_for_selector("html[data-updates='6']", timeout=WAIT)
-    assert tab.inner_text("#state") == "running"
+    assert tab.inner_text("#state") == "running" and tab.inner_text("#live") == "live"
     names = ("training_log", "completions", "evaluations", "events")
-    files = {name: JsonLines(folder / f"{name}.jsonl", keep=1 << 40) for name in names}
-    write_update(files, 7)
+    logs = {name: JsonLines(folder / f"{name}.jsonl", keep=1 << 40) for name in names}
+    write_update(logs, 7)
     tab.wait_for_selector("html[data-updates='7']", timeout=WAIT)
-    files["events"].write({"event": "end", "time": 1e9, "update": 7, "state": "finished"})
-    playwright.expect(tab.locator("#state")).to_have_text("finished", timeout=WAIT)
-    for file in files.values():
+    if end == "finished":
+        logs["events"].write({"event": "end", "time": 1e9, "update": 7, "state": "finished"})
+        playwright.expect(tab.locator("#state")).to_have_text("finished", timeout=WAIT)
+        assert not tab.is_visible("#live")
+    for file in logs.values():
         file.close()
-    ends.append(True)
-    server.should_exit = True
-    thread.join(WAIT / 1000)
-    assert not thread.is_alive() and [url for url in tab.asked if not url.startswith(url)] == []
+    server.shutdown()
+    server.server_close()
+    playwright.expect(tab.locator("#live")).to_contain_text("does not answer", timeout=WAIT)
+    assert tab.inner_text("#state") == {"finished": "finished", "killed": "running when last seen"}[end]
+    assert [asked for asked in tab.asked if not asked.startswith(url)] == []

@@ -1,24 +1,21 @@
 """Foreign runs: odd values, links, fifos. None breaks its own page, or that of another run."""
 
-import asyncio
 import base64
 import json
 import os
 import re
 import shutil
 import tempfile
-import threading
 import zlib
 from pathlib import Path
 
 import pytest
 
 from runners.errors import UserError
-from runners.files.json_lines import JsonLines
 from runners.report import write_report
-from runners.report.application import application
-from tests.runners.report.test_server import get, got, unpacked
-from tests.support.runs.report_runs import make_run, write_update
+from runners.report.site import Site
+from tests.runners.report.test_server import HOST, unpacked
+from tests.support.runs.report_runs import make_run
 
 LOGS = ("training_log", "events", "completions", "evaluations")
 ODD = '{"update": NaN, "event": "note", "reward": -Infinity, "time": 1e999, "n": NaN, "rows": [[NaN]]}'
@@ -104,12 +101,12 @@ def test_a_foreign_run_is_a_page_or_a_line(tmp_path, kind):
     """In strict JSON, without a file's content that is not the run's; the list and other runs are as ever."""
     FOREIGN[kind](make_run(tmp_path / "odd", end=None))
     make_run(tmp_path / "plain")
-    app = application(tmp_path, ("127.0.0.1",))
-    status, _, body = get(app, "/")
+    site = Site(tmp_path)
+    status, _, body = site.answer("/", HOST)
     assert status == 200 and b">odd<" in body and b">finished<" in body
-    assert unpacked(get(app, "/run/plain/first"))["completions"]["rows"] == 48
-    for path in ("/run/odd/", "/run/odd/first", "/run/odd/part/0-0-48-0/texts", "/run/odd/evaluation/0-0-4"):
-        status, _, body = get(app, path)
+    assert unpacked(site.answer("/run/plain/data", HOST))["completions"]["rows"] == 48
+    for path in ("/run/odd/", "/run/odd/data", "/run/odd/part/0-0-48/texts", "/run/odd/evaluation/0-0-4"):
+        status, _, body = site.answer(path, HOST)
         assert status in (200, 404, 503)
         content = zlib.decompress(body) if status == 200 and not path.endswith("odd/") else body
         assert b"secret-" not in content
@@ -141,14 +138,14 @@ def test_a_folder_that_may_not_be_read_spoils_no_list():
         (make_run(place / "locked") / "events.jsonl").chmod(0)
         make_run(place / "closed").chmod(0)
         place.chmod(0o755)
-        app = application(place, ("127.0.0.1",))
+        site = Site(place)
         if not user:
             os.seteuid(65534)  # whom permissions bind
-        status, _, body = get(app, "/")
+        status, _, body = site.answer("/", HOST)
         assert status == 200 and b">plain<" in body and b">closed<" not in body
         assert b"events.jsonl: cannot be read: Permission denied" in body
         (address,) = re.findall(rb'href="(run/caf[^"]*)"', body)
-        assert get(app, "/" + re.sub("%5C", r"\\", address.decode()) + "first")[0] == 200
+        assert site.answer(f"/{address.decode()}data", HOST)[0] == 200
         with pytest.raises(UserError, match="cannot be read"):
             write_report([place / "locked"], place / "page.html")
         with pytest.raises(UserError, match="cannot be read"):
@@ -157,38 +154,3 @@ def test_a_folder_that_may_not_be_read_spoils_no_list():
         os.seteuid(user)
         (place / "closed").chmod(0o755)
         shutil.rmtree(place)
-
-
-def test_two_hundred_clients_count_each_line_once(tmp_path):
-    """They load pages and data while lines are appended: in the end each of them has the file's count."""
-    folder = make_run(tmp_path / "run", end=None)
-    app = application(tmp_path, ("127.0.0.1",))
-    log = JsonLines(folder / "training_log.jsonl", keep=1 << 40)
-    ended = threading.Event()
-
-    def append():
-        for update in range(7, 307):
-            write_update({"training_log": log, "completions": log, "evaluations": log}, update)
-        ended.set()
-
-    async def client():
-        lines, generation = 0, -1
-        while True:
-            last = ended.is_set()
-            assert (await got(app, "/run/run/"))[0] == 200
-            found = unpacked(await got(app, f"/run/run/data?generation={generation}&since={lines}"))
-            columns = found["metrics"]["columns"]["update"]
-            assert len(columns) == found["metrics"]["lines"] - found["metrics"]["since"]
-            lines, generation = found["metrics"]["lines"], found["generation"]
-            if last:
-                return lines
-
-    async def clients():
-        return await asyncio.gather(*(client() for _ in range(200)))
-
-    writer = threading.Thread(target=append)
-    writer.start()
-    counts = asyncio.run(clients())
-    writer.join()
-    log.close()
-    assert {*counts} == {(folder / "training_log.jsonl").read_bytes().count(b"\n")}

@@ -78,7 +78,7 @@ def test_the_command_refuses(tmp_path, monkeypatch, arguments, told):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a real run of two updates, with its tokens."""
+    """The folder of a real run of two updates."""
     folder = tmp_path_factory.mktemp("run")
     config = folder / "train.toml"
     (folder / "letters.py").write_text(LETTERS)
@@ -86,7 +86,6 @@ def trained(tmp_path_factory):
         small(
             run={"output_dir": str(folder)},
             data={"nudge": "<reasoning>"},
-            log={"tokens": "moved"},
             loss={"sync_every": 2},
             reward=BY_LETTERS,
             optim={"learning_rate": 1e-2},
@@ -106,27 +105,10 @@ def test_a_run_keeps_a_diary_and_its_held_out_texts(trained):
     """How it began and ended, what it synced, and each problem of each evaluation."""
     events = lines(trained, "events.jsonl")
     assert [event["event"] for event in events if event["event"] != "note"] == ["start", "sync", "end"]
-    assert events[0]["updates"] == 2 and "log.tokens" in events[0]["given"]
+    assert events[0]["updates"] == 2 and "loss.sync_every" in events[0]["given"]
     assert events[0]["versions"]["mlx"] and events[-1]["state"] == "finished"
     records = lines(trained, "evaluations.jsonl")
     assert [(each["update"], each["problem"]) for each in records] == [(0, 0), (0, 1), (2, 0), (2, 1)]
-
-
-def test_the_tokens_of_a_completion_add_up_to_its_text(trained):
-    """Characters, log-probs and moves: an entry for each token; the nudge is given."""
-    completions = lines(trained, "completions.jsonl")
-    by_kind = {kind: [] for kind in ("sampled", "moved")}
-    for record in lines(trained, "tokens.jsonl"):
-        by_kind[record["kind"]].append(record)
-    for step, (sampled, moved) in enumerate(zip(by_kind["sampled"], by_kind["moved"], strict=True), 1):
-        rows = [each for each in completions if each["batch_step"] == step]
-        for row, completion in enumerate(rows):
-            characters = base64.b64decode(sampled["characters"][row])
-            assert len(characters) == completion["tokens"]
-            assert sampled["given"] + sum(characters) == len(completion["completion"])
-            assert len(base64.b64decode(sampled["logp"][row])) == completion["tokens"]
-            assert len(base64.b64decode(moved["moved"][row])) == completion["tokens"]
-    assert any(set(base64.b64decode(cell)) - {0} for record in by_kind["moved"] for cell in record["moved"])
 
 
 def test_a_run_writes_its_report_at_the_end(trained):

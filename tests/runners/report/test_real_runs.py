@@ -85,7 +85,7 @@ def stopped(tmp_path_factory):
     process, url = started(folder)
     try:
         read_until(process, 2)
-        seen = answer(url, "/"), answer(url, "/run/quickstart/first")
+        seen = answer(url, "/"), answer(url, "/run/quickstart/data")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of the foreground
         printed = process.stdout.read()
         code = process.wait(HANGS)

@@ -32,6 +32,7 @@ def run(tmp_path_factory):
     (folder / "train.toml").write_text(
         small(
             run={"output_dir": str(folder / "outputs")},
+            data={"system_prompt": "Think first."},
             rollout={"max_new_tokens": 24},
             reward={"functions": ["mine.py:odd", "mine.py:letters"], "weights": list(WEIGHTS.values())},
             loss={
@@ -67,6 +68,13 @@ def test_a_reward_is_the_sum_of_what_the_record_says(run):
         total = sum(WEIGHTS[name] * value for name, value in given.items()) + record["length_penalty"]
         assert record["reward"] == pytest.approx(total, rel=1e-5) and math.isfinite(record["advantage"])
     assert len({record["rewards"]["odd"] for record in records}) > 2, "all alike would prove little"
+
+
+def test_a_record_has_the_whole_prompt(run):
+    """The question, and beside it what was said in front of it."""
+    records, _, _ = run
+    assert {record["prompt"] for record in records} > {records[0]["prompt"]}
+    assert all(record["context"] == [{"role": "system", "content": "Think first."}] for record in records)
 
 
 def test_a_record_says_whether_the_completion_was_cut_off(run):
@@ -109,23 +117,4 @@ def test_without_a_penalty_and_logs_there_is_none(tmp_path):
     texts = [(folder / name).read_text() for name in ("completions.jsonl", "training_log.jsonl")]
     assert "length penalty" not in shown.header and not any("length_penalty" in text for text in texts)
     record = json.loads(texts[0].splitlines()[0])
-    assert "metrics" not in record and "extra" not in record and len(record["rewards"]) == 5
-
-
-@pytest.mark.parametrize(("kept", "made"), [(True, 16), (False, 0)])
-def test_records_are_made_where_they_are_read(tmp_path, monkeypatch, kept, made):
-    """None without a file and a dashboard."""
-    from runners.training import step_log
-
-    make, count = step_log.completion_records, []
-
-    def counted(*given):
-        return (count.append(1) or each for each in make(*given))
-
-    monkeypatch.setattr(step_log, "completion_records", counted)
-    text = small(run={"output_dir": str(tmp_path)}, log={"completions": kept, "report": False})
-    (tmp_path / "train.toml").write_text(text)
-    folder = run_training(load_config(str(tmp_path / "train.toml")), report=Notes()).folder
-    assert len(count) == made and (folder / "completions.jsonl").exists() == kept
-    (line, *_) = (folder / "training_log.jsonl").read_text().splitlines()
-    assert "/mean" in line and "reward_std" in line
+    assert not {"metrics", "extra", "context", "messages"} & record.keys() and len(record["rewards"]) == 5

@@ -25,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Clock:
     """A clock that moves when told to."""
 
-    def __init__(self):
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self):
         return self.now
@@ -35,46 +34,53 @@ class Clock:
 def story(report, clock, *, updates=42, total=110):
     """A run as the loop reports it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
     with report:
-        header = {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"}
-        report.handle(Started(total, header))
+        report.handle(
+            Started(total, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
+        )
         report.handle(Status("evaluating"))
         clock.now += 4
         report.handle(Evaluated("start", 0.52, 104, 200, 4.0))
         for update in range(1, updates + 1):
             clock.now += 2
-            report.handle(
-                Updated(
-                    {
-                        "update": update,
-                        "reward": update / 100,
-                        "loss": -0.0123 if update != 5 else math.nan,
-                        "kl": 0.00031,
-                        "grad_norm": 0.4219,
-                        "completions/mean_length": 48.2,
-                        "entropy": 0.61,
-                        "num_tokens": 5000 * update,
-                    }
-                )
-            )
+            metrics = {
+                "update": update, "reward": update / 100, "loss": -0.0123 if update != 5 else math.nan,
+                "kl": 0.00031, "grad_norm": 0.4219, "completions/mean_length": 48.2, "entropy": 0.61,
+                "tokens_per_second": 2500.0,
+            }  # fmt: skip
+            report.handle(Updated(metrics))
         report.handle(Note("checkpoint outputs/quickstart/checkpoint-42"))
         clock.now += 4
         report.handle(Evaluated("end", 0.915, 183, 200, 4.0))
         report.handle(Finished({"exact match": "52.0% -> 91.5%", "model": "outputs/quickstart/final"}))
 
 
-def plain_lines(**settings):
+def plain_lines(every, **settings):
     """What a log file would hold."""
     clock, stream = Clock(), io.StringIO()
-    story(PlainReport(stream, progress=Progress(clock, lambda: 312_000_000), **settings), clock)
+    report = PlainReport(stream, progress=Progress(clock, lambda: 312_000_000), every=every)
+    story(report, clock, **settings)
     return stream.getvalue().splitlines()
+
+
+def terminal(width=80, clock=None):
+    """A live display, and the console that records it."""
+    console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
+    return LiveReport(console=console, progress=Progress(clock or Clock(), lambda: 312_000_000)), console
+
+
+def block(report, console):
+    """The lines of the block as it is now."""
+    console.export_text()
+    console.print(report.render())
+    return console.export_text().splitlines()
 
 
 def test_plain_lines_say_everything_once():
     """Header, evaluations, an update's numbers, checkpoint, summary; times and rates are right."""
-    lines = plain_lines(every=10)
+    lines = plain_lines(10)
     assert lines[:3] == ["run     quickstart", "model   embedded", "folder  outputs/quickstart"]
     assert lines[3] == "eval start: exact match 52.0% (104 of 200) in 4.0 s"
-    # 90 updates of 2 s are left, 5,000 tokens in each; the gradient's norm has no room.
+    # 90 updates of 2 s are left; the gradient's norm has no room.
     assert lines[5] == (
         "update  20/110  reward 0.200  em 52.0%  2.5k tok/s  0.31 GB  3:00 left  loss -0.0123  kl 3.1e-04"
     )
@@ -89,120 +95,104 @@ def test_plain_lines_say_everything_once():
 
 
 def test_plain_output_is_plain_and_narrow():
-    """No escape sequence, no carriage return, no line over 100 columns."""
-    lines = plain_lines(every=1)
+    """No escape sequence, no carriage return, no line over 100 columns; the last update is always there."""
+    lines = plain_lines(1)
     assert len([line for line in lines if line.startswith("update")]) == 42
-    assert all(len(line) <= 100 and line.isprintable() for line in lines)
-    assert "loss nan" in lines[8]
+    assert all(len(line) <= 100 and line.isprintable() for line in lines) and "loss nan" in lines[8]
+    shown = [line.split()[1] for line in plain_lines(10, updates=12, total=12) if line.startswith("update")]
+    assert shown == ["10/12", "12/12"]
 
 
 def test_the_length_penalty_is_shown_beside_the_reward():
     """On an update's line behind the reward, on the panel below it; not where there is none."""
-    metrics = {"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}
-    stream, terminal = io.StringIO(), io.StringIO()
-    console = Console(file=terminal, width=80, force_terminal=True, color_system=None)
-    for report in (PlainReport(stream), LiveReport(console=console)):
-        with report:
-            report.handle(Started(3, {"run": "r"}))
-            report.handle(Updated(metrics))
-            report.handle(Updated({"update": 2, "reward": 0.5}))
-    first, second = [line for line in stream.getvalue().splitlines() if line.startswith("update")]
-    assert "reward -0.940  length penalty -0.940  em -" in first and "length" not in second
-    assert "length penalty -0.940" in terminal.getvalue()
+    stream, (live, console) = io.StringIO(), terminal()
+    for report in (PlainReport(stream), live):
+        report.handle(Started(3, {"run": "r"}))
+        report.handle(Updated({"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}))
+    assert any("length penalty -0.940" in row for row in block(live, console))
+    assert "reward -0.940  length penalty -0.940  em -" in stream.getvalue()
 
 
 ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
 
 
 def test_a_table_is_in_columns():
-    """Plain: names to the left, numbers to the right, one row a line, the title above."""
-    stream = io.StringIO()
-    PlainReport(stream).handle(Table("the choice", ("sampler", "tokens/s", ""), ROWS))
+    """Names to the left, numbers to the right, one row a line, the title above; on a terminal all cells."""
+    table, stream, (live, console) = (
+        Table("the choice", ("sampler", "tokens/s", ""), ROWS),
+        io.StringIO(),
+        terminal(),
+    )
+    PlainReport(stream).handle(table)
     assert stream.getvalue().splitlines() == [
         "the choice",
         "  sampler   tokens/s",
         "  none         1,234  taken",
         "  affine-8        99  KL above 0.01",
     ]
-
-
-def test_a_table_on_a_terminal_has_all_cells():
-    """Rich's table: title, header and every cell in the order given."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, force_terminal=True, color_system=None)
-    LiveReport(console=console).handle(Table("the choice", ("sampler", "tokens/s", ""), ROWS))
-    shown = stream.getvalue()
+    live.handle(table)
+    shown = console.export_text()
     places = [shown.index(cell) for cell in ("the choice", "sampler", "tokens/s", *ROWS[0], *ROWS[1])]
     assert places == sorted(places)
 
 
 def test_long_notes_are_wrapped_but_paths_stay_whole():
     """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
-    stream = io.StringIO()
-    path = "/" + "x" * 120
+    stream, path = io.StringIO(), "/" + "x" * 120
     PlainReport(stream).handle(Note("word " * 30 + path))
     lines = stream.getvalue().splitlines()
     assert max(len(line) for line in lines[:-1]) <= 100
     assert lines[-1].strip() == path
 
 
-def test_the_last_update_is_always_shown():
-    """every = 10 of 12 updates shows 10 and 12."""
-    clock, stream = Clock(), io.StringIO()
-    story(PlainReport(stream, every=10, progress=Progress(clock, lambda: 0)), clock, updates=12, total=12)
-    shown = [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("update")]
-    assert shown == ["10/12", "12/12"]
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_the_block_shows_the_promised_numbers_at_any_width(width):
     """Update, time left, reward, exact match, tokens/s, memory, and the small ones; no row wraps."""
     clock = Clock()
-    console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
-    report = LiveReport(console=console, progress=Progress(clock, lambda: 312_000_000))
+    report, console = terminal(width, clock)
     story(report, clock)
-    console.export_text()
-    console.print(report.render())
-    rows = console.export_text().splitlines()
-    block = "\n".join(rows)
-    assert {len(row) for row in rows} == {min(width - 2, 100)}
-    assert len(rows) == 7
-    for text in (
-        "quickstart",
-        "update 42/110",
-        "2:12 left",
-        "reward    0.420",
-        "exact match  91.5% from 52.0%",
-        "tokens/s  2.5k",
-        "memory       0.31 GB",
-        "loss -0.0123",
-        "kl 3.1e-04",
-        "finished in 1:32",
-    ):
-        assert text in block
-    assert ("length" in block) == ("length 48.2" in block)  # what has no room is left out, not cut
-    assert "▁" in block and "█" in block
+    rows = block(report, console)
+    assert {len(row) for row in rows} == {min(width - 2, 100)} and len(rows) == 7
+    text = "\n".join(rows)
+    for part in (
+        "quickstart", "update 42/110", "2:12 left", "reward    0.420", "exact match  91.5% from 52.0%",
+        "tokens/s  2.5k", "memory       0.31 GB", "loss -0.0123", "kl 3.1e-04", "finished in 1:32",
+    ):  # fmt: skip
+        assert part in text
+    assert ("length" in text) == ("length 48.2" in text)  # what has no room is left out, not cut
+    assert "▁" in text and "█" in text
+
+
+@pytest.mark.parametrize("width", [30, 100])
+def test_the_block_has_a_row_for_each_reward(width):
+    """With its mean, up to six of them; long names are cut, and a reward without a value is none."""
+    report, console = terminal(width)
+    rewards = {"rewards/judge.a/mean": 0.25, "rewards/c/mean": math.nan}
+    many = {f"rewards/{'long' * 30}{i}/mean": i / 7 for i in range(7)}
+    report.handle(Started(9, {"run": "r"}))
+    report.handle(Updated({"update": 1, "reward": 1.0, **rewards, **many, "rewards/c/std": 1.0}))
+    rows = [row.strip("│ ").split() for row in block(report, console)]
+    assert (
+        ["judge.a", "0.250"] in rows and ["c", "none"] in rows and rows[-2] == ["and", "3", "more", "rewards"]
+    )
+    assert {len(row) for row in block(report, console)} == {width - 2}
 
 
 def test_a_resumed_run_is_shown_from_its_beginning():
     """The first evaluation is the one before training, and the update is the one that was reached."""
-    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
-    report = LiveReport(console=console, progress=Progress(Clock(), lambda: 0))
-    with report:
-        report.handle(Started(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89]))
-        console.print(report.render())
-        report.handle(Evaluated("after update 50", 0.97, 194, 200, 0.4))
-        console.print(report.render())
-    text = console.export_text()
-    assert "update 25/100" in text
-    assert "exact match  89.0% from 45.5%" in text and "exact match  97.0% from 45.5%" in text
+    report, console = terminal()
+    report.handle(Started(100, {"run": "quickstart"}, done=25, scores=[0.455, 0.89]))
+    text = "\n".join(block(report, console))
+    assert "update 25/100" in text and "exact match  89.0% from 45.5%" in text
+    report.handle(Evaluated("after update 50", 0.97, 194, 200, 0.4))
+    assert "exact match  97.0% from 45.5%" in "\n".join(block(report, console))
+    report.__exit__()
 
 
 def test_lines_scroll_above_the_block():
     """Header, evaluations, notes and the summary are printed as they are, brackets included."""
     clock = Clock()
-    console = Console(record=True, force_terminal=True, width=80, file=io.StringIO())
-    report = LiveReport(console=console, progress=Progress(clock, lambda: 0))
+    report, console = terminal(80, clock)
     report.handle(Note("[red] /a[0]"))
     story(report, clock)
     text = console.export_text()
@@ -245,15 +235,10 @@ def test_an_interrupt_leaves_the_terminal_as_it_was():
 
 
 def test_no_color_and_dumb_terminals_are_honoured():
-    """NO_COLOR takes colours out and keeps the block; TERM=dumb gives plain lines."""
+    """NO_COLOR takes colours out and keeps the block; TERM=dumb gives plain lines, as a file does."""
     assert not re.search(r"\x1b\[[0-9;]*[349][0-7]m", on_a_terminal(NO_COLOR="1"))
     dumb = on_a_terminal(TERM="dumb")
-    assert "\x1b" not in dumb
-    assert "update 1/3  reward 0.500" in dumb
-
-
-def test_a_file_gets_plain_lines():
-    """A stream that is no terminal is told apart without asking."""
+    assert "\x1b" not in dumb and "update 1/3  reward 0.500" in dumb
     assert isinstance(make_report(stream=io.StringIO()), PlainReport)
 
 
@@ -263,22 +248,32 @@ def test_quiet_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def after(clock, run, *steps):
+    """The seconds left after steps: (seconds, event)."""
+    for seconds, event in steps:
+        clock.now += seconds
+        run.handle(event)
+    return run.seconds_left()
+
+
 def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
     """Compiling takes 60 s once and evaluating is told apart: 8 updates of 2 s are 16 s."""
-    clock = Clock()
-    run = Progress(clock, lambda: 0)
-    run.handle(Started(10, {}))
-    clock.now += 60
-    run.handle(Updated({"update": 1}))
-    assert run.seconds_left() == pytest.approx(9 * 60)
-    clock.now += 30 + 2
-    run.handle(Evaluated("", 0.5, 1, 2, 30.0))
-    run.handle(Updated({"update": 2}))
-    assert run.seconds_left() == pytest.approx(8 * 2)
+    run = Progress(clock := Clock(), lambda: 0)
+    assert after(clock, run, (0, Started(10, {})), (60, Updated({"update": 1}))) == pytest.approx(9 * 60)
+    steps = (32, Evaluated("", 0.5, 1, 2, 30.0)), (0, Updated({"update": 2}))
+    assert after(clock, run, *steps) == pytest.approx(8 * 2)
     clock.now += 1
     assert run.seconds_left() == pytest.approx(8 * 2 - 1)
     clock.now += 100
     assert run.seconds_left() == 0
+
+
+def test_a_saved_rollout_does_not_count_as_the_pace_of_a_resumed_run():
+    """Its update takes 1 s, since the checkpoint had the completions: nothing is known until the next one."""
+    run = Progress(clock := Clock(), lambda: 0)
+    steps = (0, Started(10, {}, done=5)), (1, Updated({"update": 6, "time/rollout": 0.0}))
+    assert after(clock, run, *steps) is None
+    assert after(clock, run, (20, Updated({"update": 7, "time/rollout": 18.0}))) == pytest.approx(3 * 20)
 
 
 def test_an_activity_shows_its_progress_and_its_time_left():
@@ -305,19 +300,6 @@ def test_an_activity_shows_its_progress_and_its_time_left():
     assert stream.getvalue().splitlines()[0] == "evaluating: tokens 32 of 64, 0:50 left"
 
 
-def test_a_resumed_run_does_not_count_old_tokens():
-    """num_tokens goes on from before; the first rate is unknown rather than enormous."""
-    clock = Clock()
-    run = Progress(clock, lambda: 0)
-    run.handle(Started(100, {}, done=50))
-    clock.now += 1
-    run.handle(Updated({"update": 51, "num_tokens": 1_000_000}))
-    assert run.tokens_per_second is None
-    clock.now += 2
-    run.handle(Updated({"update": 52, "num_tokens": 1_001_000}))
-    assert run.tokens_per_second == 500
-
-
 def test_memory_is_read_from_mlx():
     """The default reading is MLX's peak."""
     import mlx.core as mx
@@ -326,27 +308,13 @@ def test_memory_is_read_from_mlx():
     assert progress.peak_memory() == mx.get_peak_memory() >= 4_000_000
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (2.0, "2.00"),
-        (-0.01234, "-0.0123"),
-        (0.00031, "3.1e-04"),
-        (123.4, "123"),
-        (1e7, "1.00e+07"),
-        (math.nan, "nan"),
-        (-math.inf, "-inf"),
-        (None, "-"),
-    ],
-)
-def test_numbers_are_spelt_in_three_digits(value, text):
-    """Short enough for a row, exact enough to be told apart."""
-    assert number_text(value) == text
-
-
-def test_counts_sizes_and_times():
-    """Tokens a second, bytes and seconds as people read them."""
+def test_numbers_counts_sizes_and_times_are_short():
+    """Three digits, exact enough to be told apart; tokens a second, bytes and seconds as people read them."""
+    numbers = {
+        0.0: "0", 2.0: "2.00", -0.01234: "-0.0123", 0.00031: "3.1e-04", 123.4: "123", 1e7: "1.00e+07",
+        math.nan: "nan", -math.inf: "-inf", None: "-",
+    }  # fmt: skip
+    assert [number_text(value) for value in numbers] == list(numbers.values())
     assert [count_text(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
     sizes = {
         999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",

@@ -61,52 +61,49 @@ def test_a_row_of_bad_updates_warns_once(bad, says):
     assert watch.reached is None
 
 
-def flat_row(*updates, patience=4, learning_rate=0.3):
-    """The warning at the end of some (reward, flat or not) updates, and of four flat ones."""
-    watch = Watch(WatchConfig(patience=patience), [])
-    lines = fed(
-        watch,
-        *(
-            {"frac_reward_zero_std": float(flat), "reward": reward, "learning_rate": learning_rate}
-            for reward, flat in updates
-        ),
+def test_equal_rewards_are_pointed_out_with_their_causes():
+    """A collapse, prompts too easy, prompts too hard: with the reward and the rate that tell them apart."""
+    watch = Watch(WatchConfig(patience=2), [])
+    reading = {"frac_reward_zero_std": 1.0, "reward": 0.0625, "learning_rate": 0.3}
+    line = fed(watch, reading, reading)[1][0]
+    assert "reward now 0.0625" in line and "lower optim.learning_rate (now 0.3)" in line
+
+
+def test_a_constant_reward_is_pointed_out_once():
+    """One value, or none, for all completions of each of the first updates; a later row is no news."""
+
+    def reading(update, std=0.0, mean=0.1):
+        return {"update": update, "rewards/r/std": std, "rewards/r/mean": mean}
+
+    def warned(*readings):
+        return [line for lines in fed(Watch(WatchConfig(patience=3), []), *readings) for line in lines]
+
+    (line,) = warned(*map(reading, range(1, 7)))
+    assert line.startswith(
+        "reward r gave all completions the same value in each of the first 3 updates, now 0.1"
     )
-    return lines[-1][0]
+    (line,) = warned(*[reading(update, 0.0, math.nan) for update in range(1, 7)])
+    assert line.startswith("reward r returned None for all completions")
+    assert warned(reading(1), reading(2, 1e-9), *map(reading, range(3, 9))) == []
 
 
-def test_flat_rewards_after_a_fall_give_other_advice_than_hard_prompts():
-    """Equal rewards point at the learning rate after a fall, after a rise at prompts that are too easy."""
-    fell = flat_row((2.9, False), *[(0.0, True)] * 4)
-    assert "fallen from 2.9 to 0" in fell and "lower optim.learning_rate (now 0.3)" in fell
-    assert "difficulty" not in fell and "\n" not in fell
-    rose = flat_row(*[(x / 10, False) for x in range(10, 30)], *[(4.0, True)] * 4)
-    assert "risen from 1.95 to 4" in rose and "too easy" in rose and "learning_rate" not in rose
-    never = flat_row(*[(0.0, True)] * 4)
-    # Hard prompts, of which one is solved now and then: four failures in a row are no fall.
-    rarely = flat_row(*[(0.1 if i % 9 == 8 else 0.0, i % 9 != 8) for i in range(40)], patience=4)
-    assert never == rarely and "other difficulty" in never and "learning_rate" not in never
-
-
-def test_a_noisy_reward_may_fall_too():
-    """One prompt an update: zeros were there before, but never so many in a row."""
-    rewards = [0.5, 0.0, 1.0, 0.75, 0.25, 1.0, 0.0, 0.5]
-    assert "fallen" in flat_row(*[(reward, False) for reward in rewards], *[(0.0, True)] * 10, patience=10)
-
-
-def test_a_collapsed_run_is_advised_to_lower_the_learning_rate(tmp_path):
-    """A run: the first update breaks the model, and the line says what to change."""
-    (tmp_path / "train.toml").write_text(
-        small(
-            run={"output_dir": str(tmp_path / "out")},
-            rollout={"max_new_tokens": 40},
-            optim={"learning_rate": 0.5, "batch_size": 4, "max_steps": 6, "warmup_ratio": 0.0},
-            watch={"patience": 3},
-        )
+def test_a_run_warns_of_a_constant_reward(tmp_path):
+    """The lines come from the loop, among the notes, once."""
+    (tmp_path / "flat.py").write_text("def flat(completions, **_):\n    return [0.1] * len(completions)\n")
+    text = small(
+        run={"output_dir": str(tmp_path / "out")},
+        rollout={"num_generations": 2, "max_new_tokens": 4},
+        optim={"batch_size": 1, "max_steps": 4},
+        eval={"samples": 1},
+        watch={"patience": 3},
+        reward={"functions": ["flat.py:flat"]},
     )
+    (tmp_path / "train.toml").write_text(text)
     notes = Notes()
     run_training(load_config(str(tmp_path / "train.toml")), report=notes)
-    (line,) = [line for line in notes.lines if "no group's completions have differed" in line]
-    assert "the reward has fallen from" in line and "lower optim.learning_rate (now 0." in line
+    (constant,) = [line for line in notes.lines if "reward flat gave all completions the same value" in line]
+    (equal,) = [line for line in notes.lines if "no group's completions have differed" in line]
+    assert "now 0.1" in constant and "reward now 0.1" in equal
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "x", True])

@@ -29,8 +29,12 @@ def make_run(
     config: dict | None = None,
     nan_at: int | None = None,
     end: str | None = "finished",
+    context: list | None = None,
 ) -> Path:
-    """Writes a run's files. `nan_at`: the update whose loss is NaN, and which has no KL. `end`: see Diary."""
+    """Writes a run's files. `nan_at`: the update whose loss is NaN, and which has no KL. `end`: see Diary.
+
+    `context`: the prompts' other messages.
+    """
     folder.mkdir(parents=True)
     settings = {
         "run": {"name": folder.name, "seed": 0},
@@ -48,7 +52,7 @@ def make_run(
     start = {"updates": updates, "about": about, "machine": {"backend": "cpu"}, "versions": {"mlx": "0"}}
     files["events"].write({"event": "start", "time": 1e9, "update": 0, "given": [], **start})
     for update in range(updates + 1):
-        write_update(files, update, prompts, group, texts, nan_at)
+        write_update(files, update, prompts, group, texts, nan_at, context)
     if end:
         files["events"].write({"event": "end", "time": 1e9 + 60, "update": updates, "state": end})
     for file in files.values():
@@ -56,8 +60,9 @@ def make_run(
     return folder
 
 
-def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None):
+def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None, context=None):
     """One update's lines; of number 0 the evaluation alone, which also follows each third one."""
+    more = {"context": context} if context else {}
     if update:
         broken = update == nan_at
         files["training_log"].write(
@@ -82,6 +87,7 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
                     "answer": "2", "reward": 1.0 if right else 0.0,
                     "rewards": {"correct": 1.0 if right else 0.0, "strict_format": 0.5 if right else None},
                     "advantage": 1.0 if right else -1.0, "tokens": 5 + row, "finished": row != 1,
+                    **more,
                 }
             )  # fmt: skip
     if update % 3 == 0:
@@ -89,7 +95,9 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
         for problem in range(4):
             correct = problem < update // 3 + 1
             record = {"prompt": f"problem {problem}", "completion": f"{correct}", "answer": "1"}
-            files["evaluations"].write({"update": update, "problem": problem, **record, "correct": correct})
+            files["evaluations"].write(
+                {"update": update, "problem": problem, **record, "correct": correct, **more}
+            )
 
 
 def mark_running(folder: Path) -> None:

@@ -1,0 +1,217 @@
+"""The logs: one valid JSON object a line whatever comes in, and dashboards that get the same numbers."""
+
+import json
+import math
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import attrs
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.config.sections import LogConfig
+from runners.errors import UserError
+from runners.files.json_files import to_json
+from runners.files.json_lines import JsonLines
+from runners.telemetry.events import Completions
+from runners.telemetry.log import MetricsLog
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.processes.new_process import in_new_process
+from tests.support.resuming import config_in
+
+NAN, INF = math.nan, math.inf
+DASHBOARDS = {"jsonl": False, "completions": False, "tensorboard": True, "wandb": True, "trackio": True}
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def refuse_constant(name):
+    """json.loads calls this for NaN and Infinity, which are not JSON."""
+    raise AssertionError(f"{name} was written")
+
+
+@given(st.dictionaries(st.text().filter(lambda name: name != "nonfinite"), values, max_size=5))
+def test_any_record_is_one_line_of_strict_json(record):
+    """No constant that JSON lacks, no line break for any reader; finite values come back unchanged."""
+    line, nonfinite = to_json(record)
+    assert line.splitlines() == [line]
+    back = json.loads(line.encode("utf-8", "backslashreplace"), parse_constant=refuse_constant)
+    assert back.pop("nonfinite", []) == nonfinite
+    assert back.keys() == record.keys()
+    if not nonfinite:
+        assert back == record
+
+
+def test_nonfinite_numbers_become_null_and_are_named():
+    """Dotted where nested; 0-d arrays are numbers, and integers stay integers."""
+    record = {
+        "loss": mx.array(NAN),
+        "em": mx.array(1.5, mx.bfloat16),
+        "n": mx.array(3),
+        "r": {"a": [1.0, INF]},
+    }
+    assert json.loads(to_json(record)[0]) == {
+        "loss": None, "em": 1.5, "n": 3, "r": {"a": [1.0, None]}, "nonfinite": ["loss", "r.a.1"],
+    }  # fmt: skip
+    with pytest.raises(TypeError, match=r"rewards\.1: a array"):
+        to_json({"rewards": [1.0, mx.zeros((2,))]})
+
+
+def test_log_lines_are_on_disk_at_once(tmp_path):
+    """Another process sees each line before the run ends; completions have their own file."""
+    with MetricsLog(tmp_path, LogConfig()) as log:
+        log.log({"update": 1, "reward": 0.5})
+        log.handle(Completions([{"text": "línea\u2028 \x85"}, {"text": "\ud800"}]))
+        assert json.loads((tmp_path / "training_log.jsonl").read_text()) == {"update": 1, "reward": 0.5}
+        lines = (tmp_path / "completions.jsonl").read_bytes().splitlines()
+        assert [json.loads(line)["text"] for line in lines] == ["línea\u2028 \x85", "\ud800"]
+
+
+def test_files_that_are_turned_off_are_not_there(tmp_path):
+    """And the records of completions are not made."""
+    with MetricsLog(tmp_path, LogConfig(jsonl=False, completions=False)) as log:
+        log.log({"update": 1})
+        log.handle(Completions(pytest.fail(made) for made in ("a record",)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_keeps_the_older_log_beside_its_own(tmp_path):
+    """A second run of one name starts a file of its own and loses nothing of the first."""
+    for update in (1, 2):
+        with MetricsLog(tmp_path, LogConfig(completions=False)) as log:
+            log.log({"update": update})
+    assert json.loads((tmp_path / "training_log.jsonl").read_text()) == {"update": 2}
+    assert json.loads((tmp_path / "training_log.previous.jsonl").read_text()) == {"update": 1}
+
+
+@pytest.mark.parametrize("rest", ["", '{"update": 2, "rew'])
+def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
+    """A run killed in the middle of a line leaves a file that is valid again once it is continued."""
+    file = tmp_path / "training_log.jsonl"
+    file.write_text('{"update": 1}\n' + rest)
+    lines = JsonLines(file, keep=1 << 30)
+    lines.write({"update": 2})
+    lines.close()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"update": 1}, {"update": 2}]
+
+
+@pytest.mark.parametrize("key", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_path, monkeypatch, key):
+    """The error has the key and the pip line; a run ends so before an older run's files go."""
+    monkeypatch.setattr("runners.telemetry.dashboards.find_spec", lambda name: None)
+    package = {"tensorboard": "tensorboardX"}.get(key, key)
+    line = f"log.{key} = true .* `pip install {package}`"
+    with pytest.raises(UserError, match=line):
+        MetricsLog(tmp_path, attrs.evolve(LogConfig(), **{key: True}))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tiny" / "final").mkdir(parents=True)
+    with pytest.raises(UserError, match=line):
+        run_training(config_in(tmp_path, "run.overwrite=true", f"log.{key}=true"), report=Quiet())
+    assert (tmp_path / "tiny" / "final").is_dir()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand-ins for the three packages record calls with the names and arguments of the real ones."""
+    made = []
+
+    def told(*name):
+        return lambda *given, **named: made.append((*name, *given, *named.values()))
+
+    def started(name, run=None):
+        return lambda **settings: made.append((name, settings)) or run
+
+    run = types.SimpleNamespace(log=told("wandb"), finish=told("wandb finished"))
+    writer = types.SimpleNamespace(
+        add_scalar=told("scalar"), add_text=told("text"), close=told("writer closed")
+    )
+    modules = {
+        "tensorboardX": {"SummaryWriter": lambda folder, purge_step: told("writer")(purge_step) or writer},
+        "wandb": {"init": started("wandb init", run)},
+        "trackio": {
+            "init": started("trackio init"), "log": told("trackio"), "finish": told("trackio finished"),
+        },
+    }  # fmt: skip
+    for name, members in modules.items():
+        module = types.SimpleNamespace(**members, __spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
+
+
+def test_a_dashboard_that_does_not_start_is_a_user_error(tmp_path, calls, monkeypatch):
+    """No login, say: the package's own reason, in one line with the key."""
+
+    def refuse(**_):
+        raise RuntimeError("api_key not configured\nsee the manual")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(
+        UserError, match=r"log\.wandb = true, but wandb does not start: api_key not config\w+$"
+    ):
+        MetricsLog(tmp_path, LogConfig(wandb=True))
+
+
+def test_dashboards_get_finite_numbers_at_the_update(tmp_path, calls):
+    """All three get the same numbers, without text and NaN, and are finished at the end."""
+    with MetricsLog(tmp_path, LogConfig(**DASHBOARDS), name="run", config={"run": {"seed": 0}}) as log:
+        log.log({"update": mx.array(7), "loss": 0.5, "kl": NAN, "who": "text", "flag": True})
+    numbers = {"update": 7, "loss": 0.5}
+    assert ("scalar", "loss", 0.5, 7) in calls and ("scalar", "update", 7, 7) in calls
+    assert ("wandb", numbers, 7) in calls and ("trackio", numbers, 7) in calls
+    assert calls[-3:] == [("writer closed",), ("wandb finished",), ("trackio finished",)]
+    assert not [call for call in calls if "kl" in call or "flag" in call]
+
+
+def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
+    """Project, entity and name are the config's; the id is the folder's; a new run has a new one."""
+    settings = LogConfig(**DASHBOARDS, project="p", entity="team", run_name="shown")
+
+    def started(**more):
+        calls.clear()
+        MetricsLog(tmp_path, settings, name="mine", **more).close()
+        return {call[0]: call[1] for call in calls if len(call) > 1}
+
+    first, resumed, anew = started(), started(keep={}, update=4), started()
+    wandb, trackio = first["wandb init"], first["trackio init"]
+    assert (wandb["project"], wandb["entity"], wandb["name"]) == ("p", "team", "shown")
+    assert (trackio["project"], trackio["name"], trackio["resume"]) == ("p", "shown", "never")
+    assert wandb["resume"] is None and first["writer"] is None
+    again = resumed["wandb init"]
+    assert (again["id"], again["resume"]) == (wandb["id"], "allow")
+    assert resumed["trackio init"]["resume"] == "allow"
+    assert resumed["writer"] == 5  # later updates are replaced
+    assert anew["wandb init"]["id"] != wandb["id"]
+
+
+REAL = """
+import sys
+from pathlib import Path
+from runners.config.sections import LogConfig
+from runners.telemetry.log import MetricsLog
+
+key, folder = sys.argv[1:]
+settings = LogConfig(jsonl=False, completions=False, project="p", **{key: True})
+for keep, updates in ((None, (1, 2, 3)), ({}, (3, 4))):  # 3 is repeated
+    with MetricsLog(Path(folder), settings, name="mine", keep=keep, update=2) as log:
+        for update in updates:
+            log.log({"update": update, "reward": update / 10})
+"""
+
+
+@pytest.mark.parametrize("package", ["tensorboardX", "wandb", "trackio"])
+def test_the_real_packages_take_a_run_and_its_resume(tmp_path, package):
+    """In a process of its own, without a network; what they wrote names run and metric."""
+    pytest.importorskip(package)
+    home = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    key = package.removesuffix("X").lower()
+    in_new_process(REAL, key, str(tmp_path), **home)
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    assert b"reward" in written and (b"mine" in written or key == "tensorboard")
