@@ -1,5 +1,6 @@
 """Memory while a run goes: what is read, the one warning, and that nothing piles up."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -55,6 +56,8 @@ class Noting(Quiet):
         if isinstance(event, Note):
             self.notes.append(event.text)
         if isinstance(event, Updated):
+            if event.metrics["update"] in (5, 30):
+                gc.collect()
             self.active.append(mx.get_active_memory())
             self.metrics = dict(event.metrics)
 
