@@ -89,7 +89,7 @@ constraints:
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && python="$$scratch/bin/python" && \
 	echo "installing the newest versions for $$($(OLDEST) --version): a few minutes" && \
 	$(OLDEST) -m venv "$$scratch" && \
-	"$$python" -m pip install --quiet --editable '.[cpu,math,vlm,dashboards,bench,docs,peers,dev]' '$(TORCH)' && \
+	"$$python" -m pip install --quiet --editable '.[cpu,math,tasks,vlm,dashboards,bench,docs,peers,dev]' '$(TORCH)' && \
 	"$$python" -m pip freeze --exclude-editable > "$$scratch/all" && \
 	{ echo "# What the tests run with, on every platform: made by \`make constraints\`, used by make and CI."; \
 		grep -Ev '^($(ONE_PLATFORM))' "$$scratch/all" | sed 's/+.*//'; } > constraints.txt

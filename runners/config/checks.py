@@ -13,7 +13,7 @@ import attrs
 from runners.config.conditions import condition_fault
 from runners.config.judge_checks import check_judge, check_names
 from runners.config.reading import PRESET_FOLDER, Settings
-from runners.config.sections import CALCULATOR, EMBEDDED, REWARD_NAMES, SHIPPED, judge_of
+from runners.config.sections import CALCULATOR, EMBEDDED, REWARD_NAMES, SHIPPED, TASK_SCORE, TASKS, judge_of
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
 
@@ -61,6 +61,9 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
         result["judge"][name] = attrs.evolve(judge, path=path)
     if built["judge"] is not None and built["reward"] is not None:
         check_names(result["reward"], built["judge"], found)
+    own_score = built["data"] is not None and built["data"].source.startswith(TASKS)
+    if own_score and built["reward"] is not None and "functions" not in found.values.get("reward", {}):
+        result["reward"] = attrs.evolve(result["reward"], functions=(TASK_SCORE,))
     if result["data"] is not None and result["data"].prompt_form == "raw":
         # What a chat is asked by default is not put silently before a text.
         given = found.values.get("data", {})
@@ -162,7 +165,7 @@ class _Paths:
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
         """The path of a model or of data; a shipped name and a possible name on the Hub stay as they are."""
-        if name in SHIPPED or not name:
+        if name in SHIPPED or not name or (key == "data.source" and name.startswith(TASKS)):
             return name
         if (path := self.existing(name)) is not None:
             return path

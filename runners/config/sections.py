@@ -14,6 +14,10 @@ EMBEDDED_TOOLS = "embedded-tools"
 SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
 """The names of the shipped models and data, for `model.path` and `data.source`."""
 
+TASKS = "reasoning-gym:"
+TASK_SCORE = "runners.rewards.task_score:task_score"
+"""How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
+
 CALCULATOR = "calculator"
 """The name of nanochat's environment, for `env.factory`."""
 
@@ -122,8 +126,8 @@ class ModelConfig:
 class DataConfig:
     """[data]: questions, answers and the prompt around a question."""
 
-    source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), or a Hub name; a path that exists comes first', "one line, not empty")
-    name: str = key("", "configuration of a Hub data set; empty means `main` for `openai/gsm8k`")
+    source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), a Hub name, or `"reasoning-gym:TASK"` ([tasks](tasks.md#reasoning-gym)); a path that exists comes first', "one line, not empty")
+    name: str = key("", "configuration of a Hub data set; empty means `main` for `openai/gsm8k`. Of a reasoning-gym task: a JSON object of its settings")
     split: str = key("train", "the training data; in a folder: the file of that name, or its shards", "one line, not empty")
     eval_split: str = key("test", "the evaluation data; if it is the same as `split`, or the source is a single file, the last tenth of the rows (1 to 1,000) is held out", "one line, not empty")
     question: str = key("question", "the column that holds the question", "one line, not empty")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from runners.config.sections import DataConfig
+from runners.config.sections import TASKS, DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.hub_rows import hub_rows
 from runners.data.messages import prompt_fault
@@ -14,6 +14,7 @@ from runners.data.prompts import gold_answer
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.row_images import image_folder
 from runners.data.rows import Row, Rows, Transform, transformed
+from runners.data.task_rows import task_rows
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA
@@ -84,7 +85,9 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
 
     def read(split: str, key: str) -> Rows:
         if not is_local:
-            return _usable(hub_rows(config, split, key), config, f"{config.source} ({split})", transform)
+            generated = config.source.startswith(TASKS)
+            found = task_rows(config, split) if generated else hub_rows(config, split, key)
+            return _usable(found, config, f"{config.source} ({split})", transform)
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
         return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)

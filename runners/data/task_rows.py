@@ -1,0 +1,61 @@
+"""Problems that reasoning-gym generates: `data.source = "reasoning-gym:TASK"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from runners.config.sections import TASKS, DataConfig
+from runners.data.row_files import RawRow
+from runners.errors import UserError, did_you_mean, error_line, show
+from runners.machine import install_hints
+
+_TRAIN, _HELD_OUT = 1000, 200  # problems, if data.max_samples does not say otherwise
+_FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed s is that of s + n
+
+
+def task_rows(config: DataConfig, split: str) -> list[RawRow]:
+    """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
+
+    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its questions
+    is trained on. The same config gives the same problems.
+
+    Raises UserError if reasoning-gym is missing, and for an unknown task or setting in `data.name`.
+    """
+    if split != config.split:
+        return list(_rows(config, split, _FIRST, _HELD_OUT))
+    rows = list(_rows(config, split, 0, config.max_samples or _TRAIN))
+    if config.eval_split == config.split:
+        return rows
+    held_out = {row.values["question"] for row in task_rows(config, config.eval_split)}
+    return [row for row in rows if row.values["question"] not in held_out]
+
+
+def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[RawRow]:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise UserError(
+            f"data.source = {show(config.source)} needs reasoning-gym: {install_hints.extra('tasks')}"
+        ) from error
+    task = config.source.removeprefix(TASKS)
+    if task not in DATASETS:
+        raise UserError(f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}")
+    try:
+        found = create_dataset(task, **_settings(config.name), seed=seed, size=size)
+        for number, entry in enumerate(found, 1):
+            values: dict[str, Any] = {name: entry[name] for name in ("question", "answer")}
+            yield RawRow(f"{config.source} ({split}), problem {number}", {**values, "entry": dict(entry)})
+    except Exception as error:  # a task checks its settings by assertions, or fails while it generates
+        raise UserError(f"data.source = {show(config.source)}: {error_line(error)}") from error
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"data.name: expected a JSON object of the task's settings, found {show(text)}")
+    return found
