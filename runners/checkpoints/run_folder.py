@@ -17,7 +17,6 @@ from runners.files.durable import remove_folder, sweep
 from runners.files.json_lines import LineFile
 from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS
 
-BAD_BATCHES = "bad_batches"
 LATEST = "latest"  # a file with the name of the newest checkpoint
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -57,8 +56,7 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     held = RunFolder(folder, _acquire(folder, key))
     try:
-        for place in (folder, folder / BAD_BATCHES):  # what a killed run left incomplete
-            sweep(place)
+        sweep(folder)  # what a killed run left incomplete
         yield held
     finally:
         with suppress(OSError):  # a folder that is not empty stays
@@ -142,7 +140,7 @@ def clear(folder: Path) -> None:
     """Removes an earlier run's checkpoints and model; its logs are renamed when new ones begin."""
     try:
         (folder / LATEST).unlink(missing_ok=True)
-        for found in (*checkpoint_folders(folder).values(), folder / "final", folder / BAD_BATCHES):
+        for found in (*checkpoint_folders(folder).values(), folder / "final"):
             if found.is_dir() and not found.is_symlink():
                 remove_folder(found)
     except OSError as error:

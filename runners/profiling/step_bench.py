@@ -103,7 +103,7 @@ def bench_steps(
         tokens, learned, floor = 0.0, 0.0, {"rollout": 0.0, "learner": 0.0}
         while not taken.update_due(state):
             experience = taken.roll_out(state)
-            state = taken.accept(state, experience, taken.cut(state, experience))
+            state = taken.accept(state, experience, *taken.cut(state, experience))
             tokens += experience.sampled_tokens
             learned += _learned(experience.rollout)
             floor["rollout"] += _rollout_floor(experience.rollout, sizes, rates, config)

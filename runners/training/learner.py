@@ -16,7 +16,6 @@ from grpo_fn.policy import (
     experts_per_token,
     is_quantized,
 )
-from grpo_fn.policy_check import CheckedPolicy
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
 from runners.config.sections import OptimConfig
@@ -31,7 +30,6 @@ from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import vocabulary_rows
 from runners.models.role_quantization import make_quantized_role, unfit_notice
 from runners.ranks.ranks import Ranks
-from runners.training.roles import ReferenceRole, make_reference_role
 from runners.tuning.model_check import check_model
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
@@ -44,7 +42,7 @@ class Learner:
     policy: g.Policy
     engine: LocalEngine  # it samples; the loop loads its weights
     evaluator: LocalEngine  # it answers the held-out problems, in full precision; the same
-    reference: ReferenceRole  # the policy of the KL term
+    reference: QuantizedRole | None  # of the KL term; None: the learner's own function
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: UpdateStep
@@ -72,107 +70,104 @@ def build_learner(
     With several `ranks` and optim.shard the state is this rank's part. With `prompts`, token ids of the run,
     the model is checked on them: see `check_model`.
     """
-    share_prompts = _shares_prompts(config, loaded, platform)
+    rollout, share_prompts = config.rollout, _shares_prompts(config, loaded, platform)
     _check_routers(config, loaded)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
     params = policy.params
-
-    def checked(policy: g.Policy, params: Tree, role: str) -> CheckedPolicy:
-        return check_model(
-            config,
-            policy,
-            params,
-            prompts,
-            model_config=loaded.config,
-            platform=platform,
-            share_prompts=share_prompts,
-            role=role,
-            say=say,
-        )
-
-    found = checked(policy, params, "policy")
-    policy = found.policy
+    how = {"model_config": loaded.config, "platform": platform, "share_prompts": share_prompts, "say": say}
+    found = check_model(config, policy, params, prompts, **how)
+    policy, notices = found.policy, list(found.notices)
     compile_steps = config.system.compile and "compile" not in found.given_up
-    share_prompts = share_prompts and "share_prompts" not in found.given_up
-    quantized, notices = _quantized_sampler(config, policy)
-    if quantized is not None:
+    quantized = None
+    if rollout.quantization != "none" and is_quantized(policy.module):
+        # With adapters on packed weights there is nothing to round: the weights are quantized already.
+        notices.append(
+            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
+            "already, and sampler and learner use the same ones"
+        )
+    elif quantized := _role(config, policy, "rollout.quantization", rollout.storage, notices):
         try:
-            sampler = checked(quantized.policy, quantized.transform(params), "rollout")
+            checked = check_model(
+                config, quantized.policy, quantized.transform(params), prompts, role="rollout", **how
+            )
         except UserError as error:
             # No reason to end the run: the engine goes back to full precision if its numbers fail.
-            notices += (f"rollout.quantization = {config.rollout.quantization}: {error}",)
+            notices.append(f"rollout.quantization = {rollout.quantization}: {error}")
         else:
-            quantized = attrs.evolve(quantized, policy=sampler.policy)
-            notices += sampler.notices
-    reference = make_reference_role(config, policy)
+            quantized = attrs.evolve(quantized, policy=checked.policy)
+            notices += checked.notices
+    reference = _role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
 
     optimizer = _optimizer(config.optim, length)
+    ref_params = params if reference is None or spec.beta == 0 else reference.transform(params)
     state = g.init_state(
         params,
         optimizer,
         key=mx.random.key(config.run.seed),
-        ref_params=reference.params(params) if spec.beta > 0 else None,
+        ref_params=ref_params if spec.beta > 0 else None,
     )
     sharding, outline = None, None
     if config.optim.shard and ranks is not None and not ranks.is_alone:
         sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
         state = sharding.shard(state)
-    state = g.sync_old(state)
-    engine = LocalEngine(
-        policy,
-        decoding_of(config),
-        quantized=quantized,
-        name=config.rollout.quantization,
-        mismatch_limit=config.rollout.mismatch_limit,
-        vocabulary=vocabulary,
-        advance=advance,
-    )
-    temperature = config.rollout.temperature
+    bound = config.optim.max_grad_norm or None  # 0 does not clip
+    if sharding is None:
+        update_step = g.make_update_step(optimizer, max_grad_norm=bound, compile=compile_steps)
+    else:
+        update_step = make_sharded_update_step(
+            optimizer, sharding, max_grad_norm=bound, compile=compile_steps
+        )
     return Learner(
         policy=policy,
-        engine=engine,
+        engine=LocalEngine(
+            policy,
+            decoding_of(config),
+            quantized=quantized,
+            name=rollout.quantization,
+            mismatch_limit=rollout.mismatch_limit,
+            vocabulary=vocabulary,
+            advance=advance,
+        ),
         evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
         spec=spec,
         grad_step=g.make_grad_step(
             policy,
             spec,
-            temperature=temperature,
-            max_completion_length=config.rollout.max_new_tokens,
-            ref_policy=reference.policy,
+            temperature=rollout.temperature,
+            max_completion_length=rollout.max_new_tokens,
+            ref_policy=None if reference is None else reference.policy,
             router_aux_coef=config.loss.router_aux_coef,
             compile=compile_steps,
         ),
-        update_step=_update_step(optimizer, config.optim.max_grad_norm, sharding, compile_steps),
-        logprob_step=g.make_logprob_step(policy, temperature=temperature, compile=compile_steps),
-        state=state,
-        share_prompts=share_prompts,
-        notices=(*found.notices, *notices, *reference.notices),
+        update_step=update_step,
+        logprob_step=g.make_logprob_step(policy, temperature=rollout.temperature, compile=compile_steps),
+        state=g.sync_old(state),
+        share_prompts=share_prompts and "share_prompts" not in found.given_up,
+        notices=tuple(notices),
         sharding=sharding,
         outline=outline,
     )
 
 
-def _quantized_sampler(config: Config, policy: g.Policy) -> tuple[QuantizedRole | None, tuple[str, ...]]:
-    """The few-bit weights that [rollout] asks for, if any, and notices about them.
+def _role(
+    config: Config, policy: g.Policy, key: str, storage: str, notices: list[str]
+) -> QuantizedRole | None:
+    """The few-bit weights that a key asks for, if any; a notice about them is added.
 
     Raises UserError if the model, whose parameters the policy holds, cannot be quantized so.
     """
-    rollout = config.rollout
-    if rollout.quantization == "none":
-        return None, ()
-    if is_quantized(policy.module):
-        # With adapters on packed weights there is nothing to round: the weights are quantized already.
-        return None, (
-            f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
-            "already, and sampler and learner use the same ones",
-        )
-    role = make_quantized_role(config, policy, "rollout.quantization", rollout.quantization, rollout.storage)
-    return role, unfit_notice("rollout.quantization", role)
+    section, _, name = key.partition(".")
+    wanted = getattr(getattr(config, section), name)
+    if wanted == "none":
+        return None
+    role = make_quantized_role(config, policy, key, wanted, storage)
+    notices += unfit_notice(key, role)
+    return role
 
 
 def _optimizer(optim: OptimConfig, length: RunLength) -> g.Optimizer:
@@ -183,16 +178,6 @@ def _optimizer(optim: OptimConfig, length: RunLength) -> g.Optimizer:
         weight_decay=optim.weight_decay,
         moment_dtype=getattr(mx, optim.moments),
     )
-
-
-def _update_step(
-    optimizer: g.Optimizer, max_grad_norm: float, sharding: Sharding | None, compile: bool
-) -> UpdateStep:
-    """The update step of a whole state or of this rank's part; a norm of 0 does not clip."""
-    bound = max_grad_norm or None
-    if sharding is None:
-        return g.make_update_step(optimizer, max_grad_norm=bound, compile=compile)
-    return make_sharded_update_step(optimizer, sharding, max_grad_norm=bound, compile=compile)
 
 
 def _zeros(array: mx.array) -> mx.array:

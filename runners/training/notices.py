@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from grpo_fn.algorithm import SURROGATES
 from runners.config.conditions import Condition
 from runners.config.loading import Config
-from runners.data.prompts import Example
 from runners.training.learner import Learner
-
-
-def image_notices(config: Config, examples: Sequence[Example]) -> tuple[str, ...]:
-    """How many prompts have images, and what that means for decoding."""
-    if not config.data.image:
-        return ()
-    seen = sum(bool(example.images) for example in examples)
-    return (
-        f"{seen:,} of {len(examples):,} prompts to train on have images: completions are decoded over one "
-        "copy of their prompt, without compiled steps",
-    )
 
 
 def setting_warnings(config: Config, learner: Learner) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -11,12 +11,12 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.learner import share
-from grpo_fn.trees import Tree, named_leaves, on_host, structure_of
+from grpo_fn.trees import named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin
 from runners.checkpoints.run_folder import TRAINER_STATE
 from runners.checkpoints.run_inputs import data_digest
 from runners.checkpoints.state_files import STATE_FILE, load_trees, pack, unpack
-from runners.errors import UserError, show
+from runners.errors import UserError
 from runners.machine.versions import installed_version
 from runners.ranks.ranks import Ranks
 from runners.training.run_state import RunState, restore_state
@@ -37,9 +37,11 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         )
     train, trees = load_trees(origin.folder)
     state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
-    first = run.learner.outline or run.learner.state
+    first, file = run.learner.outline or run.learner.state, origin.folder / STATE_FILE
     assert first is not None
-    _check_same_model(origin, first, train)
+    for name in ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key"):
+        if _shape(getattr(first, name)) != _shape(getattr(train, name)):
+            raise UserError(f"{file}: {name} is of another model, or of another model.tune")
     if changed:
         if run.learner.sharding is not None and (train.ref_params is None) != (first.ref_params is None):
             raise UserError(
@@ -50,28 +52,17 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
             train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
     if train.old_params is None:  # saved within an update, when the sampler's weights were given up
         train = g.sync_old(train)
+    known = [_shape(first.params), _shape(first.ref_params)]
     for tree in (train.old_params, train.ref_params):
-        _check_weights(origin, tree, (first.params, first.ref_params))
+        if tree is not None and _shape(tree) not in known:
+            raise UserError(f"{file}: a role's weights are of another model or precision")
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
     if origin.facts.config.get("stop") != run.config.to_dict()["stop"]:  # other conditions, nothing reached
         state = attrs.evolve(state, seen=attrs.evolve(state.seen, reached=None))
     return attrs.evolve(state, train=train, micro_batch_tokens=budget)
 
 
-def _check_same_model(origin: Origin, first: g.TrainState, state: g.TrainState) -> None:
-    for name in ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key"):
-        if _shape(getattr(first, name)) != _shape(getattr(state, name)):
-            raise UserError(
-                f"{origin.folder / STATE_FILE}: {name} is of another model, or of another model.tune"
-            )
-
-
-def _check_weights(origin: Origin, tree: Tree, known: Sequence[Tree]) -> None:
-    if tree is not None and _shape(tree) not in [_shape(other) for other in known]:
-        raise UserError(f"{origin.folder / STATE_FILE}: a role's weights are of another model or precision")
-
-
-def _shape(tree: Tree) -> tuple[Any, Any]:
+def _shape(tree: Any) -> tuple[Any, Any]:
     arrays: list[Any] = []
     structure = structure_of(tree, arrays)
     return structure, [(array.shape, array.dtype) for array in arrays]
@@ -95,19 +86,11 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
         "the version of mlx": installed_version("mlx"),
         "the version of mlx-lm": installed_version("mlx-lm"),
     }
-    messages = ranks.all_gather_object("the start", own)
-    first = messages[0].value
-    for rank, message in enumerate(messages):
-        for name in dict.fromkeys([*first, *message.value]):
-            if first.get(name) != message.value.get(name):
-                versions = (
-                    f" ({show(message.value.get(name))}, and {show(first.get(name))})"
-                    if "version" in name
-                    else ""
-                )
-                raise UserError(
-                    f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ{versions}; they must be the same"
-                )
+    first, *others = [message.value for message in ranks.all_gather_object("the start", own)]
+    for rank, found in enumerate(others, 1):
+        for name in first | found:
+            if first.get(name) != found.get(name):
+                raise UserError(f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ; expected the same")
 
 
 def _digest(value: Any) -> str:
@@ -133,24 +116,21 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
     if ranks.is_alone:
         return state
     arrays: dict[str, mx.array] = {}
-    said: dict[str, Any] = {}
+    about: dict[str, Any] = {}
     if resumed:
-        known: dict[int, str] = {}
-        trees = {"train": attrs.asdict(state.train, recurse=False), "loop": state.trees()}
-        said = {
-            "shapes": {name: pack(tree, name, arrays, known) for name, tree in trees.items()},
-            "plain": state.plain(),
-            "leaves": [
-                [name, list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()
-            ],
-        }
-    with ranks.committing("the checkpoint", said) as messages:
+        trees, known = {"train": attrs.asdict(state.train, recurse=False), "loop": state.trees()}, {}
+        shapes = {name: pack(tree, name, arrays, known) for name, tree in trees.items()}
+        leaves = {name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()}
+        about = {"shapes": shapes, "plain": state.plain(), "leaves": leaves}
+    with ranks.committing("the checkpoint", about) as messages:
         found = messages[0].value
         if not found:
             return state
         with ranks.moving_arrays():
             if not ranks.is_rank_zero:
-                arrays = {name: mx.zeros(shape, _dtype(dtype)) for name, shape, dtype in found["leaves"]}
+                arrays = {
+                    name: mx.zeros(shape, _dtype(dtype)) for name, (shape, dtype) in found["leaves"].items()
+                }
             arrays = share(arrays, ranks)
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}

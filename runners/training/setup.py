@@ -36,8 +36,8 @@ from runners.rewards.functions import check_columns, check_judges, rewards_of
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
-from runners.training.notices import image_notices, setting_warnings
-from runners.training.rollouts.rollout import Collector
+from runners.training.notices import setting_warnings
+from runners.training.rollout import Collector
 from runners.user_code.worker import Worker
 
 Say = Callable[[str], None]
@@ -158,7 +158,6 @@ def build_run(
         memory_key=memory_key,
         notices=(
             *data.notices,
-            *image_notices(config, data.train),
             *loaded.notices,
             *uncompiled,
             *learner.notices,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from runners.checkpoints.resume import (
     earlier_decisions,
     find_origin,
 )
-from runners.checkpoints.run_folder import clear, locked, set_aside
+from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, data_digest, report_differences, run_inputs
 from runners.checkpoints.saving import Saver, final_size, free_bytes
 from runners.config.loading import Config, write_resolved
@@ -60,93 +60,43 @@ def start_or_resume(
     config = config.check()
     ranks.wait_for(config.system.collective_timeout)
     check_dashboards_installed(config.log)
-    folder, where = Path(config.run.output_dir) / config.run.name, config.where("run.name")
+    folder = Path(config.run.output_dir) / config.run.name
     with ExitStack() as stack:
         stack.enter_context(disabled(*config.system.disable))
         if ranks.is_rank_zero:
             report = report or make_report(every=config.log.every)
         else:  # this rank's files go into a temporary folder
-            config = attrs.evolve(config, log=_silent(config.log))
+            silent = LogConfig(every=config.log.every, jsonl=False, completions=False, report=False)
+            config = attrs.evolve(config, log=silent)
             report, resume, overwrite = Silent(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = stack.enter_context(Diary(report, whole=signals.deferred))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
-        held = stack.enter_context(locked(folder, where))
+        held = stack.enter_context(locked(folder, config.where("run.name")))
         wanted = stack.enter_context(final_report(held, config.log, shown.note))
-        origin = None
-        if resume is not False:
-            origin = find_origin(folder, None if resume is True else resume, shown.note)
-        replaces = origin is None or origin.folder.resolve().parent != folder.resolve()
-        if not overwrite and (resume is False or (origin is not None and replaces)):
-            check_free(folder, where, replace_finished=config.run.overwrite)
-        known = None
-        if origin is not None:
-            found = differences(config, origin)
-            if found:
-                shown.handle(Table(f"the config, against {origin.folder}", ("key", "was", "is"), found))
-            if not allow_config_change:
-                check_differences(found, origin)
-            known = earlier_decisions(config, origin)
-        run = _build(config, machine, ranks, shown, known, worker)
-        data, rewards = run.data, run.collector.scorer.rewards
-        inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards)
-        computing = arithmetic_facts(machine)
-        assert run.learner.state is not None
-        state = RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
-        if origin is not None:
-            if not allow_config_change:
-                check_inputs(inputs, origin)
-            shown.status("loading the checkpoint")
-            state = restore(run, origin, changed=allow_config_change)
-            shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
-            report_differences(inputs, computing, origin, shown.note)
+        origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
+        run = _build(config, machine, ranks, shown, worker, origin)
+        inputs = run_inputs(
+            run.config, run.loaded, run.data.train, run.data.evaluation, run.collector.scorer.rewards
+        )
+        facts = {
+            "config": config.to_dict(),
+            "decided": decisions(run.config),
+            "data": data_digest(run.data.train),
+            "inputs": inputs,
+            "arithmetic": arithmetic_facts(machine),
+        }
+        state = _state(run, origin, facts, shown, changed=allow_config_change)
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         run.learner.engine.load(state.train.old_params, state.version)
-        final = final_size(run.learner.outline or state.train, run.loaded) if ranks.is_rank_zero else 0
-        if (free := free_bytes(folder)) < final:
-            raise UserError(
-                f"{where}: {folder}: the final model takes {gigabytes(final)}, and the disk has "
-                f"{gigabytes(free)} free; make room, or choose another run.output_dir"
-            )
-        keep = _make_room(held.here(), None if replaces else origin, shown)
-        if ranks.is_rank_zero:
-            write_resolved(run.config)
-        for notice in run.notices:
-            shown.note(notice)
-        facts = {
-            "config": config.to_dict(),
-            "decided": decisions(run.config),
-            "data": data_digest(data.train),
-            "inputs": inputs,
-            "arithmetic": computing,
-        }
-        wanted.append(True)  # from now on there is something to report
-        settings = run.config
-        log = stack.enter_context(
-            MetricsLog(
-                folder,
-                settings.log,
-                name=settings.run.name,
-                config=settings.to_dict(),
-                keep=keep,
-                update=state.update,
-            )
-        )
-        saver = stack.enter_context(
-            Saver(
-                held,
-                settings.checkpoint,
-                log.names,
-                shown.note,
-                final=final,
-                writes=ranks.is_rank_zero,
-            )
-        )
+        log, saver = _files(run, state, held, origin, shown, wanted)
+        stack.enter_context(log)
+        stack.enter_context(saver)
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-        shown.open(log, start_facts(settings, machine))
+        shown.open(log, start_facts(run.config, machine))
         session = Session(run, state, folder=held, log=log, shown=shown, saver=saver, facts=facts)
         del state
 
@@ -159,43 +109,98 @@ def start_or_resume(
             yield session
 
 
+def _replaces(folder: Path, origin: Origin | None) -> bool:
+    """Whether the run replaces what is in its folder, and does not continue it."""
+    return origin is None or origin.folder.resolve().parent != folder.resolve()
+
+
+def _origin(
+    config: Config, folder: Path, shown: Diary, resume: Path | bool, overwrite: bool, *, changed: bool
+) -> Origin | None:
+    """The checkpoint to resume from; None: the run starts. UserError if folder or config forbid it."""
+    origin = None
+    if resume is not False:
+        origin = find_origin(folder, None if resume is True else resume, shown.note)
+    if not overwrite and (resume is False or (origin is not None and _replaces(folder, origin))):
+        check_free(folder, config.where("run.name"), replace_finished=config.run.overwrite)
+    if origin is not None:
+        found = differences(config, origin)
+        if found:
+            shown.handle(Table(f"the config, against {origin.folder}", ("key", "was", "is"), found))
+        if not changed:
+            check_differences(found, origin)
+    return origin
+
+
 def _build(
-    config: Config,
-    machine: Platform,
-    ranks: Ranks,
-    shown: Diary,
-    known: Mapping[str, Any] | None,
-    worker: Worker,
+    config: Config, machine: Platform, ranks: Ranks, shown: Diary, worker: Worker, origin: Origin | None
 ) -> Run:
     """The run of this rank; rank 0 decides what depends on a measurement."""
+
+    def decided() -> Mapping[str, Any]:
+        return ranks.all_gather_object("the decisions")[0].value
+
+    known: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = decided
     if ranks.is_rank_zero:
-        run = build_run(
-            config, machine, shown.status, known, ranks=ranks, worker=worker, advance=shown.advanced
-        )
+        known = earlier_decisions(config, origin) if origin is not None else None
+    run = build_run(
+        config,
+        machine,
+        shown.status,
+        known,
+        ranks=ranks,
+        worker=worker if ranks.is_rank_zero else None,
+        advance=shown.advanced,
+    )
+    if ranks.is_rank_zero:
         ranks.all_gather_object("the decisions", decisions(run.config))
-    else:
-        run = build_run(
-            config,
-            machine,
-            shown.status,
-            lambda: ranks.all_gather_object("the decisions")[0].value,
-            ranks=ranks,
-        )
     budgets = ranks.all_gather_object("the budgets", run.config.system.micro_batch_tokens)
     fewest = min(message.value for message in budgets)  # all ranks must cut a batch in the same way
     system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
     return attrs.evolve(run, config=attrs.evolve(run.config, system=system))
 
 
-def _silent(settings: LogConfig) -> LogConfig:
-    return LogConfig(every=settings.every, jsonl=False, completions=False, report=False)
-
-
-def _make_room(folder: Path, origin: Origin | None, shown: Diary) -> dict[str, int] | None:
-    """Removes files that the run does not continue; the bytes of the logs that it continues, if any."""
+def _state(
+    run: Run, origin: Origin | None, facts: Mapping[str, Any], shown: Diary, *, changed: bool
+) -> RunState:
+    """The first state, or the checkpoint's. UserError if the run's inputs are not the checkpoint's."""
     if origin is None:
+        assert run.learner.state is not None
+        return RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
+    if not changed:
+        check_inputs(facts["inputs"], origin)
+    shown.status("loading the checkpoint")
+    state = restore(run, origin, changed=changed)
+    shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
+    report_differences(facts["inputs"], facts["arithmetic"], origin, shown.note)
+    return state
+
+
+def _files(
+    run: Run, state: RunState, held: RunFolder, origin: Origin | None, shown: Diary, wanted: list[bool]
+) -> tuple[MetricsLog, Saver]:
+    """The log and what saves, in a folder that has only files of this run; the run's notices."""
+    config, folder, writes, keep = run.config, held.here(), run.ranks.is_rank_zero, None
+    final = final_size(run.learner.outline or state.train, run.loaded) if writes else 0
+    where = config.where("run.name")
+    if (free := free_bytes(folder)) < final:
+        raise UserError(
+            f"{where}: {folder}: the final model takes {gigabytes(final)}, and the disk has "
+            f"{gigabytes(free)} free; make room, or choose another run.output_dir"
+        )
+    if origin is None or _replaces(folder, origin):
         clear(folder)
-        return None
-    for name, aside in set_aside(folder, origin.step):
-        shown.note(f"{name} belongs to a later step: renamed to {aside}")
-    return origin.facts.logs
+    else:
+        for name, aside in set_aside(folder, origin.step):
+            shown.note(f"{name} belongs to a later step: renamed to {aside}")
+        keep = origin.facts.logs  # their bytes
+    if writes:
+        write_resolved(config)
+    for notice in run.notices:
+        shown.note(notice)
+    wanted.append(True)  # from now on there is something to report
+    log = MetricsLog(
+        folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
+    )
+    saver = Saver(held, config.checkpoint, log.names, shown.note, final=final, writes=writes)
+    return log, saver

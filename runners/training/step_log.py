@@ -11,7 +11,6 @@ from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records, run_header, run_summary
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.training.bad_updates import count_bad_update
-from runners.training.rollouts.rank_rollout import skew_metrics
 from runners.training.session import Session
 
 
@@ -96,13 +95,20 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
-    """The costs of several ranks: seconds in exchanges and sums, and each rank's rollouts."""
-    if session.ranks.is_alone:
+    """The costs of several ranks: seconds in exchanges and sums, and of each rank's rollouts."""
+    ranks, own = session.ranks, "rollout_seconds/"
+    if ranks.is_alone:
         return {}
-    seconds = session.ranks.seconds()
+    seconds = ranks.seconds()
+    spent = [
+        sum(tally.seconds.get(f"{own}{rank}", 0.0) for tally in session.state.tallies)
+        for rank in range(ranks.count)
+    ]
     return {
-        "ranks/number": session.ranks.count,
+        "ranks/number": ranks.count,
         "ranks/waiting_seconds": seconds["waiting"],
         "ranks/reducing_seconds": seconds["reducing"],
-        **skew_metrics([tally.seconds for tally in session.state.tallies]),
+        **{f"ranks/{own}{rank}": value for rank, value in enumerate(spent)},
+        "ranks/rollout_skew": max(spent) - min(spent),
+        "ranks/slowest": spent.index(max(spent)),
     }

@@ -5,14 +5,14 @@ Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` gi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.backends import number
-from grpo_fn.learner import all_reduce, chosen_experts, deal, routing_stats, shape_of, take_rows
+from grpo_fn.learner import Shape, all_reduce, chosen_experts, deal, routing_stats, shape_of, take_rows
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
@@ -27,13 +27,6 @@ from runners.training.setup import Run
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
-
-
-class Cut(NamedTuple):
-    """A batch step, cut for its gradients."""
-
-    parts: list[Pieces]  # micro-batches of each minibatch
-    budget: int  # system.micro_batch_tokens from now on
 
 
 @attrs.define(eq=False)
@@ -59,9 +52,7 @@ class TrainSteps:
             shown.note,
             shown.advanced,
         )
-        self.uses = (
-            self.config.optim.num_iterations * self.config.optim.minibatches
-        )  # updates of each rollout
+        self.uses = self.config.optim.num_iterations * self.config.optim.minibatches  # updates a rollout
 
     def update_due(self, state: RunState) -> bool:
         """Whether there are enough batch steps for an update."""
@@ -83,56 +74,44 @@ class TrainSteps:
             self.times.add(part, experience.seconds[part])
         return experience
 
-    def cut(self, state: RunState, experience: Experience) -> Cut:
-        """The micro-batches of a batch step, with what has to be computed before the next update."""
-        with self.times.timing("learner"):
-            return self._cut(state, experience)
-
-    def _cut(self, state: RunState, experience: Experience) -> Cut:
-        config, learner, shapes, budget = (
-            self.config,
-            self.run.learner,
-            set(state.shapes),
-            state.micro_batch_tokens,
-        )
-        batch = self.counted(experience, top_entropy_quantile=config.loss.top_entropy_quantile)
+    def cut(self, state: RunState, experience: Experience) -> tuple[list[Pieces], int]:
+        """The micro-batches of each minibatch of a batch step, with what has to be computed before the next
+        update; and system.micro_batch_tokens from now on."""
+        config, learner, stream = self.config, self.run.learner, self.run.stream
+        shapes, budget = set(state.shapes), state.micro_batch_tokens
+        price = new_shape_tokens(self.run.loaded.num_parameters, stream.epoch)
         parts = []
-        for part in g.minibatches(batch, config.optim.minibatches):
-            if not config.loss.router_aux_coef:  # its term has a gradient in every row
-                part = g.drop_inactive(part, learner.spec)
-            pieces = [
-                piece
-                for share in deal(part, self.ranks.count)
-                for piece in g.split_batch(
-                    share,
-                    max_tokens=budget,
-                    share_prompts=learner.share_prompts,
-                    known=shapes,
-                    new_shape_tokens=new_shape_tokens(self.run.loaded.num_parameters, self.run.stream.epoch),
-                )
-            ]
-            shapes |= {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
-            if config.loss.router_replay:
-                pieces = [self._with_experts(piece) for piece in pieces]
-            if self.uses > 1 or state.stale:
-                # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
-                pieces, budget = self.micro_batches.with_old_logp(state.train.old_params, pieces, budget)
-            parts.append(pieces)
-        return Cut(parts, budget)
+        with self.times.timing("learner"):
+            batch = self.counted(experience, top_entropy_quantile=config.loss.top_entropy_quantile)
+            for part in g.minibatches(batch, config.optim.minibatches):
+                if not config.loss.router_aux_coef:  # its term has a gradient in every row
+                    part = g.drop_inactive(part, learner.spec)
+                how = {"share_prompts": learner.share_prompts, "known": shapes, "new_shape_tokens": price}
+                shares = deal(part, self.ranks.count)
+                pieces = [
+                    piece for share in shares for piece in g.split_batch(share, max_tokens=budget, **how)
+                ]
+                shapes |= _shapes(pieces)
+                if config.loss.router_replay:
+                    pieces = [self._with_experts(piece) for piece in pieces]
+                if self.uses > 1 or state.stale:
+                    # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
+                    pieces, budget = self.micro_batches.with_old_logp(state.train.old_params, pieces, budget)
+                parts.append(pieces)
+        return parts, budget
 
-    def accept(self, state: RunState, experience: Experience, cut: Cut) -> RunState:
+    def accept(self, state: RunState, experience: Experience, parts: list[Pieces], budget: int) -> RunState:
         """After a batch step: its micro-batches wait for their updates."""
-        shapes = {shape_of(piece) for pieces in cut.parts for piece in pieces if piece.mask_bt.shape[0]}
         return attrs.evolve(
             state,
             batch_step=state.batch_step + 1,
             position=self.run.stream.position,
             sampled_tokens=state.sampled_tokens + experience.sampled_tokens,
             tallies=(*state.tallies, Tally.of(experience)),
-            waiting=(*state.waiting, cut.parts),
-            shapes=state.shapes | shapes,
+            waiting=(*state.waiting, parts),
+            shapes=state.shapes.union(*map(_shapes, parts)),
             experiences=(*state.experiences, experience),
-            micro_batch_tokens=cut.budget,
+            micro_batch_tokens=budget,
             fallback=self.engine.fallback,
         )
 
@@ -169,18 +148,11 @@ class TrainSteps:
 
     def sync(self, state: RunState) -> RunState:
         """After an update: if its rollouts serve no further one, prepares the next rollout."""
-        loss, syncs = self.config.loss, self._syncs(state)
+        loss, reference, syncs = self.config.loss, self.run.learner.reference, self._syncs(state)
         if state.reused + 1 < self.uses:
             return attrs.evolve(state, reused=state.reused + 1)
-        state = attrs.evolve(
-            state,
-            reused=0,
-            tallies=(),
-            waiting=(),
-            experiences=(),
-            stale=not syncs,
-            fallback=self.engine.fallback,
-        )
+        rest = {"reused": 0, "tallies": (), "waiting": (), "experiences": ()}
+        state = attrs.evolve(state, **rest, stale=not syncs, fallback=self.engine.fallback)
         self._report_events()
         if syncs:
             with self.times.timing("sync"):
@@ -191,7 +163,7 @@ class TrainSteps:
                 self.shown.remark("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
         if every and state.train.ref_params is not None and state.batch_step - state.ref_synced_at >= every:
-            train = g.sync_ref(state.train, loss.ref_mixup, self.run.learner.reference.transform)
+            train = g.sync_ref(state.train, loss.ref_mixup, reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
             self.shown.remark("sync", "the reference took the learner's weights")
         return state
@@ -245,6 +217,11 @@ class TrainSteps:
         experts_blnk = chosen_experts(*self.engine.sampler, piece)
         mx.eval(experts_blnk)
         return attrs.evolve(piece, experts_blnk=experts_blnk)
+
+
+def _shapes(pieces: Pieces) -> set[Shape]:
+    """The shapes for which the steps are compiled."""
+    return {shape_of(piece) for piece in pieces if piece.mask_bt.shape[0]}
 
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:

@@ -108,9 +108,9 @@ def take_batch_step(session: Session) -> None:
     except RewardError:
         session.save_to_stop("before the reward failed: ")
         raise
-    cut = session.steps.cut(session.state, experience)  # -> micro-batches
+    parts, budget = session.steps.cut(session.state, experience)  # -> micro-batches
     with session.committing("the batch step"):
-        session.state = session.steps.accept(session.state, experience, cut)
+        session.state = session.steps.accept(session.state, experience, parts, budget)
         log_batch_step(session, experience)
 
 

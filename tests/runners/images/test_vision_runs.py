@@ -141,9 +141,8 @@ def test_the_tower_never_trains(run):
 
 def test_a_run_trains_evaluates_and_says_what_it_does(finished, folder):
     """Two updates: weights move, logs have the images' names, rewards get the column as the data has it."""
-    result, notes = finished
+    result, _ = finished
     assert result.updates == 2 and result.last_em is not None
-    assert any("8 of 10 prompts to train on have images" in line for line in notes.lines)
     rows = [json.loads(line) for line in (result.folder / "completions.jsonl").read_text().splitlines()]
     data = {
         row["question"]: row["image"]

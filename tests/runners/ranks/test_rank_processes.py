@@ -113,7 +113,7 @@ def test_a_file_that_one_rank_lacks_is_one_line_that_names_it(write, tmp_path):
 STAGES = {
     # name: where the ranks are, in which call, and the batch steps that are finished then
     "loading": ("runners.training.setup:load_model", 1, []),
-    "sampling": ("runners.training.rollouts.rollout:Collector.collect", 2, ["checkpoint-1"]),
+    "sampling": ("runners.training.rollout:Collector.collect", 2, ["checkpoint-1"]),
     "learning": ("runners.training.gradients:MicroBatches.gradients", 2, ["checkpoint-2"]),
 }
 

@@ -1,8 +1,7 @@
-"""Numbers that are not finite in a run: skipped, counted, kept for a look, and an end in time."""
+"""Numbers that are not finite in a run: skipped, counted, and an end in time."""
 
 import json
 import math
-from types import SimpleNamespace
 
 import attrs
 import mlx.core as mx
@@ -14,19 +13,14 @@ from grpo_fn.trees import named_leaves
 from runners.checkpoints.state_files import load_state
 from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
-from runners.data.prompts import Example
 from runners.errors import NumbersError
-from runners.files.json_files import to_json
 from runners.memory.forecast import with_keys
 from runners.quickstart import MODEL_DIR
-from runners.rewards.experience import Experience
 from runners.telemetry.diary import Diary
 from runners.telemetry.events import Silent
-from runners.training.bad_updates import MOST_BAD_BATCHES, check_bad_updates, count_bad_update, save_bad_batch
+from runners.training.bad_updates import check_bad_updates, count_bad_update
 from runners.training.run_state import RunState
 from runners.training.train import run_training
-from tests.support.files.folders import held
-from tests.support.tiny_policies import tiny_rollout
 from tests.support.tiny_runs import Notes, small
 
 CONFIG = small(
@@ -52,7 +46,7 @@ def weights_of(params):
 
 
 def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
-    """A rate beyond float32: no weight changes, each batch is kept, the third in a row is the last."""
+    """A rate beyond float32: no weight changes, the third in a row is the last."""
     error, lines, log, folder = start(tmp_path, "optim.learning_rate=1e39", "optim.max_bad_updates=3")
     assert isinstance(error, NumbersError) and error.exit_code == 3
     assert "3 updates in a row" in str(error) and "optim.max_bad_updates = 3" in str(error)
@@ -64,9 +58,6 @@ def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
     after = weights_of(state.params)
     assert all(np.array_equal(np.array(before[name]), after[name]) for name in after)
     assert all(not moment.any() for moment in weights_of(state.opt_state).values())
-    assert sorted(path.name for path in (folder / "bad_batches").iterdir()) == [
-        f"update-{i}" for i in (1, 2, 3)
-    ]
 
 
 def test_without_a_limit_it_goes_on(tmp_path):
@@ -96,28 +87,12 @@ def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
         return attrs.evolve(state, accum_grads=grads), stats
 
     spoiled(monkeypatch, {1, 3}, spoil)
-    result, lines, log, folder = start(tmp_path, "optim.max_bad_updates=2")
+    result, lines, log, _ = start(tmp_path, "optim.max_bad_updates=2")
     assert [line.get("update_skipped", False) for line in log[:4]] == [True, False, True, False]
     assert [line["bad_updates"] for line in log[:4]] == [1, 1, 2, 2]
     assert result.updates == 4 and log[0]["grad_norm"] is None and "grad_norm" in log[0]["nonfinite"]
     assert sum("the norm of its gradient is nan" in line for line in lines) == 2
     assert all(np.isfinite(leaf).all() for leaf in weights_of(result.state.params).values())
-    kept = json.loads((folder / "bad_batches/update-3/batch.json").read_text())
-    assert kept["metrics"]["update"] == 3 and kept["metrics"]["grad_norm"] is None
-    records = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    assert kept["completions"] == [record for record in records if record["update"] == 3]
-    arrays = mx.load(str(folder / "bad_batches/update-3/batch.safetensors"))
-    assert arrays["tokens_bt"].shape[0] == arrays["rewards_kb"].shape[1] == 8
-    assert arrays["lengths_b"].tolist() == [record["tokens"] for record in kept["completions"]]
-
-
-def test_a_disk_that_refuses_is_told_and_no_more(tmp_path, monkeypatch):
-    """Without its record the update is skipped all the same."""
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "bad_batches").write_text("in the way")
-    result, lines, log, _ = start(tmp_path, "optim.learning_rate=1e39")
-    assert result.updates == 4 and log[3]["bad_updates"] == 4
-    assert sum("bad_batches/update-" in line and "cannot be written" in line for line in lines) == 4
 
 
 def test_stop_when_ends_a_run_early(tmp_path):
@@ -145,59 +120,15 @@ def test_flat_rewards_are_warned_about(tmp_path):
     assert sum("no group's completions have differed" in line for line in lines) == 1
 
 
-def experience(reward=1.0):
-    """A tiny rollout with what a scorer would add."""
-    rollout = tiny_rollout()
-    rows = len(rollout.prompts) * rollout.num_generations
-    example = Example(
-        messages=({"role": "user", "content": "2+2?"},), text="2+2?", tokens=(1, 2), answer="4", columns={}
-    )
-    return Experience(
-        rollout=rollout,
-        examples=(example,) * len(rollout.prompts),
-        texts=("x",) * rows,
-        values_kb=np.full((1, rows), reward),
-        rewards_pg=np.full((len(rollout.prompts), rollout.num_generations), reward),
-        advantages_pg=mx.zeros((len(rollout.prompts), rollout.num_generations)),
-        sampled_tokens=9,
-        resampled=0,
-        problems=(),
-        seconds={},
-        extras={},
-        logged={},
-        reward_names=("r",),
-    )
-
-
 def numbers(update, **changes):
     return {"update": update, "batch_step": update, "loss": 0.1, "grad_norm": 1.0, **changes}
-
-
-def test_only_the_last_few_are_kept(tmp_path):
-    """A long row of bad updates does not fill the disk; the order is of numbers, not of names."""
-    for update in range(1, MOST_BAD_BATCHES + 4):
-        save_bad_batch(tmp_path, "why", numbers(update), [experience()])
-    names = {path.name for path in (tmp_path / "bad_batches").iterdir()}
-    assert names == {f"update-{update}" for update in range(4, MOST_BAD_BATCHES + 4)}
-
-
-def test_several_batch_steps_are_kept_together(tmp_path):
-    """Rows, prompts and steps of all of them; a missing reward is null."""
-    path = save_bad_batch(tmp_path, "why", numbers(7), [experience(), experience(math.nan)])
-    arrays, kept = mx.load(str(path / "batch.safetensors")), json.loads((path / "batch.json").read_text())
-    assert arrays["tokens_bt"].shape[0] == len(kept["completions"]) == 12
-    assert [record["batch_step"] for record in kept["completions"]] == [6] * 6 + [7] * 6
-    assert kept["completions"][-1]["reward"] is None and kept["completions"][0]["reward"] == 1.0
-    assert arrays["prompts_pl"].shape == (4, 4) and arrays["prompt_lengths_p"].tolist() == [4, 2, 4, 2]
 
 
 class Counting:
     """What `count_bad_update` takes of a session."""
 
-    def __init__(self, folder, *experiences, limit=2):
-        self.state = RunState(train=None, experiences=experiences)
-        self.folder, self.shown = held(folder), Diary(Silent())
-        self.run = SimpleNamespace(folder=folder)
+    def __init__(self, limit):
+        self.state, self.shown = RunState(train=None), Diary(Silent())
         self.config = with_keys(load_config("quickstart"), "optim", max_bad_updates=limit)
 
     def change(self, **changes):
@@ -216,24 +147,16 @@ class Counting:
         ({}, "the new weights would not be finite"),
     ],
 )
-def test_the_reason_is_reported(tmp_path, changes, why):
+def test_the_reason_is_reported(changes, why):
     """Loss first, then gradient, then weights."""
     metrics = numbers(1, update_skipped=True, **changes)
-    (line,) = count_bad_update(Counting(tmp_path, experience()), metrics)
-    assert f"update 1 skipped: {why}; the weights are unchanged" in line
-    assert to_json(metrics)
+    (line,) = count_bad_update(Counting(2), metrics)
+    assert line == f"update 1 skipped: {why}; the weights are unchanged"
 
 
-def test_what_was_sampled_before_a_resume_is_not_kept(tmp_path):
-    """The update is skipped and counted, and the line says why there is no folder."""
-    (line,) = count_bad_update(Counting(tmp_path), numbers(1, update_skipped=True))
-    assert "its completions were sampled before the run was resumed" in line
-    assert not (tmp_path / "bad_batches").exists()
-
-
-def test_the_third_skipped_update_in_a_row_ends_the_run(tmp_path):
+def test_the_third_skipped_update_in_a_row_ends_the_run():
     """A good one in between starts the count again, but not the total."""
-    session = Counting(tmp_path, limit=3)
+    session = Counting(3)
     for update, skipped in enumerate((True, True, False, True, True, True), 1):
         check_bad_updates(session)
         metrics = numbers(update, update_skipped=skipped)

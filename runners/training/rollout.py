@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,7 +31,7 @@ from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
-from runners.training.rollouts.rank_rollout import RankExperience, gather_rollout
+from runners.training.rank_rollout import RankExperience, gather_rollout
 
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
@@ -84,15 +85,7 @@ class Collector:
             replaced += missing
             if varied:
                 kept.append(select_groups(part, varied))
-        ended = {k: self._ended.get(k, 0) + 1 for k, fault in (failed or {}).items() if fault.ended}
-        self._ended.clear()
-        self._ended.update(ended)
-        broken = [fault.line for k, fault in (failed or {}).items() if ended.get(k, _PATIENCE) >= _PATIENCE]
-        if broken and self.config.reward.stop_if_all_fail:
-            raise RewardError(
-                f"{broken[0]}; it failed for every completion of this batch step: fix it "
-                "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
-            )
+        self._check_failed(failed or {})
         whole = join_experiences(kept)
         rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
         loss = self.config.loss
@@ -101,25 +94,34 @@ class Collector:
         mx.eval(advantages_pg)
         return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
 
+    def _check_failed(self, failed: dict[int, Failed]) -> None:
+        """Raises RewardError for a reward that failed for every completion of a batch step."""
+        ended = {k: self._ended.get(k, 0) + 1 for k, fault in failed.items() if fault.ended}
+        self._ended.clear()
+        self._ended.update(ended)
+        broken = [fault.line for k, fault in failed.items() if ended.get(k, _PATIENCE) >= _PATIENCE]
+        if broken and self.config.reward.stop_if_all_fail:
+            raise RewardError(
+                f"{broken[0]}; it failed for every completion of this batch step: fix it "
+                "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
+            )
+
     def _on_all_ranks(
-        self,
-        examples: Sequence[Example],
-        key: mx.array,
-        trainer_state: TrainerState,
+        self, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
     ) -> RankExperience:
         """One round, and the rewards that failed for all its completions; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own, part, fault = [examples[number] for number in numbers], None, None
         started = time.perf_counter()
         try:
-            sampled = self._sampled(own, numbers, key)
+            rollout, played = self._sampled(own, numbers, key)
         except RewardError as error:
             if self.ranks.is_alone:
                 raise
             raise UserError(str(error)) from error  # the others are within the rollout: nothing is saved
         if own:
             try:
-                part = self._scored(own, *sampled, trainer_state, started)
+                part = self._scored(own, rollout, played, trainer_state, started)
             except RewardError as error:
                 if self.ranks.is_alone:
                     raise
@@ -132,17 +134,13 @@ class Collector:
         self, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
     ) -> tuple[g.Rollout, FinishedEpisodes | None]:
         """Completions, or conversations; `numbers` are the examples' places among those of all ranks."""
-        if self.environments is not None:
-            return self.environments.play(
-                self.engine,
-                examples,
-                self.sampling,
-                key=key,
-                numbers=numbers,
-                agree=lambda differ: self.ranks.any_rank("the prompts", differ),
-            )
-        requests = requests_of(examples, numbers, self.vision)
-        return self.engine.generate(requests, self.sampling, key=key), None
+        if self.environments is None:
+            requests = requests_of(examples, numbers, self.vision)
+            return self.engine.generate(requests, self.sampling, key=key), None
+        agree = functools.partial(self.ranks.any_rank, "the prompts")
+        return self.environments.play(
+            self.engine, examples, self.sampling, key=key, numbers=numbers, agree=agree
+        )
 
     def _scored(
         self,
@@ -153,11 +151,9 @@ class Collector:
         started: float,
     ) -> RankExperience:
         """The rollout that began at `started`, with its rewards; and those that failed for all of it."""
-        sampled = time.perf_counter()
+        sampled, size = time.perf_counter(), rollout.num_generations
         completions = rollout.completions()
-        size = rollout.num_generations
-        nudge = self.config.data.nudge
-        texts = [nudge + self.decoder.decode(tokens) for tokens in completions]
+        texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in examples for _ in range(size)],
@@ -170,8 +166,16 @@ class Collector:
         )
         if played is not None:
             scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+        rewards_b = g.combine_rewards(
+            mx.array(scores.values_kb.astype(np.float32)),
+            mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
+            aggregate=self.config.reward.aggregate,
+            group_size=size,
+        )
         penalty_b = length_penalty(self.config, rollout.lengths_b)
-        rewards_pg = self._combined(scores.values_kb, penalty_b, rollout)
+        if penalty_b is not None:
+            rewards_b = rewards_b + penalty_b
+        rewards_pg = np.array(rewards_b, np.float64).reshape(len(rollout.prompts), size)
         experience = Experience(
             rollout=rollout,
             examples=tuple(examples),
@@ -190,15 +194,3 @@ class Collector:
             played=played,
         )
         return experience, scores.failed
-
-    def _combined(self, values_kb: np.ndarray, penalty_b: mx.array | None, rollout: g.Rollout) -> np.ndarray:
-        weights = [reward.weight for reward in self.scorer.rewards]
-        rewards_b = g.combine_rewards(
-            mx.array(values_kb.astype(np.float32)),
-            mx.array(weights, mx.float32),
-            aggregate=self.config.reward.aggregate,
-            group_size=rollout.num_generations,
-        )
-        if penalty_b is not None:
-            rewards_b = rewards_b + penalty_b
-        return np.array(rewards_b, np.float64).reshape(len(rollout.prompts), rollout.num_generations)

@@ -1,1 +1,0 @@
-"""From prompts to an experience: sampling, scoring, and the same on several ranks."""
