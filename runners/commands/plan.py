@@ -56,8 +56,7 @@ Examples:
 
 \b
 The first step includes compilation and is shown by itself. A step is the rollouts of an update and all
-updates that use them. A floor is the least time that the machine's measured rates allow: reading the weights
-once per decoding step, and computing the products. Evaluations, checkpoints and logs are left out.
+updates that use them. Evaluations, checkpoints and logs are left out.
 """
 
 
@@ -76,7 +75,6 @@ def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bo
 
     echo_all(startup.prepare(checked.system.memory_limit_gb).notices)
     from runners.profiling.step_bench import bench_steps
-    from runners.profiling.step_table import table
 
     found = bench_steps(checked, steps=steps, say=lambda text: echo(text, err=True))
-    echo(json.dumps(found.facts(), indent=1) if as_json else table(found))
+    echo(json.dumps(found.facts(), indent=1) if as_json else found.table())

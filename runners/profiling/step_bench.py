@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,12 @@ import numpy as np
 
 import grpo_fn as g
 from runners.config.loading import Config
-from runners.errors import UserError
+from runners.errors import UserError, gigabytes
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory, usable_memory
+from runners.machine.terminal import aligned
 from runners.memory.forecast import forecast
-from runners.memory.sizes import ModelSizes, model_sizes
-from runners.profiling.rates import MachineRates, measure_rates
+from runners.memory.sizes import model_sizes
 from runners.telemetry.diary import Diary
 from runners.telemetry.report import Silent
 from runners.training.run_state import RunState
@@ -40,16 +39,12 @@ class StepBench:
     learned: float  # tokens that a step's gradient is of, prompts included
     peak: int  # bytes of MLX's arrays
     expected_peak: int | None  # the forecast of `grpo plan`; None: the model's sizes are not known
-    floors: dict[
-        str, float
-    ]  # the least time that the machine's rates allow, for the parts for which it is known
-    rates: MachineRates
     advice: str  # what would make the slowest part shorter
 
     @property
     def limit(self) -> str:
         """The part that takes most."""
-        return max(self.seconds, key=lambda part: self.seconds[part])
+        return max(self.seconds, key=self.seconds.__getitem__)
 
     def facts(self) -> dict[str, Any]:
         """As JSON has them."""
@@ -58,7 +53,6 @@ class StepBench:
             "first_step_seconds": self.first,
             "step_seconds": self.step,
             "part_seconds": self.seconds,
-            "floor_seconds": self.floors,
             "tokens_per_step": self.tokens,
             "tokens_per_second": self.tokens / max(self.seconds["rollout"], 1e-9),
             "tokens_per_second_of_steps": self.tokens / max(self.step, 1e-9),
@@ -66,9 +60,28 @@ class StepBench:
             "peak_bytes": self.peak,
             "expected_peak_bytes": self.expected_peak,
             "limited_by": self.limit,
-            "matmul_flops": self.rates.matmul,
-            "read_bytes_per_second": self.rates.read,
         }
+
+    def table(self) -> str:
+        """The parts with their shares, and advice."""
+        whole = max(self.step, 1e-9)
+        rows = [
+            ("part", "seconds", "share"),
+            *((part, f"{each:.3f}", f"{100 * each / whole:.0f} %") for part, each in self.seconds.items()),
+            ("a step", f"{self.step:.3f}", "100 %"),
+        ]
+        rollout = self.tokens / max(self.seconds["rollout"], 1e-9)
+        expected = f", {gigabytes(self.expected_peak)} forecast" if self.expected_peak else ""
+        lines = {
+            "measured": f"the median of {self.steps} steps; the first one took {self.first:.1f} s",
+            "sampled": f"{self.tokens:,.0f} tokens a step: {rollout:,.0f} a second of the rollout, "
+            f"{self.tokens / whole:,.0f} of the whole step",
+            "learned": f"{self.learned:,.0f} tokens a step, prompts included",
+            "peak": f"{gigabytes(self.peak)} of MLX's arrays{expected}",
+            "most time": f"{self.limit}; shorter with {self.advice}",
+        }
+        facts = [f"{name:<12}{value}" for name, value in lines.items()]
+        return "\n".join([*aligned(rows, right=range(1, 3)), "", *facts])
 
 
 def bench_steps(
@@ -89,51 +102,36 @@ def bench_steps(
     run.learner.engine.load(train.old_params, 0)
     state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
     run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-    say("measuring the machine")
-    dtype = run.loaded.compute_dtype
-    rates = measure_rates(dtype or mx.float32)
-    sizes = _sizes(config, machine)
     taken = TrainSteps(run, Diary(Silent()))
     del train
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
-    floors: list[dict[str, float]] = []
     for number in range(steps + 1):
         say(f"step {number + 1} of {steps + 1}")
-        tokens, learned, floor = 0.0, 0.0, {"rollout": 0.0, "learner": 0.0}
+        tokens = learned = 0.0
         while not taken.update_due(state):
             experience = taken.roll_out(state)
             state = taken.accept(state, experience, *taken.cut(state, experience))
             tokens += experience.sampled_tokens
             learned += _learned(experience.rollout)
-            floor["rollout"] += _rollout_floor(experience.rollout, sizes, rates, config)
         for _ in range(taken.uses):
             sums = taken.gradients(taken.free_sampler(state))
             state = attrs.evolve(state, train=None)
             state, *_ = taken.update(sums)
             state = taken.sync(state)
-        times = taken.times.take()
-        floor["learner"] = _learner_floor(learned, sizes, rates, config)
-        rows.append({**times, "tokens": tokens, "learned": learned})
-        floors.append(floor)
-    later = rows[1:]
-
-    def median(key: str, found: list[dict[str, float]] = later) -> float:
-        return statistics.median(row[key] for row in found)
-
-    seconds = {part: median(f"time/{part}") for part in BENCH_PARTS}
+        rows.append({**taken.times.take(), "tokens": tokens, "learned": learned})
+    median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    seconds = {part: median[f"time/{part}"] for part in BENCH_PARTS}
     return StepBench(
-        steps=len(later),
+        steps=steps,
         first=rows[0]["step_time"],
         seconds=seconds,
         advice=advice(max(seconds, key=seconds.__getitem__), run.config),
-        step=median("step_time"),
-        tokens=median("tokens"),
-        learned=median("learned"),
+        step=median["step_time"],
+        tokens=median["tokens"],
+        learned=median["learned"],
         peak=read_memory().peak,
-        expected_peak=_expected(run, sizes, machine),
-        floors={} if sizes is None else {part: median(part, floors[1:]) for part in ("rollout", "learner")},
-        rates=rates,
+        expected_peak=_expected(run, machine),
     )
 
 
@@ -156,15 +154,11 @@ def advice(part: str, config: Config) -> str:
     return ", ".join(filter(None, found[part]))
 
 
-def _sizes(config: Config, machine: startup.Platform) -> ModelSizes | None:
+def _expected(run: Run, machine: startup.Platform) -> int | None:
+    """Bytes; None if the model's config lacks what a forecast needs."""
     try:
-        return model_sizes(config, machine)
-    except UserError:  # the model's config lacks what a forecast needs
-        return None
-
-
-def _expected(run: Run, sizes: ModelSizes | None, machine: startup.Platform) -> int | None:
-    if sizes is None:
+        sizes = model_sizes(run.config, machine)
+    except UserError:
         return None
     longest = max(len(example.tokens) for example in run.data.train)
     total = usable_memory(run.config.system.memory_limit_gb)
@@ -172,42 +166,5 @@ def _expected(run: Run, sizes: ModelSizes | None, machine: startup.Platform) -> 
     return max(nbytes for name, nbytes in found.totals.items() if name != "evaluation")
 
 
-def _learned(rollout: g.Rollout) -> float:
-    return _number(rollout.lengths_b.sum()) + rollout.num_generations * sum(map(len, rollout.prompts))
-
-
-def _number(array: mx.array) -> float:
-    return float(np.array(array))
-
-
-def _multiplied(sizes: ModelSizes) -> tuple[float, float]:
-    """Parameters that a token is multiplied with, and their bytes; those of adapters are left out."""
-    shape = sizes.shape
-    wide = (3 if shape.gated else 2) * shape.intermediate
-    block = shape.hidden * (2 * shape.queries + 2 * shape.keys + wide)
-    count = shape.layers * block + shape.hidden * shape.vocabulary
-    return count, count * sizes.compute
-
-
-def _rollout_floor(
-    rollout: g.Rollout, sizes: ModelSizes | None, rates: MachineRates, config: Config
-) -> float:
-    """All weights are read once a decoding step, and each token is multiplied with them."""
-    if sizes is None:
-        return 0.0
-    count, nbytes = _multiplied(sizes)
-    rows = rollout.tokens_bt.shape[0]
-    together = max(min(config.rollout.max_batch or rows, rows), 1)
-    longest = _number(rollout.lengths_b.max())
-    read = math.ceil(rows / together) * longest * nbytes / rates.read
-    return max(read, 2 * count * _number(rollout.lengths_b.sum()) / rates.matmul)
-
-
-def _learner_floor(tokens: float, sizes: ModelSizes | None, rates: MachineRates, config: Config) -> float:
-    """Forward and backward are three times a forward's products, two where the weights are frozen."""
-    if sizes is None:
-        return 0.0
-    count, _ = _multiplied(sizes)
-    passes = 3 if config.model.tune == "full" else 2
-    passes += 1 if config.loss_spec().beta > 0 else 0
-    return 2 * count * passes * tokens / rates.matmul
+def _learned(rollout: g.Rollout) -> int:
+    return int(np.array(rollout.lengths_b).sum()) + rollout.num_generations * sum(map(len, rollout.prompts))

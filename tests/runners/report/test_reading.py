@@ -71,6 +71,14 @@ def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
     assert record.state() == "interrupted"
 
 
+def test_times_are_to_the_second(tmp_path):
+    """Not in the seven digits that metrics have."""
+    record = RunRecord(make_run(tmp_path / "run"))
+    record.refresh()
+    facts = record.facts()
+    assert facts["started"] == 1_700_000_001.5 and facts["events"][-1]["time"] == 1_700_000_061.5
+
+
 def test_numbers_that_are_not_finite_are_named(tmp_path):
     """They are gaps in their column, and their places are kept."""
     record = RunRecord(make_run(tmp_path / "run", nan_at=3))

@@ -50,11 +50,11 @@ def make_run(
     files = {name: JsonLines(folder / f"{name}.jsonl") for name in names}
     about = {"model": "embedded (525,184 parameters)", "data": "embedded"}
     start = {"updates": updates, "about": about, "machine": {"backend": "cpu"}, "versions": {"mlx": "0"}}
-    files["events"].write({"event": "start", "time": 1e9, "update": 0, "given": [], **start})
+    files["events"].write({"event": "start", "time": 1_700_000_001.5, "update": 0, "given": [], **start})
     for update in range(updates + 1):
         write_update(files, update, prompts, group, texts, nan_at, context)
     if end:
-        files["events"].write({"event": "end", "time": 1e9 + 60, "update": updates, "state": end})
+        files["events"].write({"event": "end", "time": 1_700_000_061.5, "update": updates, "state": end})
     for file in files.values():
         file.close()
     return folder
