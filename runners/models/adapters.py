@@ -42,7 +42,8 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
         parameters["keys"] = keys
-    high, low = on_host(prng.fold_in(mx.random.key(seed), prng.ADAPTERS))
+    with mx.stream(mx.cpu):  # the forecast needs no GPU, which takes seconds to start
+        high, low = on_host(prng.fold_in(mx.random.key(seed), prng.ADAPTERS))
     mx.random.seed(high << 32 | low)
     module.freeze()
     try:

@@ -1,13 +1,15 @@
 """Programs that MLX compiles at their first use on CUDA, each as a small computation that needs only it.
 
 MLX (0.32) writes the source of every gather, scatter and fused chain of elementwise operations, and NVRTC
-compiles it: two to five seconds on one core, one after another, and a first update needs some twenty.
+compiles it: two to six seconds on one core, one after another, and a first update needs some thirty.
 Compiled programs are stored in a folder under the names used here, and other processes find them there. So
 parallel processes can compile them ahead, while the model is loaded.
 
 A name that this version of MLX does not use costs a process for nothing: `names` is for the versions that
 pyproject.toml allows.
 """
+
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -27,32 +29,82 @@ _SCATTERS = (
 _AXES = {
     "gather_axis_int32_int32": (mx.int32, mx.int32),
     "gather_axis_float32_uint32": (mx.float32, mx.uint32),
+    "gather_axis_float32_int32": (mx.float32, mx.int32),
 }
-# The gate of an MLP, and the positions, in a decoding step.
-_GATES = {
-    f"C{code}ISigmoidAD{code}IMultiplyACE{code}OMultiplyDB_VV_{code}{code}_6142509188972423790": dtype
-    for dtype, code in (("bfloat16", "V2"), ("float16", "f2"), ("float32", "f4"))
+_CODES = {"bfloat16": "V2", "float16": "f2", "float32": "f4"}
+_FLOATS, _INTEGERS, _WORDS = (((4, 8), mx.float32), ((4, 8), mx.int32), ((4, 1), mx.uint32))
+_FLOAT, _INTEGER = ((4, 1), mx.float32), ((4, 1), mx.int32)  # of each row
+
+
+def _counts(weights: mx.array, total: mx.array) -> mx.array:
+    return mx.where(
+        weights > 0, (weights * mx.where(total > 0, 2.0**30 / total, 0.0)).astype(mx.int32) + 1, 0
+    )
+
+
+def _not_above(upto: mx.array, most: mx.array, word: mx.array) -> mx.array:
+    wanted = ((most.astype(mx.uint64) * word) >> 32).astype(mx.int32)
+    return upto <= mx.where(most > 0, wanted, -1)
+
+
+# Chains of elementwise operations: a compiled computation, and its arguments as (shape, dtype). {0} is the
+# code of the compute dtype, None that dtype. The last number of a name stands for the constants.
+_CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], mx.Dtype | None], ...]]] = {
+    # The gate of an MLP and the positions, in a decoding step.
+    "C{0}ISigmoidAD{0}IMultiplyACE{0}OMultiplyDB_VV_{0}{0}_6142509188972423790": (
+        lambda gate, x: gate * mx.sigmoid(gate) * x,
+        (((4, 4), None), ((4, 4), None)),
+    ),
+    "Ci4IBroadcastBDi4OAddAC_VS_i4i4_6142509188972423790": (
+        lambda a, b: a + b,
+        (((4,), mx.int32), ((), mx.int32)),
+    ),
+    # A draw: softmax, counts, the place in them, and the token's log-prob, as in rollout/categorical.py.
+    "Cf4IBroadcastBDf4OSubtractAC_VV_f4f4_6142509188972423790": (lambda z, top: z - top, (_FLOATS, _FLOAT)),
+    "Cf4IBroadcastBDf4ISubtractACEf4OExpD_VV_f4f4_6142509188972423790": (
+        lambda z, top: mx.exp(z - top),
+        (_FLOATS, _FLOAT),
+    ),
+    "Cf4ILogBDf4OSubtractAC_VV_f4f4_6142509188972423790": (
+        lambda z, total: z - mx.log(total),
+        (_FLOAT, _FLOAT),
+    ),
+    "Bf4ILogACf4ONegativeB_V_f4_6142509188972423790": (lambda p: -mx.log(p), (_FLOATS,)),
+    "Gf4IBroadcastBHb1IGreaterAGIf4IBroadcastBJb1IGreaterCIKf4IBroadcastDLf4IDivideKCMf4ISelectJLINf4IBroadcast"
+    "MOf4IMultiplyANPi4IAsTypeOQi4IBroadcastERi4IAddPQSi4IBroadcastFTi4OSelectHRS_VCVCCC_f4f4_"
+    "13610897302297541540": (
+        _counts,
+        (_FLOATS, _FLOAT),
+    ),
+    "Gi4IBroadcastCHb1IGreaterBGIu8IAsTypeBJu8IAsTypeDKu8IMultiplyIJLu8IBroadcastEMu8IRightShiftKLNi4IAsTypeMOi4I"
+    "BroadcastFPi4ISelectHNOQi4IBroadcastPRb1OLessEqualAQ_VVCVCC_i4i4u4_12043668613759322838": (
+        _not_above,
+        (_INTEGERS, _INTEGER, _WORDS),
+    ),
+    "Di4IBroadcastBEi4IMultiplyADFi4OAddEC_VCV_i4i4_1445746576257050122": (
+        lambda place, inside: place * 32 + inside,
+        (_INTEGER, _INTEGER),
+    ),
 }
-_POSITIONS = "Ci4IBroadcastBDi4OAddAC_VS_i4i4_6142509188972423790"
 
 
 def names(dtype: str) -> tuple[str, ...]:
     """The programs of a rollout and a gradient in this compute dtype, by the names of MLX's files."""
     gathers = [f"gather_{each.format(dtype)}" for each in _GATHERS]
     scatters = [f"scatter_{each.format(dtype)}" for each in _SCATTERS]
-    gates = [name for name, its_dtype in _GATES.items() if its_dtype == dtype]
-    return tuple(dict.fromkeys([*gathers, *scatters, *_AXES, *gates, _POSITIONS]))
+    chains = [chain.format(_CODES[dtype]) for chain in _CHAINS]
+    return tuple(dict.fromkeys([*chains, *gathers, *scatters, *_AXES]))  # the slowest first
 
 
 def compile_program(name: str) -> None:
     """Makes MLX compile one of `names` on the default device. ValueError for any other name."""
-    if name in _GATES:
-        ones = mx.ones((4, 4), _DTYPES[_GATES[name]])
-        mx.eval(mx.compile(lambda gate, x: gate * mx.sigmoid(gate) * x)(ones, ones))
-        return
-    if name == _POSITIONS:
-        mx.eval(mx.compile(lambda a, b: a + b)(mx.ones((4,), mx.int32), mx.array(1, mx.int32)))
-        return
+    for dtype, code in _CODES.items():
+        for chain, (function, arguments) in _CHAINS.items():
+            if chain.format(code) == name:
+                ones = [mx.ones(shape, its or _DTYPES[dtype]) for shape, its in arguments]
+                mx.eval(ones)
+                mx.eval(mx.compile(function)(*ones))
+                return
     if name in _AXES:
         table, index = (mx.zeros((4, 4), dtype) for dtype in _AXES[name])
         mx.eval(mx.take_along_axis(table, index[:, :1], axis=1))

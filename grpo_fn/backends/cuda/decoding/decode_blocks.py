@@ -128,8 +128,12 @@ def _nanochat_parts(block: Any) -> Parts | None:
 
 def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.array:
     """[rows,length,width] float32: cosines, then sines of a rotation of pairs (i, i + width/2)."""
-    ones = mx.broadcast_to(mx.arange(width) < width // 2, (rows, 1, length, width))
-    return rope(mx.contiguous(ones.astype(mx.float32)), offset=offset).reshape(rows, length, width)
+    half = mx.ones(
+        (rows, 1, length, width // 2)
+    )  # joined, not compared: a comparison is a program to compile
+    return rope(mx.concatenate([half, mx.zeros_like(half)], axis=-1), offset=offset).reshape(
+        rows, length, width
+    )
 
 
 def composed_block(parts: Parts, x: mx.array) -> mx.array:
@@ -158,8 +162,12 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
     x = x + attended.swapaxes(1, 2).reshape(rows, length, -1) @ weights.o.T
     normal = mx.fast.rms_norm(x, weights.norm_2, shape.eps)
     up = normal @ weights.up.T
-    hidden = mx.square(nn.relu(up)) if weights.gate is None else nn.silu(normal @ weights.gate.T) * up
+    hidden = mx.square(nn.relu(up)) if weights.gate is None else _gated(normal @ weights.gate.T, up)
     return x + hidden @ weights.down.T
+
+
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up  # nn.silu is a program that NVRTC compiles
 
 
 @functools.lru_cache(maxsize=64)
