@@ -18,7 +18,7 @@ import attrs
 from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_line
 from runners.files.json_files import read_json
-from runners.machine import install_hints
+from runners.machine.versions import install_hint
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise UserError(f"a .pt file needs PyTorch to be read: {install_hints.extra('torch')}") from error
+        raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
     try:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}

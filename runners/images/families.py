@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.errors import UserError, first_line, show
-from runners.machine import install_hints
+from runners.machine.versions import install_hint
 
 FAMILIES: dict[str, str] = {  # model_type -> mlx-vlm's processor, in its module processing_{model_type}
     "qwen2_vl": "Qwen2VLProcessor",
@@ -75,4 +75,4 @@ def mlx_vlm_module(name: str, what: str = "prompts with images need") -> Any:
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
-        raise UserError(f"{what} mlx-vlm: {install_hints.extra('vlm')}{reason}") from error
+        raise UserError(f"{what} mlx-vlm: {install_hint('vlm')}{reason}") from error

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import attrs
 
-from runners.machine.process_limits import memory_limit
-
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+_MEMINFO = Path("/proc/meminfo")
 
 
 @attrs.frozen
@@ -33,7 +32,10 @@ def read_memory() -> MemoryReading:
     import mlx.core as mx
 
     info = mx.device_info()
-    total = int(info.get("memory_size", 0) or info.get("total_memory", 0)) or _total_ram()
+    total = int(info.get("memory_size", 0) or info.get("total_memory", 0))
+    if not total:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = min(physical, memory_limit() or physical)
     return MemoryReading(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
 
 
@@ -50,9 +52,7 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
     if "free_memory" in info:
         free.append(int(info["free_memory"]) + now.cache)
     elif sys.platform == "linux":
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        available = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        free.append(next(available, total) + now.cache)
+        free.append(_meminfo().get("MemAvailable", total) + now.cache)
     return max(min(free), 0)
 
 
@@ -71,27 +71,29 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
 
 def swap_used() -> int | None:
     """Bytes of the whole system's swap in use; None if unknown."""
-    if sys.platform == "darwin":
+    if sys.platform == "darwin":  # total = 2.00G  used = 61.5M  …
         done = subprocess.run(["sysctl", "-n", "vm.swapusage"], capture_output=True, text=True, check=False)
-        return parse_swapusage(done.stdout)
-    file = Path("/proc/meminfo")
-    return parse_meminfo(file.read_text()) if file.is_file() else None
+        found = re.search(r"used = ([\d.,]+)([KMG])", done.stdout)
+        return round(float(found[1].replace(",", ".")) * _UNITS[found[2]]) if found else None
+    sizes = _meminfo()
+    return sizes["SwapTotal"] - sizes["SwapFree"] if {"SwapTotal", "SwapFree"} <= sizes.keys() else None
 
 
-def parse_meminfo(text: str) -> int | None:
-    """Bytes of swap in use from Linux's /proc/meminfo."""
-    fields = dict(re.findall(r"^(Swap\w+):\s+(\d+) kB$", text, re.MULTILINE))
-    if not {"SwapTotal", "SwapFree"} <= fields.keys():
-        return None
-    return 1024 * (int(fields["SwapTotal"]) - int(fields["SwapFree"]))
+def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """The least bytes that the control groups of this process allow; None: no limit.
+
+    Those of version 2, and the one of version 1 that a container shows as its root.
+    """
+    names = re.findall("^0::(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE) if own.is_file() else []
+    places = [root / os.path.normpath(name).lstrip("/") for name in names or ["/"]]
+    files = [folder / "memory.max" for place in places for folder in (place, *place.parents)]
+    files = [file for file in files if file.is_relative_to(root)]
+    files.append(root / "memory" / "memory.limit_in_bytes")
+    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
-def parse_swapusage(text: str) -> int | None:
-    """Bytes of swap in use from macOS's `sysctl vm.swapusage`, such as `total = 2.00G  used = 61.5M  …`."""
-    found = re.search(r"used = ([\d.,]+)([KMG])", text)
-    return round(float(found[1].replace(",", ".")) * _UNITS[found[2]]) if found else None
-
-
-def _total_ram() -> int:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, memory_limit() or physical)
+def _meminfo() -> dict[str, int]:
+    """Linux's table of memory, in bytes; {} elsewhere."""
+    text = _MEMINFO.read_text(encoding="utf-8") if _MEMINFO.is_file() else ""
+    return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}

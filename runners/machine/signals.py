@@ -7,9 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
-from typing import NoReturn
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from runners.machine.terminal import restore_terminals
 
@@ -59,21 +59,20 @@ class Stopped(KeyboardInterrupt):
         self.advice = ""  # a line on how to continue
 
 
-# A forked child, such as a reward's pool of workers, calls these, latest first, so that its signals act as
-# before the run.
-restored_in_forks: list[Callable[[], None]] = []
+# Their handlers are removed in a forked child, such as a reward's pool of workers.
+_active: list[Interrupts] = []
 
 
 def _restore_all() -> None:
-    while restored_in_forks:
-        restored_in_forks.pop()()
+    while _active:
+        _active.pop()._restore()
 
 
 os.register_at_fork(after_in_child=_restore_all)
 
 
 class Interrupts:
-    """Within the `with` block the first SIGINT sets `stopped`, and a second one raises KeyboardInterrupt.
+    """Within the `with` block the first SIGINT sets `received`, and a second one raises KeyboardInterrupt.
 
     In a thread other than the main one, where signals do not arrive, it does nothing.
     """
@@ -83,27 +82,27 @@ class Interrupts:
     def __init__(self) -> None:
         """Nothing has been asked yet."""
         self.received: int | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     @property
     def stopped(self) -> bool:
         """Whether a signal has come."""
         return self.received is not None
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self.signals}
-            restored_in_forks.append(self._restore)
+            _active.append(self)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._restore in restored_in_forks:
-            restored_in_forks.remove(self._restore)
+    def __exit__(self, *_: object) -> None:
+        if self in _active:
+            _active.remove(self)
             self._restore()
 
     def _restore(self) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)  # pyright: ignore[reportArgumentType]
+            signal.signal(number, before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.stopped:
@@ -142,14 +141,14 @@ class StopSignals(Interrupts):
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         super().__enter__()
         if self._before:
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._before[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._receive)  # see `ask`
-            threading.Thread(target=self._watch, name="signals", daemon=True).start()
+            _thread(self._watch)
         return self
 
     @contextmanager
@@ -169,33 +168,29 @@ class StopSignals(Interrupts):
         self._raised = self.stopping
         self._raise()
 
-    @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
+    def ending_at_once(self) -> AbstractContextManager[None]:
         """Within the block the first signal already ends the process: no Python runs there."""
-        self._at_once = True
-        yield
-        self._at_once = False
+        return self._during("_at_once", True)
 
-    @contextmanager
-    def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
+    def shown_by(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """Within the block `say` shows the line that answers a signal."""
-        before, self._say = self._say, say
-        try:
-            yield
-        finally:
-            self._say = before
+        return self._during("_say", say)
 
-    @contextmanager
-    def saved_by(self, save: Callable[[int], bool]) -> Iterator[None]:
+    def saved_by(self, save: Callable[[int], bool]) -> AbstractContextManager[None]:
         """Within the block `save(number)` saves the state in place of the main thread, and reports the end.
 
         It tells whether there is a state to continue from.
         """
-        before, self._save = self._save, save
+        return self._during("_save", save)
+
+    @contextmanager
+    def _during(self, name: str, value: object) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self._save = before
+            setattr(self, name, before)
 
     def ask(self, number: int) -> None:
         """As if this signal had come; another thread may call it."""
@@ -232,27 +227,25 @@ class StopSignals(Interrupts):
     def _answer(self, number: int) -> None:
         self.received = self.received or number  # no handler runs while a collective waits
         # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
-        threading.Thread(target=self._show, args=(self._say,), name="signal line", daemon=True).start()
+        _thread(self._show)
         if self._advise:
-            threading.Thread(target=self._wait, args=(self._advise,), name="signal end", daemon=True).start()
+            _thread(self._replace_main, self._advise)
 
-    def _show(self, say: Callable[[str], None]) -> None:
+    def _show(self) -> None:
+        say = self._say
         time.sleep(_MOMENT)
         if not self._ended:
             say(ASKED)
 
-    def _wait(self, advise: Callable[[bool], str]) -> None:
-        """Gives the main thread a second; within `deferred` as long as it takes."""
+    def _replace_main(self, advise: Callable[[bool], str]) -> None:
+        """Saves and ends the process if C code keeps the main thread for over a second outside `deferred`."""
         time.sleep(_PATIENCE)
-        while not (self._raised or self.stopping or self._ended):
+        while not self._ending:
             with self._lock:
-                self._ending = not (self._deferrals or self._raised)
-            if self._ending:
-                self._end(advise)
-            time.sleep(_MOMENT)
-
-    def _end(self, advise: Callable[[bool], str]) -> None:
-        """Saves, and ends the process, while the main thread is kept by C code."""
+                if self._raised or self.stopping or self._ended:
+                    return
+                self._ending = not self._deferrals
+            time.sleep(0 if self._ending else _MOMENT)
         number = self.received or signal.SIGINT
         self.stopping = True
         try:
@@ -262,17 +255,19 @@ class StopSignals(Interrupts):
         _exit(number, f"interrupted\n{advice}")
 
     def _watch(self) -> None:
-        first = None  # the time of the first signal
+        first = 0.0  # the time of the first signal
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
             if self._at_once:
                 _exit(number[0], "interrupted before all ranks had joined")
-            # A shell and a launcher send the same signal again: that is no second wish.
-            if first is None or number[0] == signal.SIGHUP or time.monotonic() - first < _SAME:
-                if first is None:
-                    first = time.monotonic()
-                    self._answer(number[0])
-                continue
-            _exit(number[0])
+            if not first:
+                first = time.monotonic()
+                self._answer(number[0])
+            elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
+                _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
+
+
+def _thread(target: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=target, args=arguments, name="signals", daemon=True).start()

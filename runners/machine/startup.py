@@ -6,6 +6,7 @@ Importing this module imports nothing heavy; `prepare` imports grpo_fn, which lo
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -16,11 +17,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from runners.errors import UserError
-from runners.machine import install_hints
-from runners.machine.process_limits import check_limits
+from runners.errors import UserError, gigabytes
 from runners.machine.programs.gpu_programs import keep_programs
-from runners.machine.versions import installed_version, untested_versions
+from runners.machine.versions import install_hint, installed_version, untested_versions
 
 if TYPE_CHECKING:
     from grpo_fn.backends import Blas
@@ -31,6 +30,7 @@ _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 # Smaller buffers hold less memory at the same speed, and a rollout's are launched sooner. The numbers are
 # operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
+_ADDRESSES = (5 << 28, 1 << 27)  # bytes that the libraries map: once, and for each core's thread
 
 
 @attrs.frozen
@@ -52,32 +52,25 @@ class Platform:
         return "float32" if self.backend == "cpu" else None
 
 
-def blas() -> Blas:
-    """The BLAS that `import grpo_fn` loads before MLX is imported, or why none is loaded.
+def load_blas() -> Blas:
+    """Imports grpo_fn, which loads the BLAS before MLX is imported; before that sets up a CUDA build of MLX.
 
     Raises ImportError if MLX is not installed, if it is installed without a backend, or if the environment's
-    GRPO_FN_BLAS names something that is not a BLAS.
+    GRPO_FN_BLAS names something that is not a BLAS; UserError if a limit of this process is too low.
     """
+    cores = _cores()
+    most, least = resource.getrlimit(resource.RLIMIT_AS)[0], _ADDRESSES[0] + cores * _ADDRESSES[1]
+    if most != resource.RLIM_INFINITY and most < least and "mlx.core" not in sys.modules:  # MLX would hang
+        raise UserError(
+            f"expected {gigabytes(least)} of address space for {cores} cores, found the limit "
+            f"{gigabytes(most)}; `ulimit -v unlimited` removes it"
+        )
+    if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
+        for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
+            os.environ.setdefault(name, value)
     from grpo_fn.backends import load_blas
 
     return load_blas()
-
-
-def load_blas() -> str | None:
-    """Imports grpo_fn, which loads the BLAS; before that sets up a CUDA build of MLX.
-
-    Returns the library in use, None if there is none (`blas()` says why).
-    """
-    check_limits(_cores())
-    _shorten_buffers()
-    return blas().library
-
-
-def _shorten_buffers() -> None:
-    """Sets smaller buffers for CUDA, which MLX reads at its first operation; the user's settings stay."""
-    if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
-        for name, value in _CUDA_BUFFERS.items():
-            os.environ.setdefault(name, value)
 
 
 def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
@@ -101,10 +94,8 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     Raises UserError if MLX is not installed or has no backend, if a limit of this process is too low for it,
     and in a process that was forked from one that has computed.
     """
-    check_limits(_cores())
-    _shorten_buffers()
     try:
-        found = blas()  # loads it before MLX is imported
+        found = load_blas()
 
         import mlx.core as mx
 
@@ -116,15 +107,16 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
         raise UserError(problem)
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
-    backend = _backend(mx)
-    notices = _cpu_notices(found) if backend == "cpu" and sys.platform == "linux" else ()
+    backend, notices, info = "cpu", (), mx.device_info()
+    if mx.default_device().type == mx.DeviceType.gpu:
+        backend = "metal" if mx.metal.is_available() else "cuda"
+    elif sys.platform == "linux":
+        notices = _cpu_notices(found)
     if backend == "cuda":
-        architecture = str(mx.device_info().get("architecture", ""))
-        notices += keep_programs(installed_version("mlx") or "", architecture)
-    notices += untested_versions()
-    device = str(mx.device_info().get("device_name", "")) or backend
+        notices = keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
+    device = str(info.get("device_name", "")) or backend
     _import_transformers_without_torch()
-    return Platform(backend=backend, blas=found.library, device=device, cores=_cores(), notices=notices)
+    return Platform(backend, found.library, device, _cores(), (*notices, *untested_versions()))
 
 
 def _import_transformers_without_torch() -> None:
@@ -152,27 +144,24 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _backend(mx) -> str:
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
     notices = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
-        slow = f"matrix products are some 30x slower than they could be: {found.reason}"
-        notices.append(slow if "imported" in found.reason else f"{slow}; {install_hints.BLAS}")
+        hint = "" if "imported" in found.reason else "; apt-get install libopenblas0-pthread, or its like"
+        notices.append(f"matrix products are some 30x slower than they could be: {found.reason}{hint}")
     if shutil.which("g++") is None:
-        notices.append(f"g++ is not installed, so compiled steps run uncompiled; {install_hints.COMPILER}")
+        notices.append(
+            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its like"
+        )
     return tuple(notices)
 
 
 def _explain_import(error: ImportError) -> str:
+    install = install_hint("cpu", "cuda12", "cuda13")
     if error.name == "GRPO_FN_BLAS":
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "mlx").startswith("mlx"):
-        return f"MLX is not installed ({error}): {install_hints.mlx()}"
+        return f"MLX is not installed ({error}): {install}"
     if "libmlx" in str(error):
-        return f"MLX is installed without a backend ({error}): {install_hints.mlx()}"
+        return f"MLX is installed without a backend ({error}): {install}"
     return "; ".join((f"MLX cannot be imported: {error}", *untested_versions()))

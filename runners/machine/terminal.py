@@ -12,7 +12,7 @@ import os
 import sys
 import termios
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -20,14 +20,16 @@ import click
 
 from runners.errors import UserError
 
-_UNESCAPED = "\n\t"
-# C0, delete, C1; characters that change the direction of the text; halves of surrogate pairs.
-_CODES = (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+# C0 but for line feed and tab, delete, C1; characters that change the direction of the text; halves of
+# surrogate pairs.
+_CODES = [
+    *range(0x09),
+    *range(0x0B, 0x20),
+    *range(0x7F, 0xA0),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+]
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
-for _letter in _UNESCAPED:
-    del _TABLE[ord(_letter)]
-
-
 _changed: dict[int, list[Any]] = {}  # a terminal's descriptor -> its settings before
 
 
@@ -41,10 +43,9 @@ def quiet_keys() -> None:
         number = sys.stdin.fileno()
         if number in _changed or os.tcgetpgrp(number) != os.getpgrp():
             return
-        before, quiet = termios.tcgetattr(number), termios.tcgetattr(number)
+        _changed[number], quiet = termios.tcgetattr(number), termios.tcgetattr(number)
         quiet[3] &= ~termios.ECHO
         quiet[3] |= termios.NOFLSH  # Ctrl-C would discard what is not shown yet: half a block
-        _changed[number] = before
         termios.tcsetattr(number, termios.TCSANOW, quiet)
 
 
@@ -123,27 +124,23 @@ class Output:
 
     def write(self, text: str) -> int:
         """Writes a text, unless a write has failed."""
-        if self.fault is None:
-            try:
-                self._stream.write(_encodable(text, self._stream))
-            except (OSError, ValueError) as error:
-                self.fault = error
+        self._try(lambda: self._stream.write(_encodable(text, self._stream)))
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream, unless a write has failed."""
-        if self.fault is None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
-                self.fault = error
+        self._try(self._stream.flush)
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
+        return not getattr(self._stream, "closed", False) and self._stream.isatty()
+
+    def _try(self, action: Callable[[], object]) -> None:
         try:
-            return self._stream.isatty()
-        except ValueError:  # it is closed
-            return False
+            if self.fault is None:
+                action()
+        except (OSError, ValueError) as error:
+            self.fault = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -182,15 +179,10 @@ def others_visible() -> Iterator[None]:
             record.msg, record.args = visible(record.getMessage()), None
         return record
 
-    def formatted(*arguments: Any, **options: Any) -> str:
-        return visible(format_warning(*arguments, **options))
-
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield
-        return
-    logging.setLogRecordFactory(make)
-    warnings.formatwarning = formatted  # pyright: ignore[reportAttributeAccessIssue]
     try:
+        if sys.stderr is not None and sys.stderr.isatty():
+            logging.setLogRecordFactory(make)
+            warnings.formatwarning = lambda *a, **k: visible(format_warning(*a, **k))  # pyright: ignore
         yield
     finally:
         logging.setLogRecordFactory(make_record)

@@ -15,8 +15,8 @@ from typing import Any
 
 from runners.data.value_text import value_text
 from runners.errors import UserError
-from runners.machine import install_hints
 from runners.machine.bounded_process import BoundedFunction
+from runners.machine.versions import install_hint
 from runners.rewards.builtin import answer_text, extract_answer
 from runners.user_code.host import is_async
 
@@ -130,6 +130,6 @@ _compare = BoundedFunction("runners.rewards.mathematics:compare", seconds=2.0, m
 def _math_process() -> BoundedFunction:
     """The process that compares, started: it takes a second or two to import."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError(f"math_verify_reward needs math-verify: {install_hints.extra('math')}")
+        raise UserError(f"math_verify_reward needs math-verify: {install_hint('math')}")
     _compare.start()
     return _compare

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -90,24 +89,6 @@ def test_vectors_are_as_wide_as_the_processor_has_them(empty, monkeypatch):
         monkeypatch.setattr(grpo_fn.backends, "processor_flags", lambda flags=flags: flags)
         files.add(compile_header(CPU))
     assert len(files) == 2 and ["avx2" in text for text in texts] == [False, True]
-
-
-@needs_gcc
-def test_two_that_begin_together_write_two_files(empty, monkeypatch):
-    started = []
-    monkeypatch.setattr(cpu_header.subprocess, "run", lambda *a, env, **k: started.append(env["PART"]))
-    monkeypatch.setattr(cpu_header, "_is_at_work", lambda part: False)  # neither has seen the other
-    threads = [threading.Thread(target=compile_header, args=(CPU,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    compile_header(CPU)
-    assert len(started) == 3 and started[-1] not in started[:-1]
-    monkeypatch.undo()
-    monkeypatch.setenv("TMPDIR", str(empty))
-    monkeypatch.setattr(cpu_header.subprocess, "run", lambda *a, **k: pytest.fail("a third"))
-    compile_header(CPU)
 
 
 def test_nothing_is_compiled_where_it_does_not_help(empty, monkeypatch):

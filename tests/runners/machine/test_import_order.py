@@ -47,7 +47,7 @@ CALLS = {
 }
 
 
-@pytest.mark.skipif(startup.blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
+@pytest.mark.skipif(startup.load_blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
 @pytest.mark.parametrize("call", [call for calls in CALLS.values() for call in calls])
 def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
     """Each command, in each of the ways in which it begins with other modules."""

@@ -5,12 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from runners.config.loading import load_config
-from runners.machine.memory_readings import MemoryReading, parse_meminfo, parse_swapusage
+from runners.machine.memory_readings import MemoryReading, swap_used
 from runners.memory import peak_watch
 from runners.memory.peak_watch import MemoryWatch
 from runners.telemetry.events import Note, Updated
@@ -21,13 +22,12 @@ from tests.support.tiny_runs import PROBLEMS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_swap_is_read_in_both_spellings():
-    """Linux's /proc/meminfo and macOS's sysctl, in bytes; a text without it gives None."""
-    assert parse_meminfo("MemTotal: 9 kB\nSwapTotal:     2048 kB\nSwapFree:      1000 kB\n") == 1048 * 1024
-    assert parse_meminfo("MemTotal: 9 kB\n") is None
-    line = "total = 2048.00M  used = 61.50M  free = 1986.50M  (encrypted)"
-    assert parse_swapusage(line) == 61.5 * 2**20
-    assert parse_swapusage("") is None
+@pytest.mark.parametrize(("said", "swap"), [("total = 2.00G  used = 61.50M  free", 61.5 * 2**20), ("", None)])
+def test_swap_is_read_on_macos(monkeypatch, said, swap):
+    """From sysctl, in bytes; a text without it gives None."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said))
+    assert swap_used() == swap
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
