@@ -42,7 +42,9 @@ def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | Non
         backend = "jaccl" if "MLX_IBV_DEVICES" in found else "ring"
         listed = _listed(found, "MLX_IBV_DEVICES" if backend == "jaccl" else "MLX_HOSTFILE")
         # Entries of a ring are such as ["127.0.0.1:32323"]; those with one address are on one host.
-        hosts = [str(entry[0]).rsplit(":", 1)[0] if isinstance(entry, list) and entry else "" for entry in listed]
+        hosts = [
+            str(entry[0]).rsplit(":", 1)[0] if isinstance(entry, list) and entry else "" for entry in listed
+        ]
         size = str(len(listed))
         local = hosts.count(hosts[int(rank)]) if rank.isdigit() and int(rank) < len(hosts) else 1
     if not rank.isdigit() or not size.isdigit():
@@ -83,7 +85,7 @@ def let_launcher_sleep(environ: Mapping[str, str] | None = None) -> None:
     """
     if "MLX_RANK" not in (os.environ if environ is None else environ) or sys.platform != "linux":
         return
-    with suppress(OSError):  # closed, another user's, no /proc: the launcher stays awake, nothing else happens
+    with suppress(OSError):  # closed, another user's, no /proc: the launcher stays awake
         if stat.S_ISFIFO(os.fstat(0).st_mode):
             end = os.open("/proc/self/fd/0", os.O_WRONLY | os.O_NONBLOCK)
             try:

@@ -1,6 +1,5 @@
 """What ranks know of each other without a network: the launcher's variables, messages, the scoreboard."""
 
-import json
 import os
 import signal
 import subprocess
@@ -22,38 +21,31 @@ from runners.ranks.wire import RankError, Wire
 from tests.support.processes.waiting import HANGS
 
 
-def hosts(path, entries):
-    path.write_text(json.dumps(entries) if entries else "")
-    return {"MLX_RANK": "1", "MLX_HOSTFILE": str(path)}
-
-
-def test_the_launchers_variables_say_who_this_is(tmp_path):
-    """Ring, NCCL, MPI; alone without a launcher, and as the only rank."""
-    file = tmp_path / "hosts.json"
-    assert read_rank_place({}) is None
-    assert read_rank_place(hosts(file, [["a:1"], ["b:1"], ["b:2"]])) == RankPlace(1, 3, "ring", 2)
-    assert read_rank_place(hosts(file, []) | {"MLX_RANK": "0"}) is None
-    assert read_rank_place({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}) == RankPlace(2, 4, "nccl")
-    assert read_rank_place({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == RankPlace(
-        0, 2, "mpi"
-    )
-    devices = tmp_path / "devices.json"
-    devices.write_text("[[null, 1], [1, null]]")
-    assert read_rank_place({"MLX_RANK": "1", "MLX_IBV_DEVICES": str(devices)}) == RankPlace(1, 2, "jaccl")
-
-
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "found"),
     [
-        ({"MLX_RANK": "0", "MLX_HOSTFILE": "/nowhere"}, "MLX_HOSTFILE: /nowhere: not a list of ranks"),
-        ({"MLX_RANK": "5", "MLX_WORLD_SIZE": "4"}, "found 5, wanted 0 to 3"),
-        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, 'found "x" of "4", wanted integers'),
+        ({}, None),
+        ({"MLX_RANK": "1", "MLX_HOSTFILE": '[["a:1"], ["b:1"], ["b:2"]]'}, RankPlace(1, 3, "ring", 2)),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": ""}, None),  # the only rank
+        ({"MLX_RANK": "2", "MLX_WORLD_SIZE": "4"}, RankPlace(2, 4, "nccl")),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, RankPlace(0, 2, "mpi")),
+        ({"MLX_RANK": "1", "MLX_IBV_DEVICES": "[[null, 1], [1, null]]"}, RankPlace(1, 2, "jaccl")),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "{"}, "MLX_HOSTFILE: .*: not a list of ranks"),
+        ({"MLX_RANK": "0", "MLX_HOSTFILE": "3"}, "expected a list of ranks, found 3"),
+        ({"MLX_RANK": "5", "MLX_WORLD_SIZE": "4"}, "expected 0 to 3, found 5"),
+        ({"MLX_RANK": "x", "MLX_WORLD_SIZE": "4"}, 'expected integers, found rank "x" of "4"'),
     ],
 )
-def test_variables_that_do_not_fit_are_an_error(environ, message):
-    """A file that is not there, a rank out of range, no number."""
-    with pytest.raises(UserError, match=message):
-        read_rank_place(environ)
+def test_the_launchers_variables_say_who_this_is(tmp_path, environ, found):
+    """Alone without a launcher; an error if the variables do not fit."""
+    for name in {"MLX_HOSTFILE", "MLX_IBV_DEVICES"} & environ.keys():
+        (tmp_path / name).write_text(environ[name])
+        environ = {**environ, name: str(tmp_path / name)}
+    if isinstance(found, str):
+        with pytest.raises(UserError, match=found):
+            read_rank_place(environ)
+    else:
+        assert read_rank_place(environ) == found
 
 
 def test_ranks_of_a_host_share_its_cores():
@@ -87,9 +79,16 @@ def test_a_single_rank_exchanges_with_itself():
         raise RankError("x")
 
 
-def test_the_scoreboard_knows_who_is_gone():
-    """A slot's lock goes with its process, however that ends; its words stay."""
+@pytest.fixture
+def path():
+    """A scoreboard's file for three ranks."""
     path = Scoreboard.create(3)
+    yield path
+    Scoreboard.remove(path)
+
+
+def test_the_scoreboard_knows_who_is_gone(path):
+    """A slot's lock goes with its process, however that ends; its words stay."""
     board = Scoreboard(path, 3, 0)
     board.write(WAITING)
     code = (
@@ -102,51 +101,34 @@ def test_the_scoreboard_knows_who_is_gone():
     other.stdout.readline()
     watchdog = Watchdog("rank 0 (here)", 10, StopSignals())
     watchdog.board, watchdog.here, watchdog.names = board, [1], ["rank 0", "rank 1", "rank 2"]
-    assert not board.is_gone(1)
-    assert watchdog.gone() is None
-    assert board.pulse(1)[2] == other.pid
+    assert not board.is_gone(1) and watchdog.gone() is None and board.pulse(1)[2] == other.pid
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
-    assert board.is_gone(1)
-    assert board.is_gone(2)  # never came
+    assert board.is_gone(1) and board.is_gone(2)  # the third never came
     assert watchdog.gone() == "rank 1: no disk"
-    assert board.read(0)[:2] == (WAITING, 1)
-    assert board.read(1) == (ENDED, 0, "no disk")
-    Scoreboard.remove(path)
+    assert board.read(0)[:2] == (WAITING, 1) and board.read(1) == (ENDED, 0, "no disk")
+    board.write(ENDED, "é" * 5000)  # longer than a slot
+    assert set(board.read(0)[2][:-1]) == {"é"}
 
 
-def test_a_rank_that_waits_too_long_ends_and_names_the_missing(tmp_path):
+def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
     """The process ends by itself, with exit code 4 and a line."""
-    path = Scoreboard.create(2)
     code = (
         "import sys, time\nfrom runners.ranks.scoreboard import *\n"
         "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
-        "board = Scoreboard(sys.argv[1], 2, 0)\nboard.write(WAITING)\n"
+        "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
         "dog = Watchdog('rank 0 (a)', 0.2, StopSignals())\n"
         "dog.board, dog.here, dog.names = board, [1], ['rank 0 (a)', 'rank 1 (a)']\n"
-        "dog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
+        "board.pulse = lambda rank: (0.0, 0, 0)\ndog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
     )
-    other = Scoreboard(path, 2, 1)
+    other = Scoreboard(path, 3, 1)
     other.write(ENDED)
-    script = code.replace("dog.begins", "board.pulse = lambda rank: (0.0, 0, 0)\ndog.begins")
     done = subprocess.run(
-        [sys.executable, "-c", script, path], capture_output=True, text=True, timeout=HANGS, check=False
+        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 4
     assert "rank 0 (a) ends: no end of the rollout after" in done.stderr
     assert "waited for rank 1 (a)" in done.stderr
-    Scoreboard.remove(path)
-
-
-def test_whoever_is_hanging_does_not_speak():
-    """Where rank 0 hangs, rank 1 says so; otherwise the lowest rank that is there speaks."""
-    path = Scoreboard.create(2)
-    watchdog = Watchdog("rank 1 (here)", 10, StopSignals())
-    watchdog.board, watchdog.here, watchdog.rank = Scoreboard(path, 2, 1), [0], 1
-    watchdog.board.is_gone = lambda rank: False
-    assert not watchdog.is_reporter()
-    assert watchdog.is_reporter(hanging=[0])
-    Scoreboard.remove(path)
 
 
 def two_ranks(inner, gone=None):
@@ -223,13 +205,3 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     alive = two_ranks(Echo())
     alive.alert(said.append)("Saving after this step.")
     assert said == ["Saving after this step."]
-
-
-def test_booleans_come_back_from_a_checkpoint():
-    """Every dtype that a batch holds is known by the name that messages give it."""
-    import mlx.core as mx
-
-    from runners.training.restoring import _dtype
-
-    for dtype in (mx.bool_, mx.int32, mx.uint32, mx.float32, mx.bfloat16):
-        assert _dtype(str(dtype).removeprefix("mlx.core.")) == dtype
