@@ -9,7 +9,7 @@ from typing import Any
 from runners.config.sections import TASKS, DataConfig
 from runners.data.row_files import RawRow
 from runners.errors import UserError, did_you_mean, error_line, show
-from runners.machine import install_hints
+from runners.machine.versions import install_hint
 
 _TRAIN, _HELD_OUT = 1000, 200  # problems, if data.max_samples does not say otherwise
 _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed s is that of s + n
@@ -37,7 +37,7 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[RawR
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
         raise UserError(
-            f"data.source = {show(config.source)} needs reasoning-gym: {install_hints.extra('tasks')}"
+            f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
         ) from error
     task = config.source.removeprefix(TASKS)
     if task not in DATASETS:
