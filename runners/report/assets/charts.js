@@ -92,7 +92,7 @@ class Chart {
       },
       axes: [
         { ...axis, size: 24, gap: 4, values: (plot, ticks, at, space, step) => ticks.map((tick) => (view.axis === "update" && tick % 1 ? "" : tickText(tick, step))) },
-        { ...axis, size: 58, gap: 6, values: (plot, ticks, at, space, step) => ticks.map((tick) => tickText(tick, step)) },
+        { ...axis, size: (plot, texts) => 16 + 6.6 * Math.max(4, ...(texts ?? []).map((text) => text.length)), gap: 6, values: (plot, ticks, at, space, step) => ticks.map((tick) => tickText(tick, step)) },
       ],
       hooks: {
         setCursor: [() => this.read()],
@@ -109,6 +109,8 @@ class Chart {
     if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
     if (stacked) return [0, high * 1.08 || 1];
     if (low === high) return low === 0 ? [-0.1, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+    const least = 5e-4 * Math.abs(high + low) - (high - low); // what is nearly constant looks so
+    if (least > 0) [low, high] = [low - least / 2, high + least / 2];
     const room = (high - low) * 0.08;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }

@@ -133,8 +133,9 @@ async function follow(run) {
       set(run.facts.state === "running" ? "live" : "", "on");
       document.documentElement.dataset.updates = String(run.last("update") ?? 0);
     } catch {
-      set("the server does not answer; trying again", "off");
-      if (run.facts.state === "running") byId("state").replaceChildren(badge("unknown"));
+      const runs = run.facts.state === "running";
+      set(runs ? "the server does not answer; trying again" : "", "off");
+      if (runs) byId("state").replaceChildren(badge("unknown"));
       run.facts.seen = "";
     }
     await new Promise((resolve) => setTimeout(resolve, 1000));
