@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
@@ -13,11 +13,18 @@ from runners.config.sections import judge_of
 from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 
-JUDGE_METRICS = (
-    *("requests", "cached", "failed", "latency", "slowest"),
-    *("tokens_in", "tokens_out", "cost", "total_cost"),
-)
-"""What a judge logs, as `judge/NAME/…`."""
+JUDGE_METRICS: dict[str, Callable[[Sequence[float]], float]] = {
+    "requests": sum,  # sent requests, counting each try
+    "cached": sum,  # completions whose answer was known: from the cache, or from an equal completion
+    "failed": sum,  # completions without a verdict
+    "latency": lambda values: sum(values) / len(values),  # seconds of an answered request
+    "slowest": max,  # seconds
+    "tokens_in": sum,
+    "tokens_out": sum,
+    "cost": sum,
+    "total_cost": max,  # of this process
+}
+"""What a judge logs, as `judge/NAME/…`, and how an update combines its batch steps."""
 
 _FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
 _CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+(\d{1,9}))?\s*")

@@ -3,8 +3,7 @@
 May import models, tokenization, config, machine and files; not rewards, which call judges.
 """
 
-from runners.judges.base import Judge
+from runners.judges.base import Judge, combined
 from runners.judges.judge import EndpointJudge, Exchange, build_judge
-from runners.judges.metrics import combined
 
 __all__ = ["EndpointJudge", "Exchange", "Judge", "build_judge", "combined"]

@@ -1,9 +1,11 @@
-"""What every judge is, besides a function that is called like a reward."""
+"""What every judge is, besides a function that is called like a reward; and its numbers in the log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from runners.config.conditions import JUDGE_METRICS
 
 
 class Judge:
@@ -19,3 +21,18 @@ class Judge:
     def take_notices(self) -> list[str]:
         """Lines on faults besides the verdicts, each once."""
         return []
+
+
+_GROUP = "judge"
+
+
+def metric_name(judge: str, part: str) -> str:
+    """The name in the log."""
+    return f"{_GROUP}/{judge}/{part}"
+
+
+def combined(name: str, values: Sequence[float]) -> float | None:
+    """One number for an update from those of its batch steps; None if the name is not a judge's."""
+    group, _, rest = name.partition("/")
+    rule = JUDGE_METRICS.get(rest.rpartition("/")[2]) if group == _GROUP and "/" in rest else None
+    return None if rule is None or not values else float(rule(values))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.config.judge_checks import is_local
+from runners.config.sections import JudgeConfig
 from runners.errors import Failure, UserError, error_line, one_line, show
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 1 << 20  # bytes of an answer
 _MOST_TOKENS = 1 << 53  # of an answer
-_NO_ANSWER = 0  # in place of a status: no connection, or no answer in time
-_PASSING = {_NO_ANSWER, 408, 409, 425, 429, 500, 502, 503, 504, 529}  # another try may succeed
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # another try may succeed
 _HOPELESS = {401, 403, 404, 405}  # the same for every request
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds before another try
 _PROBE_TIME = 10.0  # seconds
@@ -38,6 +38,16 @@ class Reply:
     seconds: float  # of the try that was answered
 
 
+@attrs.frozen
+class _Fault:
+    """Why a try has no reply."""
+
+    failure: Failure
+    passing: bool = False  # another try may succeed
+    hopeless: bool = False  # every other request fails as well
+    wait: float = 0.0  # seconds that the server asks to wait
+
+
 @attrs.define
 class _Batch:
     """The requests of a batch step so far."""
@@ -49,36 +59,31 @@ class _Batch:
 
 @attrs.frozen
 class Endpoint:
-    """The address of an API, and its time limits and retries."""
+    """The API of a judge."""
 
-    url: str  # without /chat/completions
-    variable: str  # the variable of the key; "" for none
-    key: str = attrs.field(repr=False)
-    concurrency: int
-    timeout: float  # seconds a try
-    batch_timeout: float  # seconds of all together; 0: none
-    retries: int
+    settings: JudgeConfig
+    key: str = attrs.field(repr=False, default="")
 
     def check(self, name: str) -> None:
         """Raises UserError if the server does not answer, or if the key is missing or refused; `name` is the
         judge's."""
         import httpx2
 
-        if self.variable and not self.key:
+        variable = self.settings.api_key_env
+        if variable and not self.key:
             raise UserError(
-                f"judge.{name}.api_key_env: environment variable {self.variable} is not set; it must hold "
-                "the API key"
+                f"judge.{name}.api_key_env: environment variable {variable} is not set; it must hold the "
+                "API key"
             )
         try:
-            with httpx2.Client(trust_env=not is_local(self.url), timeout=_PROBE_TIME) as client:
-                status = client.get(f"{self._base}/models", headers=self._headers).status_code
+            with httpx2.Client(trust_env=not is_local(self._url), timeout=_PROBE_TIME) as client:
+                status = client.get(f"{self._url}/models", headers=self._headers).status_code
         except httpx2.HTTPError as error:
             line = self._safe(error_line(error))
-            raise UserError(f"judge.{name}.url: {self._base} does not answer: {line}") from None
+            raise UserError(f"judge.{name}.url: {self._url} does not answer: {line}") from None
         if status in (401, 403):
-            refused = f"the key in ${self.variable} is refused"
-            key = refused if self.variable else "it expects a key (api_key_env)"
-            raise UserError(f"judge.{name}: {self._base} answers HTTP {status}: {key}")
+            refused = f"the key in ${variable} is refused" if variable else "it expects a key (api_key_env)"
+            raise UserError(f"judge.{name}: {self._url} answers HTTP {status}: {refused}")
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[Reply | Failure], int]:
         """The reply to each request body, or why there is none; and how many requests were sent.
@@ -91,12 +96,11 @@ class Endpoint:
 
         if not bodies:
             return [], 0
-        batch, room = _Batch(), asyncio.Semaphore(self.concurrency)
+        batch, room = _Batch(), asyncio.Semaphore(self.settings.concurrency)
+        limits = httpx2.Limits(max_connections=self.settings.concurrency)
+        proxies = not is_local(self._url)
         async with httpx2.AsyncClient(
-            limits=httpx2.Limits(max_connections=self.concurrency),
-            trust_env=not is_local(self.url),
-            timeout=self.timeout,
-            headers=self._headers,
+            limits=limits, trust_env=proxies, timeout=None, headers=self._headers
         ) as client:
 
             async def one(body: Mapping[str, Any]) -> Reply | Failure:
@@ -104,61 +108,54 @@ class Endpoint:
                     return batch.given_up or await self._patiently(client, body, batch)
 
             tasks = [asyncio.create_task(one(body)) for body in bodies]
-            _, late = await asyncio.wait(tasks, timeout=self.batch_timeout or None)
+            _, late = await asyncio.wait(tasks, timeout=self.settings.batch_timeout or None)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        over = Failure(f"got no answer within the {self.batch_timeout:g} s of a batch step")
+        over = Failure(f"got no answer within the {self.settings.batch_timeout:g} s of a batch step")
         return [over if task in late else task.result() for task in tasks], batch.sent
 
     async def _patiently(
         self, client: AsyncClient, body: Mapping[str, Any], batch: _Batch
     ) -> Reply | Failure:
         """One request with its retries."""
-        for number in range(self.retries + 1):
+        for number in range(self.settings.retries + 1):
             batch.sent += 1
-            found, status, wait = await self._once(client, body)
+            found = await self._once(client, body)
             if isinstance(found, Reply):
                 batch.failed_in_a_row = 0
                 return found
-            if status not in _PASSING or number == self.retries or batch.given_up:
+            if not found.passing or number == self.settings.retries or batch.given_up:
                 break
             pause = min(_FIRST_WAIT * 2**number, _LONGEST_WAIT) * random.uniform(0.5, 1)
-            await asyncio.sleep(max(wait, pause))
+            await asyncio.sleep(max(found.wait, pause))
         batch.failed_in_a_row += 1
-        if status in _HOPELESS or batch.failed_in_a_row >= self.concurrency:
-            batch.given_up = found
-        return found
+        if found.hopeless or batch.failed_in_a_row >= self.settings.concurrency:
+            batch.given_up = found.failure
+        return found.failure
 
-    async def _once(self, client: AsyncClient, body: Mapping[str, Any]) -> tuple[Reply | Failure, int, float]:
-        """What came of one try, its HTTP status, and the seconds that the server asks to wait."""
+    async def _once(self, client: AsyncClient, body: Mapping[str, Any]) -> Reply | _Fault:
+        """One try."""
         import httpx2
 
-        started, content = time.perf_counter(), b""
+        started, limit, content = time.perf_counter(), self.settings.timeout, b""
         try:
             async with (
-                asyncio.timeout(self.timeout),
-                client.stream("POST", f"{self._base}/chat/completions", json=dict(body)) as response,
+                asyncio.timeout(limit),
+                client.stream("POST", f"{self._url}/chat/completions", json=dict(body)) as response,
             ):
                 async for part in response.aiter_bytes():
                     content += part
                     if len(content) > _LARGEST:
-                        return (
-                            Failure(f"got an answer of more than {_LARGEST:,} bytes"),
-                            response.status_code,
-                            0,
-                        )
-        except (TimeoutError, httpx2.TimeoutException):
-            return Failure(f"got no answer in {self.timeout:g} s"), _NO_ANSWER, 0
+                        return _Fault(Failure(f"got an answer of more than {_LARGEST:,} bytes"))
+        except TimeoutError:
+            return _Fault(Failure(f"got no answer in {limit:g} s"), passing=True)
         except httpx2.HTTPError as error:
             line = self._safe(error_line(error))
-            return Failure(f"got no answer from {self._base}: {line}"), _NO_ANSWER, 0
+            return _Fault(Failure(f"got no answer from {self._url}: {line}"), passing=True)
         status = response.status_code
         if status == 200:
-            return _reply(content, time.perf_counter() - started), status, 0
-        return self._refused(status, content), status, _seconds(response.headers.get("retry-after", ""))
-
-    def _refused(self, status: int, content: bytes) -> Failure:
+            return _reply(content, time.perf_counter() - started)
         text = content.decode("utf-8", "replace")
         try:
             error = json.loads(text)["error"]
@@ -166,11 +163,16 @@ class Endpoint:
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not an error in OpenAI's form: the text itself is shown
         shown = show(self._safe(" ".join(str(text).split())))
-        return Failure(f"got HTTP {status} from {self._base}: {shown}")
+        return _Fault(
+            Failure(f"got HTTP {status} from {self._url}: {shown}"),
+            passing=status in _PASSING,
+            hopeless=status in _HOPELESS,
+            wait=_seconds(response.headers.get("retry-after", "")),
+        )
 
     @property
-    def _base(self) -> str:
-        return self.url.rstrip("/")
+    def _url(self) -> str:
+        return self.settings.url.rstrip("/")
 
     @property
     def _headers(self) -> dict[str, str]:
@@ -178,7 +180,7 @@ class Endpoint:
 
     def _safe(self, text: str) -> str:
         """A text of the server or the client without the key."""
-        hidden = text.replace(self.key, f"${self.variable}") if self.key else text
+        hidden = text.replace(self.key, f"${self.settings.api_key_env}") if self.key else text
         return one_line(hidden, {})
 
 
@@ -201,7 +203,7 @@ def _seconds(retry_after: str) -> float:
         return 0.0
 
 
-def _reply(content: bytes, seconds: float) -> Reply | Failure:
+def _reply(content: bytes, seconds: float) -> Reply | _Fault:
     try:
         answer = json.loads(content)
         choice = answer["choices"][0]
@@ -212,10 +214,9 @@ def _reply(content: bytes, seconds: float) -> Reply | Failure:
         if max(tokens) > _MOST_TOKENS:
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-        return Failure(
-            "got an answer that is not of the API's form", show(content[:200].decode("utf-8", "replace"))
-        )
+        shown = show(content[:200].decode("utf-8", "replace"))
+        return _Fault(Failure("got an answer that is not of the API's form", shown))
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
-        return Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}")
+        return _Fault(Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}"))
     return Reply(text, tokens[0], tokens[1], seconds)

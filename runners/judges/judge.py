@@ -13,9 +13,8 @@ import attrs
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure
 from runners.judges.answer_cache import AnswerCache, question_digest
-from runners.judges.base import Judge
+from runners.judges.base import Judge, metric_name
 from runners.judges.endpoint import Endpoint, Reply, take_key
-from runners.judges.metrics import metric_name
 from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import presentation_order, read_ranking, read_score
 
@@ -39,7 +38,7 @@ class _Question:
     rows: tuple[int, ...]  # completions that the answer is about
     body: dict[str, Any]  # of the request
     digest: str
-    read: Callable[[str], list[Verdict]]  # an answer's verdict on each of the rows
+    read: Callable[[str], Sequence[Verdict]]  # an answer's verdict on each of the rows
 
 
 @attrs.define(eq=False, slots=False)
@@ -59,8 +58,7 @@ class EndpointJudge(Judge):
 
     def __attrs_post_init__(self) -> None:
         self.grouped = self.settings.kind == "ranking"
-        columns = judge_columns(self.settings)
-        names = ["completions", "prompts", "log_metric", *columns]
+        names = ["completions", "prompts", "log_metric", *judge_columns(self.settings)]
         kind = inspect.Parameter.KEYWORD_ONLY
         # The scorer passes the arguments in a reward's signature, and refuses a run without such a column.
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -79,35 +77,39 @@ class EndpointJudge(Judge):
         verdicts: list[Verdict] = [_SAME] * len(texts)
         questions = self._questions(texts, prompts, columns, group_size)
         first = {question.digest: question for question in reversed(questions)}
-        answers: dict[str, str] = {} if self.cache is None else self.cache.find(first)
-        missing = [digest for digest in first if digest not in answers]
+        known = {} if self.cache is None else self.cache.find(first)
+        missing = [digest for digest in first if digest not in known]
         replies, sent = await self.endpoint.ask([first[digest].body for digest in missing])
-        found = dict(zip(missing, replies, strict=True))
-        answers |= {digest: reply.text for digest, reply in found.items() if isinstance(reply, Reply)}
+        answers: dict[str, str | Failure] = {**known}
+        answers |= {
+            digest: reply.text if isinstance(reply, Reply) else reply
+            for digest, reply in zip(missing, replies, strict=True)
+        }
         usable: dict[str, str] = {}
         for question in questions:
-            answer, reply = answers.get(question.digest), found.get(question.digest)
-            if isinstance(reply, Failure):
-                ruled: list[Verdict] = [reply] * len(question.rows)
+            answer = answers[question.digest]
+            if isinstance(answer, Failure):
+                ruled: Sequence[Verdict] = [answer] * len(question.rows)
             else:
-                ruled = question.read(answers[question.digest])
-                if reply is not None and not any(isinstance(each, Failure) for each in ruled):
-                    usable[question.digest] = reply.text
+                ruled = question.read(answer)
+                if question.digest not in known and not any(isinstance(each, Failure) for each in ruled):
+                    usable[question.digest] = answer
             for row, verdict in zip(question.rows, ruled, strict=True):
                 verdicts[row] = verdict
             if self.exchanges is not None:
+                shown = None if isinstance(answer, Failure) else answer
                 messages = tuple(question.body["messages"])
-                self.exchanges.append(Exchange(question.rows, messages, answer, tuple(ruled)))
+                self.exchanges.append(Exchange(question.rows, messages, shown, tuple(ruled)))
         if self.cache is not None:
             self.cache.keep(usable)
         asked = sum(len(question.rows) for question in questions)
-        self._log(
-            log_metric,
-            sent=sent,
-            cached=asked - sum(len(first[digest].rows) for digest in missing),
-            failed=sum(isinstance(verdict, Failure) for verdict in verdicts),
-            replies=[reply for reply in replies if isinstance(reply, Reply)],
-        )
+        counts = {
+            "requests": sent,
+            "cached": asked - sum(len(first[digest].rows) for digest in missing),
+            "failed": sum(isinstance(verdict, Failure) for verdict in verdicts),
+        }
+        for part, value in {**counts, **self._numbers(replies)}.items():
+            log_metric(metric_name(self.name, part), value)
         return verdicts
 
     def check(self) -> None:
@@ -128,51 +130,49 @@ class EndpointJudge(Judge):
         columns: Mapping[str, Sequence[Any]],
         group_size: int,
     ) -> list[_Question]:
+        settings = self.settings
         questions, size = [], group_size if self.grouped else 1
         for start in range(0, len(texts), size):
-            rows = tuple(range(start, start + size))
-            group = [texts[row] for row in rows]
+            shown, group = texts[start : start + size], texts[start : start + size]
             values = {name: entries[start] for name, entries in columns.items()}
             if self.grouped:
-                shown = presentation_order(group, self.settings.criteria)
+                shown = presentation_order(group, settings.criteria)
                 if len(shown) == 1:
                     continue
                 read = _ranks_reader([shown.index(text) for text in group], len(shown))
             else:
-                shown, read = group, self._read_score
-            body = self._body(messages_for(self.settings, prompts[start], shown, values))
-            questions.append(_Question(rows, body, question_digest(self.endpoint.url, body), read))
+                read = self._read_score
+            messages = messages_for(settings, prompts[start], shown, values)
+            body = {
+                "messages": messages,
+                "temperature": settings.temperature,
+                "max_tokens": settings.max_tokens,
+                "model": settings.model or None,
+                **(json.loads(settings.extra) if settings.extra else {}),
+            }
+            # null in `extra` removes a key, for a server that refuses it.
+            body = {name: value for name, value in body.items() if value is not None}
+            rows = tuple(range(start, start + size))
+            questions.append(_Question(rows, body, question_digest(settings.url, body), read))
         return questions
-
-    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        settings = self.settings
-        body = {"messages": messages, "temperature": settings.temperature, "max_tokens": settings.max_tokens}
-        if settings.model:
-            body["model"] = settings.model
-        body |= json.loads(settings.extra) if settings.extra else {}
-        # null in `extra` removes a key, for a server that refuses it.
-        return {name: value for name, value in body.items() if value is not None}
 
     def _read_score(self, answer: str) -> list[Verdict]:
         return [read_score(answer, self.settings.scale, self.settings.pattern)]
 
-    def _log(
-        self, log_metric: LogMetric, *, sent: int, cached: int, failed: int, replies: Sequence[Reply]
-    ) -> None:
-        numbers: dict[str, float] = {"requests": sent, "cached": cached, "failed": failed}
+    def _numbers(self, found: Sequence[Reply | Failure]) -> dict[str, float]:
+        """Seconds, tokens and cost of the replies."""
+        replies = [reply for reply in found if isinstance(reply, Reply)]
+        tokens = [sum(reply.tokens_in for reply in replies), sum(reply.tokens_out for reply in replies)]
+        numbers: dict[str, float] = {"tokens_in": tokens[0], "tokens_out": tokens[1]}
         if replies:
             seconds = [reply.seconds for reply in replies]
             numbers |= {"latency": math.fsum(seconds) / len(seconds), "slowest": max(seconds)}
-        tokens_in, tokens_out = (
-            sum(getattr(r, name) for r in replies) for name in ("tokens_in", "tokens_out")
-        )
-        numbers |= {"tokens_in": tokens_in, "tokens_out": tokens_out}
-        if self.settings.price_in or self.settings.price_out:
-            cost = (tokens_in * self.settings.price_in + tokens_out * self.settings.price_out) / 1e6
+        prices = self.settings.price_in, self.settings.price_out
+        if any(prices):
+            cost = (tokens[0] * prices[0] + tokens[1] * prices[1]) / 1e6
             self.total_cost += cost
             numbers |= {"cost": cost, "total_cost": self.total_cost}
-        for part, value in numbers.items():
-            log_metric(metric_name(self.name, part), value)
+        return numbers
 
 
 def _ranks_reader(places: Sequence[int], size: int) -> Callable[[str], list[Verdict]]:
@@ -191,13 +191,5 @@ def build_judge(name: str, settings: JudgeConfig) -> Judge:
         from runners.judges.classifier import ClassifierJudge
 
         return ClassifierJudge(name, settings)
-    endpoint = Endpoint(
-        url=settings.url,
-        variable=settings.api_key_env,
-        key=take_key(settings.api_key_env) if settings.api_key_env else "",
-        concurrency=settings.concurrency,
-        timeout=settings.timeout,
-        batch_timeout=settings.batch_timeout,
-        retries=settings.retries,
-    )
+    endpoint = Endpoint(settings, take_key(settings.api_key_env) if settings.api_key_env else "")
     return EndpointJudge(name, settings, endpoint, AnswerCache() if settings.cache else None)
