@@ -23,8 +23,7 @@ from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
 from runners.environments.own_code import loading
 from runners.environments.regrouping import regrouped
-from runners.environments.tool_calls import CallReader
-from runners.environments.tools import Tool
+from runners.environments.tool_calls import CallReader, Tool
 from runners.errors import UserError, error_line
 from runners.rewards.calls import GET_REWARD
 from runners.rewards.finished_episodes import FinishedEpisodes

@@ -13,8 +13,7 @@ from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.instances import failure
-from runners.environments.tool_calls import CallReader, ToolCall
-from runners.environments.tools import Tool
+from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
 from runners.user_code.calls import Calls

@@ -11,27 +11,32 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.config.user_functions import resolve_function
-from runners.environments.tools import (
-    check_environment,
-    check_reset,
-    resolve_tools,
-    tool_methods,
-    tool_schema,
-)
-from runners.errors import UserError, error_line
+from runners.config.user_functions import public_functions, resolve_function
+from runners.errors import UserError, error_line, show
 from runners.rewards.calls import GET_REWARD
 
+_NOT_TOOLS = ("reset", GET_REWARD)
 _LONGEST_ERROR = 400  # characters of an error that a model is shown
 
 Store = dict[Any, Any]
+Functions = dict[str, Callable[..., Any]]
 Result = tuple[str, str, bool, bool]  # of a call: the tool, its text, whether it failed, whether it is cut
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:
-    """Imports the class and the functions of [env]. Raises UserError if one cannot be found."""
-    dirs = [Path(folder) for folder in folders]
-    store["tools"], store["factory"] = resolve_tools(tools, dirs), None
+    """Imports the class and the functions of [env]. Raises UserError if one cannot be found, and for two
+    functions of one name."""
+    dirs = tuple(map(Path, folders))
+    store["tools"], store["factory"] = {}, None
+    for text in tools:
+        if text.endswith(".py"):
+            functions = public_functions(text, dirs, key="env.tools")
+        else:
+            function = resolve_function(text, dirs, key="env.tools")
+            functions = {getattr(function, "__name__", text.rpartition(":")[2]): function}
+        for name in functions.keys() & store["tools"].keys():
+            raise UserError(f"env.tools {show(text)}: there is a tool {name} already; rename one of them")
+        store["tools"] |= functions
     if factory:
         store["factory"] = resolve_function(factory, dirs, key="env.factory", takes=(), classes=True)
     store["reward", GET_REWARD] = get_rewards
@@ -43,27 +48,31 @@ def prepare(store: Store) -> None:
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env], and the name of the class if it has a reward.
+    """The tools of [env] (name, schema, whether it is a coroutine function), and the class's name if it has a
+    reward.
 
     With a factory an environment is made. Raises UserError for tools that cannot be described to a model, and
     for what is no environment.
     """
-    methods: dict[str, Callable[..., Any]] = {}
+    methods: Functions = {}
     reward = None
     if store["factory"] is not None:
         try:
             environment = _made(store, number)
         except (Exception, SystemExit) as error:
             raise UserError(f"{key} cannot be made: {error_line(error)}") from error
-        check_environment(environment, key)
-        methods = tool_methods(environment)
-        twice = sorted(methods.keys() & store["tools"].keys())
-        if twice:
+        name = type(environment).__name__
+        if not callable(getattr(type(environment), "reset", None)):
+            raise UserError(
+                f"{key}: {name} has no method reset(self, **row); expected a class with one, and with public "
+                "methods as its tools"
+            )
+        methods = _methods(environment)
+        if twice := sorted(methods.keys() & store["tools"].keys()):
             raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
-        if callable(getattr(environment, GET_REWARD, None)):
-            reward = type(environment).__name__
+        reward = name if callable(getattr(environment, GET_REWARD, None)) else None
     tools = [
-        (name, tool_schema(function, name, of), inspect.iscoroutinefunction(function))
+        (name, _schema(function, name, of), inspect.iscoroutinefunction(function))
         for of, functions in (("env.tools", store["tools"]), (key, methods))
         for name, function in functions.items()
     ]
@@ -71,8 +80,18 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
-    """Raises UserError if the environment's `reset` does not take these columns."""
-    check_reset(_made(store, number), columns, key)
+    """Raises UserError if the environment's `reset` does not take these columns, which it gets by name."""
+    try:
+        signature = inspect.signature(_made(store, number).reset)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**dict.fromkeys(columns))
+    except TypeError as error:
+        raise UserError(
+            f"{key}: its signature is reset{signature}, and it is called with the data's columns "
+            f"{', '.join(columns)}: {error}; expected reset(self, **row), or these names"
+        ) from error
 
 
 def get_rewards(environments: Sequence[Any]) -> Any:
@@ -90,10 +109,10 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
     """Begins an episode in environment `number`, which is made if it is missing; what it says, as a text."""
     found = _made(store, number).reset(**columns)
 
-    async def text() -> str:
-        return _observation_text(await found)
+    async def wait() -> str:
+        return _observation(await found)
 
-    return text() if inspect.isawaitable(found) else _observation_text(found)
+    return wait() if inspect.isawaitable(found) else _observation(found)
 
 
 def call(
@@ -103,23 +122,35 @@ def call(
 
     Each is a name and its arguments, or a name and, as a text, why it cannot be made.
     """
-    functions = [_function(store, number, name) for name, _ in calls]
+    environment = store.get("environments", {}).get(number)
+    functions = {**store["tools"], **({} if environment is None else _methods(environment))}
+
+    def begun(name: str, arguments: Any) -> Any:
+        """The result of a call, its failure, or what is to be awaited."""
+        if isinstance(arguments, str):
+            return failure(name or "tool", arguments)
+        if name not in functions:
+            return failure(name, "the environment is gone: its process was ended")
+        try:
+            found = functions[name](**arguments)
+            awaited = inspect.iscoroutinefunction(functions[name])
+            return found if awaited else _shown(name, found, characters)
+        except (Exception, SystemExit) as error:
+            return failure(name, _error_text(error))
 
     async def together() -> list[Result]:
-        found = []
-        for function, (name, arguments) in zip(functions, calls, strict=True):
-            if not inspect.iscoroutinefunction(function) or isinstance(arguments, str):
-                found.append(_done(function, (name, arguments), characters))
-                continue
+        results = []
+        for name, arguments in calls:
+            found = begun(name, arguments)
             try:
-                found.append(_shown(name, await function(**arguments), characters))
+                results.append(_shown(name, await found, characters) if inspect.isawaitable(found) else found)
             except (Exception, SystemExit) as error:
-                found.append(failure(name, _error_text(error)))
-        return found
+                results.append(failure(name, _error_text(error)))
+        return results
 
-    if any(map(inspect.iscoroutinefunction, functions)):
+    if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
         return together()
-    return [_done(*each, characters) for each in zip(functions, calls, strict=True)]
+    return [begun(*each) for each in calls]
 
 
 def drop(store: Store, numbers: Sequence[int]) -> None:
@@ -140,22 +171,28 @@ def _made(store: Store, number: int) -> Any:
     return known[number]
 
 
-def _function(store: Store, number: int | None, name: str) -> Callable[..., Any] | None:
-    environment = store.get("environments", {}).get(number)
-    methods = {} if environment is None else tool_methods(environment)
-    return {**store["tools"], **methods}.get(name)
+def _methods(environment: Any) -> Functions:
+    """The public methods of an environment that are tools, bound, by name. They are looked up in the class:
+    properties of the instance are not evaluated."""
+    names = [name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)]
+    return {
+        name: getattr(environment, name)
+        for name in names
+        if not name.startswith("_") and name not in _NOT_TOOLS
+    }
 
 
-def _done(function: Callable[..., Any] | None, each: tuple[str, Any], characters: int) -> Result:
-    name, arguments = each
-    if isinstance(arguments, str):
-        return failure(name or "tool", arguments)
-    if function is None:
-        return failure(name, "the environment is gone: its process was ended")
+def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]:
+    """The schema of a function or bound method, from its type hints and docstring."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
     try:
-        return _shown(name, function(**arguments), characters)
-    except (Exception, SystemExit) as error:
-        return failure(name, _error_text(error))
+        return get_json_schema(function)
+    except Exception as error:
+        raise UserError(
+            f"{key}: the tool {name} cannot be described to a model: {error_line(error)}; expected type "
+            "hints for all arguments and a docstring with an Args section"
+        ) from error
 
 
 def _shown(name: str, value: Any, characters: int) -> Result:
@@ -167,11 +204,11 @@ def _shown(name: str, value: Any, characters: int) -> Result:
     return name, text, False, len(text) > characters
 
 
-def _observation_text(observation: Any) -> str:
+def _observation(value: Any) -> str:
     """What `reset` returned, as the text that is appended to the prompt."""
-    if isinstance(observation, list):
-        return "".join(str(x.get("text", "")) for x in observation if isinstance(x, Mapping))
-    return "" if observation is None else str(observation)
+    if isinstance(value, list):
+        return "".join(str(x.get("text", "")) for x in value if isinstance(x, Mapping))
+    return "" if value is None else str(value)
 
 
 def _error_text(error: BaseException) -> str:

@@ -15,6 +15,15 @@ MAX_CALLS = 64  # of one turn: a policy's text has no other limit
 
 
 @attrs.frozen(eq=False)
+class Tool:
+    """One tool: its name, its schema for chat templates, and whether it is a coroutine function."""
+
+    name: str
+    schema: dict[str, Any]
+    is_async: bool
+
+
+@attrs.frozen(eq=False)
 class ToolCall:
     """One call, or its fault."""
 
