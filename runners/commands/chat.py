@@ -63,14 +63,12 @@ def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) 
     """A new conversation with the resolved options, and with tools if there are any."""
     from runners.inference.conversation import Conversation
     from runners.inference.text_generation import generation_key
-    from runners.inference.tool_conversation import ToolConversation
 
     how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
-    how["key"] = generation_key(values["seed"])
-    environments, sampling = open_tools(name, model, values), sampling_of(values, model)
-    if environments is None:
-        return Conversation(model, sampling, **how)
-    return ToolConversation(model, sampling, environments, columns=row_of(values), **how)
+    how |= {"key": generation_key(values["seed"]), "columns": row_of(values)}
+    return Conversation(
+        model, sampling_of(values, model), environments=open_tools(name, model, values), **how
+    )
 
 
 def show_reply(pieces: Iterable[str | Event]) -> None:

@@ -193,7 +193,6 @@ def _rows(
         rows=batch,
         environments=environments,
         should_stop=should_stop,
-        keep_partial=True,
     )
     for done in found:
         speed.add(done)

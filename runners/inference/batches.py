@@ -47,7 +47,6 @@ def sample_batches(
     environments: Environments | None = None,
     vision: VisionPart | None = None,
     should_stop: ShouldStop = never,
-    keep_partial: bool = False,
 ) -> Iterator[Batch]:
     """Completions of all examples, in order. They do not depend on how many are sampled at a time.
 
@@ -58,37 +57,29 @@ def sample_batches(
         rows: completions at a time; 0: 256.
         environments: they answer turns; None: each completion is one turn.
         vision: for prompts with images.
-        should_stop: ends the sampling, which raises Cancelled.
-        keep_partial: if `should_stop` ends it, give the present batch as it is instead, and no other.
+        should_stop: ends the present batch, which is given as it is, and no other follows.
     """
-    size = sampling.num_generations
-    together = max((rows or DEFAULT_ROWS) // size, 1)
-    sampler = _KeepsPartial(engine) if keep_partial else engine
+    together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
+    sampler, how = _KeepsPartial(engine), {"key": key, "should_stop": should_stop}
     for start in range(0, len(examples), together):
         began, part = time.perf_counter(), examples[start : start + together]
         numbers, played = range(start, start + len(part)), None
         if environments is None:
-            requests = requests_of(part, numbers, vision)
-            rollout = sampler.generate(requests, sampling, key=key, should_stop=should_stop)
-        else:
-            rollout, played = environments.play(
-                sampler, part, sampling, key=key, numbers=numbers, should_stop=should_stop
-            )
-        cut = isinstance(sampler, _KeepsPartial) and sampler.cut
-        sampled = rollout.completions() if played is None else played.sampled
-        if played is None:
+            rollout = sampler.generate(requests_of(part, numbers, vision), sampling, **how)
+            sampled = rollout.completions()
             texts = [nudge + decoder.decode(tokens) for tokens in sampled]
         else:
-            texts = [answer_text(messages) for messages in played.messages]
-        limit = sampling.max_new_tokens
+            rollout, played = environments.play(sampler, part, sampling, numbers=numbers, **how)
+            sampled, texts = played.sampled, [answer_text(messages) for messages in played.messages]
         finish = []
         for finished, length in zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True):
             # A conversation that is cut may have ended a turn, not itself.
-            whole = finished and not (cut and played is not None)
-            finish.append(STOP if whole else INTERRUPTED if cut and length < limit else LENGTH)
+            whole = finished and not (sampler.cut and played is not None)
+            cut = sampler.cut and length < sampling.max_new_tokens
+            finish.append(STOP if whole else INTERRUPTED if cut else LENGTH)
         spent = time.perf_counter() - began
         yield Batch(part, rollout, texts, list(map(len, sampled)), finish, spent, played)
-        if cut:
+        if sampler.cut:
             return
 
 

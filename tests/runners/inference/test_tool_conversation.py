@@ -11,10 +11,9 @@ import grpo_fn as g
 from runners import cli
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.inference.batches import sample_batches
-from runners.inference.conversation import Event
+from runners.inference.conversation import Conversation, Event
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import generation_key
-from runners.inference.tool_conversation import ToolConversation
 from runners.inference.tool_options import build_tools, env_of
 from runners.machine.startup import Platform
 from runners.quickstart import MODEL_DIR
@@ -194,9 +193,7 @@ def open_here(name, sampling=None, stop=(), **options):
     environments = build_tools(model, env, folders, nudge="", template_kwargs={})
     find_stop = model.decoder.find_stop(stop)
     sampling = attrs.evolve(sampling or g.Sampling(), eos_ids=model.eos_ids, find_stop=find_stop)
-    return ToolConversation(
-        model, sampling, environments, key=generation_key(3), columns={}, template_kwargs={}
-    )
+    return Conversation(model, sampling, key=generation_key(3), environments=environments)
 
 
 def test_a_stream_is_the_first_of_a_batch(grpo, monkeypatch):
