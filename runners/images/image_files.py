@@ -106,7 +106,7 @@ def image_fault(value: Any, folder: Path | None) -> str:
 
 def image_size(file: ImageFile) -> tuple[int, int]:
     """Rows and columns of pixels, upright, from the file's header. UserError if it is not an image."""
-    with _opened(file) as image, _reading(file):
+    with _opened(file) as image:
         columns, rows = image.size
         turned = _has_head_exif(image) and image.getexif().get(_ORIENTATION) in _TURNED
     return (columns, rows) if turned else (rows, columns)
@@ -116,7 +116,7 @@ def read_image(file: ImageFile) -> Image:
     """The pixels in RGB, upright. UserError if the file is not an image."""
     from PIL import ImageOps
 
-    with _opened(file) as image, _reading(file):
+    with _opened(file) as image:
         upright = ImageOps.exif_transpose(image) if _has_head_exif(image) else image
         return upright.convert("RGB")
 
@@ -127,30 +127,21 @@ def _has_head_exif(image: Image) -> bool:
 
 
 @contextmanager
-def _reading(file: ImageFile) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error) as error:  # SyntaxError: a broken PNG
-        raise _unreadable(file, error) from error
-
-
-def _opened(file: ImageFile) -> Image:
+def _opened(file: ImageFile) -> Iterator[Image]:
+    """The image of a file, of a known format and size. UserError for any fault within the block."""
     from PIL import Image
 
     source: Any = file.path if file.data is None else io.BytesIO(file.data)
-    with _reading(file), warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        try:
-            image = Image.open(source, formats=FORMATS)
-        except Image.DecompressionBombError as error:
-            raise _unreadable(file, error) from error
-    if image.width * image.height > MAX_PIXELS:
-        found = f"{image.width:,} × {image.height:,}"
-        image.close()
-        raise UserError(f"{file.path or file.name}: expected {MAX_PIXELS:,} pixels at most, found {found}")
-    return image
-
-
-def _unreadable(file: ImageFile, error: BaseException) -> UserError:
     where = file.name if file.path is None else file.path
-    return UserError(f"{where}: cannot be read as an image ({first_line(error)})")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(source, formats=FORMATS)
+        with image:
+            if image.width * image.height > MAX_PIXELS:
+                found = f"{image.width:,} × {image.height:,}"
+                raise UserError(f"{where}: expected {MAX_PIXELS:,} pixels at most, found {found}")
+            yield image
+    # A broken PNG raises SyntaxError.
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+        raise UserError(f"{where}: cannot be read as an image ({first_line(error)})") from error

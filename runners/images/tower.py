@@ -96,46 +96,27 @@ def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: i
         dtype: the model's compute dtype.
         max_pixels: images are scaled down to it; 0: the processor's own bound.
 
-    Raises UserError as `load_vision_part` does, and for positions that do not fit the module.
+    Raises UserError as `load_processor` does, for positions that do not fit the module, and for weights that
+    are missing or do not fit the tower.
     """
-    stated = read_json(path / "config.json")
-    try:
-        use_multimodal_rope(module, mrope_sections(stated, path))
-    except ValueError as error:
-        raise UserError(f"{path}: its images cannot be placed: {error}") from error
-    return load_vision_part(path, stated, dtype, max_pixels=max_pixels)
-
-
-def load_vision_part(
-    path: Path, config: Mapping[str, Any], dtype: mx.Dtype, *, max_pixels: int = 0
-) -> VisionPart:
-    """The vision part of a model folder, whose config.json is `config`, in the dtype it computes in.
-
-    Raises UserError as `load_processor` does, and for weights that are missing or do not fit.
-    """
+    config = read_json(path / "config.json")
     kind = check_family(config, path)
-    processor = load_processor(path, config, max_pixels)
-    module = _new_tower(kind, config, path)
-    weights = read_tower(path, module)
-    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
-    if packed:
+    processor, tower = load_processor(path, config, max_pixels), _new_tower(kind, config, path)
+    weights = read_tower(path, tower)
+    if packed := {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}:
         stated = config.get("quantization") or {}
         options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
-        nn.quantize(module, **options, class_predicate=lambda name, layer: name in packed)
-    wanted = named_leaves(module.parameters())
-    for name, leaf in wanted.items():
-        if name not in weights:
-            raise UserError(f"{path}: the vision tower's weight {name} is missing")
-        if weights[name].shape != leaf.shape:
-            found = weights[name].shape
-            raise UserError(
-                f"{path}: the vision tower's weight {name}: expected the shape {leaf.shape}, found {found}"
-            )
-    module.load_weights(list(weights.items()))
-    module.freeze()
-    module.set_dtype(dtype)
-    mx.eval(module.parameters())
-    return VisionPart(path, kind, module, processor, dtype)
+        nn.quantize(tower, **options, class_predicate=lambda name, layer: name in packed)
+    known = named_leaves(tower.parameters())
+    try:
+        use_multimodal_rope(module, mrope_sections(config, path))
+        tower.load_weights([(name, leaf) for name, leaf in weights.items() if name in known])
+    except ValueError as error:
+        raise UserError(f"{path}: its images cannot be used: {first_lines(str(error))}") from error
+    tower.freeze()
+    tower.set_dtype(dtype)
+    mx.eval(tower.parameters())
+    return VisionPart(path, kind, tower, processor, dtype)
 
 
 def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:

@@ -74,7 +74,7 @@ def load_model(
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
     not finite, the tokenizer's vocabulary exceeds the embedding, the weights are packed with `tune = "full"`,
-    or `lora.keys` or `lora.layers` name missing layers; with `images`, as `load_vision_part` does.
+    or `lora.keys` or `lora.layers` name missing layers; with `images`, as `prepare_vision` does.
     """
     from mlx_lm.utils import get_total_parameters
 
