@@ -193,8 +193,6 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
         "update": plain_number(event.get("update")),
         "resumed": event.get("resumed") is True,
     }
-    kept |= {name: event[name][:_TEXT] for name in ("text", "state") if isinstance(event.get(name), str)}
-    if kept["event"] == "table" and isinstance(event.get("rows"), list):
-        rows = [event.get("columns"), *event["rows"]]
-        kept["rows"] = [[str(cell)[:200] for cell in row] for row in rows[:50] if isinstance(row, list)]
-    return kept
+    return kept | {
+        name: event[name][:_TEXT] for name in ("text", "state") if isinstance(event.get(name), str)
+    }

@@ -26,7 +26,6 @@ from runners.telemetry.events import (
     Report,
     Started,
     Status,
-    Table,
     Updated,
 )
 from runners.telemetry.log import MetricsLog
@@ -68,8 +67,6 @@ class Diary(Report):
                 self._record("note", text=one_line(text, os.environ))
             case Remark(kind, text):
                 self._record(kind, text=one_line(text, os.environ))
-            case Table(title, columns, rows):
-                self._record("table", text=title, columns=[*columns], rows=[[*map(str, row)] for row in rows])
             case _:
                 pass
         if self._log is not None:

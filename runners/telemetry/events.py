@@ -80,15 +80,6 @@ class Alert:
 
 
 @attrs.frozen
-class Table:
-    """A small table of text under a line."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@attrs.frozen
 class Remark:
     """A line for the log of events alone; `kind` is the event's name there."""
 
@@ -103,9 +94,7 @@ class Finished:
     summary: Mapping[str, Any]
 
 
-Event = (
-    Started | Status | Advanced | Updated | Evaluated | Completions | Note | Alert | Table | Remark | Finished
-)
+Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note | Alert | Remark | Finished
 
 
 class Report:

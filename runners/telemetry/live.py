@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO, cast
 
-from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -17,7 +16,6 @@ from rich.text import Text
 
 from runners.errors import gigabytes
 from runners.machine.terminal import Output, echo, quiet_keys, restore_terminals, visible
-from runners.telemetry import events
 from runners.telemetry.events import Alert, Evaluated, Event, Finished, Note, Report, Started, Status, Updated
 from runners.telemetry.progress import (
     Progress,
@@ -94,8 +92,6 @@ class LiveReport(Report):
                 with self._alerts:
                     if not self._ended:
                         self._print(Text(text, style="bold"))
-            case events.Table():
-                self._print(_table(event))
             case Finished(summary):
                 self._end = f"finished in {duration_text(self._progress.elapsed())}"
                 self._stop()
@@ -188,16 +184,6 @@ def _line(numbers: Mapping[str, Any], width: int) -> Text:
         if text.cell_len + part.cell_len <= width:
             text.append_text(part)
     return text
-
-
-def _table(table: events.Table) -> RenderableType:
-    grid = Table(box=SIMPLE, title=_text(table.title, "dim"), title_justify="left", header_style="dim")
-    for place, column in enumerate(table.columns):
-        at_edge = place in (0, len(table.columns) - 1)
-        grid.add_column(_text(column), justify="left" if at_edge else "right")
-    for row in table.rows:
-        grid.add_row(*map(_text, row))
-    return grid
 
 
 def _facts(rows: Mapping[str, Any]) -> RenderableType:

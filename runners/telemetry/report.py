@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
-from runners.machine.terminal import Output, aligned, echo, visible
+from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.events import (
     Advanced,
     Alert,
@@ -22,7 +22,6 @@ from runners.telemetry.events import (
     Report,
     Silent,
     Started,
-    Table,
     Updated,
 )
 from runners.telemetry.progress import (
@@ -73,10 +72,6 @@ class PlainReport(Report):
                 self._note(text)
             case Alert(text):
                 to_stderr(text)
-            case Table(title, columns, rows):  # numbers to the right, between a name and a remark
-                self._note(title)
-                for line in aligned([columns, *rows], right=range(1, len(columns) - 1)):
-                    self._line(f"  {line}")
             case Finished(summary):
                 self._line(f"finished in {duration_text(self._progress.elapsed())}")
                 self._facts(summary)

@@ -33,7 +33,6 @@ from runners.ranks.ranks import Ranks
 from runners.report import final_report
 from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
-from runners.telemetry.events import Table
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
 from runners.training.restoring import check_alike, restore, share_start
@@ -126,7 +125,8 @@ def _origin(
     if origin is not None:
         found = differences(config, origin)
         if found:
-            shown.handle(Table(f"the config, against {origin.folder}", ("key", "was", "is"), found))
+            listed = ", ".join(f"{key} was {was}, is {now}" for key, was, now in found)
+            shown.note(f"the config differs from that of {origin.folder}: {listed}")
         if not changed:
             check_differences(found, origin)
     return origin

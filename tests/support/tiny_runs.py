@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runners.config.loading import load_config
 from runners.errors import spell_tables
-from runners.telemetry.events import Note, Started, Table
+from runners.telemetry.events import Note, Started
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -30,11 +30,11 @@ def letters(completions, **_):
 
 
 class Notes(Quiet):
-    """Keeps the header, the lines worth reading, and the tables."""
+    """Keeps the header, and the lines worth reading."""
 
     def __init__(self):
         """None yet."""
-        self.lines, self.tables, self.header = [], [], {}
+        self.lines, self.header = [], {}
 
     def handle(self, event):
         """Keeps what it is for."""
@@ -43,8 +43,6 @@ class Notes(Quiet):
                 self.header = dict(event.header)
             case Note(text):
                 self.lines.append(text)
-            case Table(title, columns, rows):
-                self.tables.append((title, columns, list(rows)))
 
 
 def small(**tables: dict) -> str:

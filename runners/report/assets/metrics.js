@@ -97,7 +97,7 @@ function eventsOf(run) {
   const found = [];
   for (const event of run.facts.events) {
     const kind = kindOf(event);
-    if (kind) found.push({ kind, update: event.update ?? 0, time: event.time, text: textOf(event), rows: event.rows });
+    if (kind) found.push({ kind, update: event.update ?? 0, time: event.time, text: textOf(event) });
   }
   const updates = run.column("update");
   run.column("update_skipped").forEach((skipped, i) => {

@@ -79,7 +79,7 @@ function drawEvents(place, runs) {
       h("td", { class: "sign", style: { color: `var(--event-${event.kind})` }, title: KINDS[event.kind].label }, KINDS[event.kind].sign),
       runs.length > 1 ? h("td", null, h("span", { class: "chip", colour: event.run.colour }, h("i"), visible(event.run.name))) : null,
       h("td", { class: "number" }, `update ${event.update ?? "–"}`),
-      h("td", null, visible(event.text), event.rows ? h("table", { class: "inner" }, event.rows.map((row, i) => h("tr", null, row.map((cell) => h(i ? "td" : "th", null, visible(cell)))))) : null))))),
+      h("td", null, visible(event.text)))))),
     count > most ? h("p", { class: "empty" }, `The newest ${most} of ${count} events.`) : null));
 }
 

@@ -132,7 +132,6 @@ def told(report):
             events.Updated({"update": 1, "reward": 0.5}),
             events.Evaluated(EVIL, 0.5, 1, 2, 1.0),
             events.Note(EVIL),
-            events.Table(EVIL, (EVIL, EVIL), [(EVIL, EVIL)]),
             events.Status(EVIL),
         ):
             report.handle(event)

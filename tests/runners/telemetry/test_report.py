@@ -13,7 +13,7 @@ from rich.console import Console
 
 from runners.errors import gigabytes
 from runners.telemetry import progress
-from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Table, Updated
+from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Updated
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
 from runners.telemetry.report import PlainReport, Quiet, make_report
@@ -111,29 +111,6 @@ def test_the_length_penalty_is_shown_beside_the_reward():
         report.handle(Updated({"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}))
     assert any("length penalty -0.940" in row for row in block(live, console))
     assert "reward -0.940  length penalty -0.940  em -" in stream.getvalue()
-
-
-ROWS = [("none", "1,234", "taken"), ("affine-8", "99", "KL above 0.01")]
-
-
-def test_a_table_is_in_columns():
-    """Names to the left, numbers to the right, one row a line, the title above; on a terminal all cells."""
-    table, stream, (live, console) = (
-        Table("the choice", ("sampler", "tokens/s", ""), ROWS),
-        io.StringIO(),
-        terminal(),
-    )
-    PlainReport(stream).handle(table)
-    assert stream.getvalue().splitlines() == [
-        "the choice",
-        "  sampler   tokens/s",
-        "  none         1,234  taken",
-        "  affine-8        99  KL above 0.01",
-    ]
-    live.handle(table)
-    shown = console.export_text()
-    places = [shown.index(cell) for cell in ("the choice", "sampler", "tokens/s", *ROWS[0], *ROWS[1])]
-    assert places == sorted(places)
 
 
 def test_long_notes_are_wrapped_but_paths_stay_whole():
