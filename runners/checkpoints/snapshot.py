@@ -16,11 +16,12 @@ import mlx.core as mx
 from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_folder import LATEST, TRAINER_STATE, list_checkpoints
-from runners.checkpoints.state_files import PackedState, pack_state, save_state
+from runners.checkpoints.state_files import STATE_FILE, pack_state
 from runners.checkpoints.trainer_state import VERSION
 from runners.errors import UserError
 from runners.files.durable import new_folder, remove_folder, save_text
 from runners.files.json_files import finite_number, read_json, to_json
+from runners.files.tensor_files import save_arrays
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_writer import trained, write_trained
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
@@ -35,7 +36,8 @@ class Snapshot:
 
     step: int
     weights: dict[str, mx.array]  # the trained ones, and with full tuning the frozen ones too
-    state: PackedState
+    arrays: dict[str, mx.array]  # the rest of the state, and their metadata
+    metadata: dict[str, str]
     trainer_state: Mapping[str, Any]
     loaded: LoadedModel
     prompt: PromptSettings | None = None  # how the model is asked
@@ -43,7 +45,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return nbytes(self.weights, self.state.arrays)
+        return nbytes(self.weights, self.arrays)
 
 
 def take_snapshot(
@@ -66,11 +68,11 @@ def take_snapshot(
         prompt: how the model is asked; written to a separate file.
     """
     weights = trained(state.params, loaded)
-    packed = pack_state(state, weights, loop or {})
+    arrays, metadata = pack_state(state, weights, loop or {})
     weights = {name: mx.contiguous(array) for name, array in weights.items()}
     mx.eval(weights)
     facts = {"version": VERSION, "step": step, **trainer_state}
-    return Snapshot(step, weights, packed, facts, loaded, prompt)
+    return Snapshot(step, weights, arrays, metadata, facts, loaded, prompt)
 
 
 def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
@@ -82,7 +84,7 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
     target = run_dir / f"checkpoint-{snapshot.step}"
     with new_folder(target) as folder:
         write_trained(folder, snapshot.weights, snapshot.loaded)
-        save_state(folder, snapshot.state)
+        save_arrays(folder / STATE_FILE, snapshot.arrays, snapshot.metadata)
         if snapshot.prompt is not None:
             write_prompt(folder, snapshot.prompt)
         line, _ = to_json(snapshot.trainer_state)

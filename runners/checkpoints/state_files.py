@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 
 from runners.errors import UserError
-from runners.files.tensor_files import load_arrays, save_arrays
+from runners.files.tensor_files import load_arrays
 from runners.models.model_reader import check_finite
 
 if TYPE_CHECKING:
@@ -93,16 +93,12 @@ def _is_spread_zero(array: mx.array) -> bool:
     return not mx.any(first.view(mx.uint8)).item()
 
 
-@attrs.frozen(eq=False)
-class PackedState:
-    """The arrays for `save_state`: computed and contiguous, so that another thread can write them."""
+def pack_state(
+    state: TrainState, weights: Mapping[str, mx.array], loop: Mapping[str, Any]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of the state's file: the whole state but for the arrays of the weights' file.
 
-    arrays: dict[str, mx.array]
-    metadata: dict[str, str]
-
-
-def pack_state(state: TrainState, weights: dict[str, mx.array], loop: Mapping[str, Any]) -> PackedState:
-    """The whole state without the arrays that the folder's weights file already has.
+    The arrays are computed and contiguous, so that another thread can write them.
 
     Args:
         state: to be saved.
@@ -118,30 +114,17 @@ def pack_state(state: TrainState, weights: dict[str, mx.array], loop: Mapping[st
     }
     arrays = {name: mx.contiguous(array) for name, array in arrays.items()}
     mx.eval(arrays)
-    return PackedState(
-        arrays, {"format": STATE_FORMAT, "version": STATE_VERSION, "structure": json.dumps(shapes)}
-    )
+    return arrays, {"format": STATE_FORMAT, "version": STATE_VERSION, "structure": json.dumps(shapes)}
 
 
-def save_state(folder: Path, packed: PackedState) -> None:
-    """Writes `optimizer.safetensors`."""
-    save_arrays(folder / STATE_FILE, packed.arrays, packed.metadata)
+def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
+    """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
 
-
-def load_state(folder: Path | str) -> TrainState:
-    """The TrainState of a checkpoint folder, bit for bit as it was saved; shared arrays are shared again.
-
-    Raises UserError if a file is missing, cut off, of another format or version, lacks an array, or has a
-    weight or moment that is not finite.
+    Shared arrays are shared again. Raises UserError if a file is missing, cut off, of another format or
+    version, lacks an array, or has a weight or moment that is not finite.
     """
-    return load_trees(folder)[0]
-
-
-def load_trees(folder: Path | str) -> tuple[TrainState, dict[str, Any]]:
-    """The TrainState of a checkpoint folder and the trees that were saved with it; raises as `load_state`."""
     from grpo_fn.learner import TrainState
 
-    folder = Path(folder)
     arrays, metadata = load_arrays(folder / STATE_FILE)
     if metadata.get("format") != STATE_FORMAT or metadata.get("version") != STATE_VERSION:
         found = f"{metadata.get('format', 'no format')} version {metadata.get('version', '?')}"

@@ -153,7 +153,7 @@ class Checkpoint(FolderTarget):
         import mlx.core as mx
 
         import grpo_fn as g
-        from runners.checkpoints.state_files import pack_state, save_state
+        from runners.checkpoints.state_files import STATE_FILE, pack_state
         from runners.files.tensor_files import save_arrays
         from runners.training.run_state import RunState
 
@@ -164,7 +164,7 @@ class Checkpoint(FolderTarget):
         weights = {"a.weight": params["a"]["weight"]}
         save_arrays(self.place / "model.safetensors", weights, {"format": "mlx"})
         run = RunState(train=state, batch_step=1, update=1, scores=(0.5,))
-        save_state(self.place, pack_state(state, weights, run.trees()))
+        save_arrays(self.place / STATE_FILE, *pack_state(state, weights, run.trees()))
         tables = {name: {} for name in ("config", "inputs", "arithmetic", "logs")}
         decided = {"launch": "eval", "max_batch": 1}
         self.facts = {"version": 3, "step": 1, "em": 0.25, "reward": 1.5, "data": "x", **tables}

@@ -13,14 +13,12 @@ Importing this module does not import MLX.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,9 +30,6 @@ if TYPE_CHECKING:
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 _OPTIONS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # MLX's own; without the last g++ refuses the file
-_SECONDS = 60  # the longest time that compiling may take
-_TEXT = '#include "{}"\n{}\n'
-_AVX2 = '#pragma GCC target("avx2")'
 # It continues even if this process ends, and leaves a complete file or none.
 _SHELL = """\
 ( "$@" "$PART.h" && mv "$PART" "$WHOLE"
@@ -63,27 +58,27 @@ def compile_header(platform: Platform) -> Path | None:
     if not enabled("programs_ahead"):
         return None
     real = Path(compiler).resolve()
-    text = _TEXT.format(include / HEADER, _AVX2 if "avx2" in processor_flags() else "")
+    wide = '#pragma GCC target("avx2")' if "avx2" in processor_flags() else ""
+    text = f'#include "{include / HEADER}"\n{wide}\n'
     mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {text}'.encode()):08x}"
-    folder = programs_folder()
-    whole = folder / f"{HEADER}.gch" / mark
-    # One file per thread: a file that two have written to would be taken for complete.
-    part = folder / f".{mark}.{os.getpid()}.{threading.get_ident()}"
-    with contextlib.suppress(OSError):  # no space, or another user's folder: MLX compiles as usual
-        if whole.exists() or any(_is_at_work(other) for other in folder.glob(f".{mark}.*")):
+    whole = programs_folder() / f"{HEADER}.gch" / mark
+    # One file per thread: two that begin together each compile their own, and either is whole.
+    part = programs_folder() / f".{mark}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        if whole.exists():
             return whole
         whole.parent.mkdir(parents=True, exist_ok=True)
-        part.touch()
-        part.with_suffix(f"{part.suffix}.h").write_text(text, encoding="utf-8")
-        line = [*_OPTIONS, "-w", f"-I{include}", "-o", str(part), "-x", "c++-header"]
+        Path(f"{part}.h").write_text(text, encoding="utf-8")
+        options = [*_OPTIONS, "-w", f"-I{include}", "-o", str(part), "-x", "c++-header"]
         subprocess.run(
-            ["/bin/sh", "-c", _SHELL, "sh", compiler, *line],
+            ["/bin/sh", "-c", _SHELL, "sh", compiler, *options],
             env={**os.environ, "PART": str(part), "WHOLE": str(whole)},
             start_new_session=True,
             check=False,
         )
-        return whole
-    return None
+    except OSError:  # no space, or another user's folder: MLX compiles as usual
+        return None
+    return whole
 
 
 def _include_folder() -> Path | None:
@@ -91,11 +86,3 @@ def _include_folder() -> Path | None:
     package = importlib.util.find_spec("mlx")
     places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
     return next((place for place in places if (place / HEADER).is_file()), None)
-
-
-def _is_at_work(part: Path) -> bool:
-    """Whether this file is being compiled: it was changed a short time ago."""
-    try:
-        return time.time() - part.stat().st_mtime < _SECONDS
-    except FileNotFoundError:
-        return False

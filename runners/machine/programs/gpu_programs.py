@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from runners.files.cache_folder import cache_folder
@@ -109,18 +110,18 @@ class Compilation:
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
         """Starts at most so many processes, for those of `names` that are not in the folder."""
-        missing = [name for name in names if not (folder / f"{name}.ptx").exists()]
-        self.folder, self.names = folder, missing
+        self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
         self._faults: list[str] = []
         self._running: list[subprocess.Popen[str]] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        count = min(processes, len(missing))
+        self._parts: list[Path] = []  # a folder of each process
+        self._scratch = ExitStack()
+        count = min(processes, len(self.names))
         try:
-            if count:
-                self._scratch = tempfile.TemporaryDirectory(prefix="grpo-programs-")
             for number in range(count):
-                self._running.append(self._start(number, missing[number::count]))
+                part = tempfile.TemporaryDirectory(prefix="grpo-programs-")
+                self._parts.append(Path(self._scratch.enter_context(part)))
+                self._running.append(_compile(self._parts[-1], self.names[number::count]))
         except OSError as error:  # no space, or too many processes
             self._faults.append(error.strerror or str(error))
 
@@ -132,38 +133,36 @@ class Compilation:
             process.kill()
             process.communicate()
         self._running = []
-        if self._scratch:
-            self._scratch.cleanup()
+        self._scratch.close()
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        faults, unsaved = list(self._faults), []
         for process in self._running:
             try:
                 _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                faults.append(f"it took more than {_SECONDS} s")
+                self._faults.append(f"it took more than {_SECONDS} s")
                 continue
             if process.returncode:
-                faults.append((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-        parts = sorted(Path(self._scratch.name).iterdir()) if self._scratch else []
+                self._faults.append((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+        lines = [
+            f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(self._faults)
+        ]
         for folder in filter(None, (self.folder, _cache_of.get(self.folder))):
             try:
-                for own in parts:
-                    _copy(own, folder, _programs(own))
+                for part in self._parts:
+                    _copy(part, folder, _programs(part))
             except OSError as error:
-                unsaved.append(f"{folder}: {error.strerror or error}")
-        lines = [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
-        return lines + [f"some GPU programs were not kept: {fault}" for fault in unsaved]
+                lines.append(f"some GPU programs were not kept: {folder}: {error.strerror or error}")
+        return lines
 
-    def _start(self, number: int, names: Sequence[str]) -> subprocess.Popen[str]:
-        assert self._scratch
-        own = Path(self._scratch.name) / str(number)
-        own.mkdir()
-        return subprocess.Popen(
-            [sys.executable, "-c", _CODE, *names],
-            env={**os.environ, _VARIABLE: str(own), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+
+def _compile(folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-c", _CODE, *names],
+        env={**os.environ, _VARIABLE: str(folder), "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -13,7 +13,7 @@ import pytest
 from runners.checkpoints import snapshot
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import LATEST, list_checkpoints, locked
-from runners.checkpoints.state_files import load_state
+from runners.checkpoints.state_files import load_trees
 from runners.errors import UserError
 from runners.files import durable
 from runners.files.json_lines import JsonLines
@@ -68,7 +68,7 @@ def faulty(monkeypatch, code, at):
 def assert_whole(folder, state):
     """The folder is the checkpoint of this state."""
     check_manifest(folder)
-    assert same_bits(load_state(folder), state)
+    assert same_bits(load_trees(folder)[0], state)
 
 
 @pytest.mark.parametrize("step", [5, 6], ids=["replaced", "new"])
@@ -98,7 +98,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
         if step == 6:
             assert_whole(run / "checkpoint-5", old)
         check_manifest(found[-1])
-        assert same_bits(load_state(found[-1]), old) or same_bits(load_state(found[-1]), new)
+        assert same_bits(load_trees(found[-1])[0], old) or same_bits(load_trees(found[-1])[0], new)
         save_checkpoint(run, step, new, llama, {})
         assert_whole(run / f"checkpoint-{step}", new)
         assert not [path for path in run.glob(".*/*")]  # a folder whose removal fails stays, empty

@@ -10,7 +10,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners.checkpoints.state_files import load_state
+from runners.checkpoints.state_files import load_trees
 from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.errors import NumbersError
@@ -53,7 +53,7 @@ def test_a_run_whose_numbers_fail_stops_with_its_last_good_state(tmp_path):
     assert [line["bad_updates"] for line in log] == [1, 2, 3] and all(line["update_skipped"] for line in log)
     assert sum("skipped: the new weights would not be finite" in line for line in lines) == 3
     assert any("the last good state: saved" in line for line in lines)
-    state = load_state(folder / "checkpoint-3")
+    state = load_trees(folder / "checkpoint-3")[0]
     before = mx.load(str(MODEL_DIR / "model.safetensors"))
     after = weights_of(state.params)
     assert all(np.array_equal(np.array(before[name]), after[name]) for name in after)
