@@ -16,7 +16,7 @@ from runners.machine.startup import Platform
 from runners.training.setup import build_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.vision_models import vision_settings
-from tests.support.vision_runs import CONFIG, write_vision_data, write_vision_run
+from tests.support.vision_runs import write_vision_data, write_vision_run
 
 pytest.importorskip("PIL")
 
@@ -193,11 +193,6 @@ def test_sections_are_where_either_spelling_has_them(tmp_path):
         assert mrope_sections({"text_config": inner}, tmp_path) == (2, 3, 3)
     with pytest.raises(UserError, match=r"config\.json: rope_scaling has no mrope_section"):
         mrope_sections({"rope_scaling": None}, tmp_path)
-
-
-def test_the_config_of_these_tests_is_one_of_images():
-    """Else all of the above would pass by themselves."""
-    assert CONFIG["data"]["image"] == "image"
 
 
 def test_several_ranks_are_refused(tmp_path):

@@ -103,19 +103,6 @@ def test_a_greedy_stream_is_mlx_lms_own(model):
     assert streamed(model, example.tokens, sampling)[1].tokens == tuple(theirs)
 
 
-def test_seeds_differ_and_repeat(model):
-    """One seed gives one text, another another; the completions of a prompt differ among themselves."""
-
-    def draw(seed):
-        """Three completions of the first question."""
-        sampling = g.Sampling(max_new_tokens=12)
-        return batched(model, examples_of(model)[:1], sampling, seed=seed, generations=3)
-
-    first, again, other = draw(1), draw(1), draw(2)
-    assert first == again != other
-    assert len({completion.tokens for completion in first}) == 3
-
-
 def test_seeds_and_purposes_share_no_completion(model):
     """Four copies of a question from seeds 0 to 3, and from one seed for another purpose: all different."""
     examples = examples_of(model)[:1] * 4

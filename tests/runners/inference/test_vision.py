@@ -209,23 +209,6 @@ def test_an_answer_is_that_of_the_model(grpo, source, images):
 
 @needs_vlm
 @pytest.mark.filterwarnings("ignore")
-def test_sampling_has_a_seed(grpo, source, images):
-    """One seed, one answer; another image and the penalty change it; the nudge stands in front."""
-
-    def answer(*options, image=images[0]):
-        result = grpo("generate", "qwen", "How?", "--image", image, "--max-tokens", "40", *options)
-        assert result.exit_code == 0, result.stderr
-        return result.stdout
-
-    assert answer("--seed", "1") == answer("--seed", "1") != answer("--seed", "2")
-    assert answer() != answer(image=images[1])
-    assert answer() != answer("--image", images[1])
-    assert answer("--temperature", "0", "--repetition-penalty", "1000") != answer("--temperature", "0")
-    assert answer("--nudge", "<reasoning>").startswith("<reasoning>")
-
-
-@needs_vlm
-@pytest.mark.filterwarnings("ignore")
 def test_a_file_that_is_no_image(grpo, source, tmp_path):
     """One line, with its name."""
     (tmp_path / "text.png").write_text("no")
