@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -12,6 +14,7 @@ import numpy as np
 
 import grpo_fn as g
 from runners.config.loading import Config
+from runners.data.stream import RunLength
 from runners.errors import UserError, gigabytes
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory, usable_memory
@@ -19,12 +22,58 @@ from runners.machine.terminal import aligned
 from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
 from runners.telemetry.diary import Diary
+from runners.telemetry.progress import duration_text
 from runners.telemetry.report import Silent
 from runners.training.run_state import RunState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
 
 BENCH_PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
+
+
+@attrs.frozen
+class RunTime:
+    """How long a run takes, by the steps that were measured."""
+
+    loading: float  # seconds until the first step
+    steps: int  # as many as this bench's steps count: one for each `optim.gradient_accumulation_steps`
+    training: float  # seconds of all of them
+    evaluations: int
+    problems: int  # of each
+    evaluating: float  # seconds of all evaluations: a token takes as long as in a rollout
+
+    @property
+    def seconds(self) -> float:
+        """From the command to the end, without checkpoints."""
+        return self.loading + self.training + self.evaluating
+
+    def __str__(self) -> str:
+        """In words."""
+        whole, *parts = map(duration_text, (self.seconds, self.loading, self.training, self.evaluating))
+        evaluations = f"{self.evaluations} evaluations of up to {self.problems:,} problems"
+        return f"about {whole}: loading {parts[0]}, {self.steps:,} steps {parts[1]}, {evaluations} {parts[2]}"
+
+    @classmethod
+    def of(
+        cls, run: Run, config: Config, loading: float, first: float, median: Mapping[str, float]
+    ) -> RunTime:
+        """From the seconds of loading and of a first step, and a later one; `config`: that of the run itself."""
+        length, every = RunLength.of(config, len(run.data.train)), config.eval.every
+        steps = math.ceil(length.batch_steps / config.optim.gradient_accumulation_steps)
+        evaluations = config.eval.at_start + 1 + (length.updates // every if every else 0)
+        rows = (
+            config.optim.batch_size
+            * config.optim.gradient_accumulation_steps
+            * config.rollout.num_generations
+        )
+        longer = (config.eval.max_new_tokens or config.rollout.max_new_tokens) / config.rollout.max_new_tokens
+        prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
+        fed = median["tokens"] + prompt * rows / config.rollout.num_generations
+        problems, token = len(run.data.evaluation), median["time/rollout"] / max(fed, 1)
+        evaluating = evaluations * problems * (prompt + completion * longer) * token
+        return cls(
+            loading, steps, first + (steps - 1) * median["step_time"], evaluations, problems, evaluating
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +89,7 @@ class StepBench:
     peak: int  # bytes of MLX's arrays
     expected_peak: int | None  # the forecast of `grpo plan`; None: the model's sizes are not known
     advice: str  # what would make the slowest part shorter
+    run: RunTime  # of the whole run
 
     @property
     def limit(self) -> str:
@@ -60,6 +110,7 @@ class StepBench:
             "peak_bytes": self.peak,
             "expected_peak_bytes": self.expected_peak,
             "limited_by": self.limit,
+            "run_seconds": self.run.seconds,
         }
 
     def table(self) -> str:
@@ -78,6 +129,7 @@ class StepBench:
             f"{self.tokens / whole:,.0f} of the whole step",
             "learned": f"{self.learned:,.0f} tokens a step, prompts included",
             "peak": f"{gigabytes(self.peak)} of MLX's arrays{expected}",
+            "a run": str(self.run),
             "most time": f"{self.limit}; shorter with {self.advice}",
         }
         facts = [f"{name:<12}{value}" for name, value in lines.items()]
@@ -93,7 +145,7 @@ def bench_steps(
 
     Raises UserError as a run does.
     """
-    machine = startup.prepare(config.system.memory_limit_gb)
+    machine, start, whole = startup.prepare(config.system.memory_limit_gb), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
     config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
     run = build_run(config, machine, say)
@@ -104,6 +156,7 @@ def bench_steps(
     run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
     taken = TrainSteps(run, Diary(Silent()))
     del train
+    loading = time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     for number in range(steps + 1):
@@ -126,6 +179,7 @@ def bench_steps(
         steps=steps,
         first=rows[0]["step_time"],
         seconds=seconds,
+        run=RunTime.of(run, whole, loading, rows[0]["step_time"], median),
         advice=advice(max(seconds, key=seconds.__getitem__), run.config),
         step=median["step_time"],
         tokens=median["tokens"],

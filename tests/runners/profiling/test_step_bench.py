@@ -32,6 +32,9 @@ def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
     assert 0 < found.tokens <= 2 * 2 * 4 * 8 < found.learned
     assert found.peak > 0 and found.expected_peak
     assert said[-1] == "step 2 of 2" and sorted(os.listdir(tmp_path)) == before
+    assert (found.run.steps, found.run.evaluations) == (1, 1)
+    assert found.run.training == pytest.approx(found.first + (found.run.steps - 1) * found.step)
+    assert found.run.loading > 0 and 0 < found.run.evaluating < found.run.seconds
     text = found.table()
     assert f"{found.limit}; shorter with {found.advice}" in text and "forecast" in text
     assert json.loads(json.dumps(found.facts()))["limited_by"] == found.limit
