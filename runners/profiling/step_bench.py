@@ -57,23 +57,19 @@ class RunTime:
     def of(
         cls, run: Run, config: Config, loading: float, first: float, median: Mapping[str, float]
     ) -> RunTime:
-        """From the seconds of loading and of a first step, and a later one; `config`: that of the run itself."""
+        """From the seconds of loading, a first and a later step; `config` is that of the run itself."""
         length, every = RunLength.of(config, len(run.data.train)), config.eval.every
         steps = math.ceil(length.batch_steps / config.optim.gradient_accumulation_steps)
         evaluations = config.eval.at_start + 1 + (length.updates // every if every else 0)
-        rows = (
-            config.optim.batch_size
-            * config.optim.gradient_accumulation_steps
-            * config.rollout.num_generations
-        )
+        prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
+        rows = prompts * config.rollout.num_generations
         longer = (config.eval.max_new_tokens or config.rollout.max_new_tokens) / config.rollout.max_new_tokens
         prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
-        fed = median["tokens"] + prompt * rows / config.rollout.num_generations
+        fed = median["tokens"] + prompt * prompts
         problems, token = len(run.data.evaluation), median["time/rollout"] / max(fed, 1)
         evaluating = evaluations * problems * (prompt + completion * longer) * token
-        return cls(
-            loading, steps, first + (steps - 1) * median["step_time"], evaluations, problems, evaluating
-        )
+        training = first + (steps - 1) * median["step_time"]
+        return cls(loading, steps, training, evaluations, problems, evaluating)
 
 
 @attrs.frozen(kw_only=True)
