@@ -32,16 +32,6 @@ def saved(folder, name, change, left_out=r"$^"):
     return model, len(weights) - len(kept)
 
 
-def test_another_name_for_the_number_of_experts(tmp_path):
-    """transformers 5.23 writes num_local_experts for qwen3_moe; the config that is handed on has both."""
-    model, _ = saved(
-        tmp_path, "qwen3_moe", lambda config: config.update(num_local_experts=config.pop("num_experts"))
-    )
-    module, config = load_module(tmp_path, False)
-    assert mx.array_equal(module(TOKENS), model(TOKENS))
-    assert config["num_experts"] == config["num_local_experts"] == 4
-
-
 def test_keys_that_layers_share_are_saved_once(tmp_path):
     """gemma3n without the weights that its last layers do not use: it computes what the whole model does."""
     model, count = saved(tmp_path, "gemma3n", lambda config: None, UNUSED)
@@ -61,7 +51,8 @@ def test_keys_that_layers_share_are_saved_once(tmp_path):
     ],
 )
 def test_convert_reads_what_transformers_saves(tmp_path, name, change, left_out):
-    """mlx-lm alone opens the new folder, and computes what the whole model does."""
+    """Another name for the number of experts, keys that are saved once: mlx-lm alone opens the new folder,
+    and computes what the whole model does."""
     source = make_model_folder(tmp_path / "source")  # for its tokenizer
     model, _ = saved(source, name, change, left_out)
     done = CliRunner().invoke(cli.main, ["convert", str(source), "--out", str(tmp_path / "out")])
