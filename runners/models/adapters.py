@@ -55,15 +55,13 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 def check_adapters(folder: Path) -> None:
     """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
-    if not folder.is_dir():
-        what = "this is a file" if folder.exists() else "there is no such folder"
+    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    lacking = next((name for name in (ADAPTER_CONFIG, ADAPTERS) if name not in names), None)
+    if lacking:
+        there = "this is a file" if folder.exists() else "there is no such folder"
+        what = f"{lacking} is missing" if folder.is_dir() else there
         raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm writes them")
     check_links(folder)
-    for name in (ADAPTER_CONFIG, ADAPTERS):
-        if not (folder / name).is_file():
-            raise UserError(
-                f"{folder}: {name} is missing; expected a folder of adapters as mlx-lm writes them"
-            )
     check_header(folder / ADAPTERS)
     check_adapter_config(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
 
@@ -82,7 +80,7 @@ def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...
         load_adapters(module, str(folder))
     except Exception as error:  # mlx-lm may fail in any way for an untrusted config
         raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
-    _check_tensors(module, settings, folder)
+    _check_tensors(module, folder / ADAPTERS)
     return notices
 
 
@@ -105,13 +103,17 @@ def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path:
     return ()
 
 
-def _check_tensors(module: nn.Module, settings: dict[str, Any], folder: Path) -> None:
+def _check_tensors(module: nn.Module, file: Path) -> None:
     """The same rules as for whole models: every tensor is there, floating and finite."""
-    file = folder / ADAPTERS
     found, _ = load_arrays(file)
-    wanted = _tensors(module, settings)
-    missing = sorted(wanted - found.keys())
-    if missing:
+    wanted = {
+        f"{name}.{leaf}"
+        for name, part in module.named_modules()
+        if "lora_a" in part
+        for leaf in ("lora_a", "lora_b", "m")
+        if leaf in part
+    }
+    if missing := sorted(wanted - found.keys()):
         raise UserError(
             f"{file}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}"
         )
@@ -121,28 +123,12 @@ def _check_tensors(module: nn.Module, settings: dict[str, Any], folder: Path) ->
     check_finite(found, file)
 
 
-def _tensors(module: nn.Module, settings: dict[str, Any]) -> set[str]:
-    """The names of the tensors that mlx-lm's trainer saves for such settings."""
-    if settings.get("fine_tune_type") != "full":
-        adapted = [(name, part) for name, part in module.named_modules() if "lora_a" in part]
-        return {
-            f"{name}.{leaf}" for name, part in adapted for leaf in ("lora_a", "lora_b", "m") if leaf in part
-        }
-    last = [id(layer) for layer in _layers(module)[-max(settings["num_layers"], 0) :]]
-    return {
-        f"{name}.{leaf}"
-        for name, part in module.named_modules()
-        if id(part) in last
-        for leaf in named_leaves(part.trainable_parameters())
-    }
-
-
 def base_of(folder: Path) -> str:
     """The base model that a folder of adapters names. Raises UserError if it names none."""
-    base = read_json(folder / "adapter_config.json").get("model")
+    base = read_json(folder / ADAPTER_CONFIG).get("model")
     if not isinstance(base, str) or not base:
         raise UserError(
-            f"{folder}: these are adapters, and their adapter_config.json does not name the base model; "
+            f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base model; "
             f"expected the base model as MODEL, and --adapter {folder}"
         )
     return base

@@ -33,10 +33,8 @@ def check_config(config: Mapping[str, Any], file: Path, *, custom_loader: bool =
 
 
 def check_adapter_config(settings: Mapping[str, Any], file: Path) -> None:
-    """Checks the object in an adapter_config.json: every key that mlx-lm uses."""
+    """Checks the object in an adapter_config.json: every key that mlx-lm uses for LoRA and DoRA."""
     check_keys(settings, file, _ADAPTERS)
-    if settings.get("fine_tune_type") != "full":
-        check_keys(settings, file, _LORA)
 
 
 def end_ids(folder: Path) -> list[int] | None:
@@ -105,18 +103,12 @@ _MODEL: dict[str, Rule] = {
     **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
     **{f"text_config.{key}": _LAYERS for key in _LAYER_COUNTS},
 }
-_KINDS = ("lora", "dora", "full")
 _ADAPTERS: dict[str, Rule] = {
-    "fine_tune_type": (lambda value: value in (None, *_KINDS), f"one of {', '.join(_KINDS)}"),
+    "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
-}
-_LORA: dict[str, Rule] = {
     "lora_parameters": (_is(dict), "a JSON object with rank, scale and dropout"),
     "lora_parameters.rank": (_whole(1), "a whole number from 1 on"),
     "lora_parameters.scale": (_number, "a finite number"),
-    "lora_parameters.dropout": (
-        lambda value: _number(value) and 0 <= value < 1,
-        "a number from 0 to below 1",
-    ),
+    "lora_parameters.dropout": (lambda x: _number(x) and 0 <= x < 1, "a number from 0 to below 1"),
     "lora_parameters.keys": _optional(_is_list(_is(str)), "a list of layers' names"),
 }

@@ -37,7 +37,6 @@ def read_model(
     tokenizer = load_tokenizer(path, trust_remote_code)
     notices = check_vocabulary_size(tokenizer, vocabulary_rows(module, config), path)
     notices += rope_notices(config) if loader is None else ()
-    _check_floating(module, path)
     check_finite(named_leaves(module.parameters()), path)
     return module, config, tokenizer, notices
 
@@ -192,18 +191,6 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
     if beyond:
         return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
     return ()
-
-
-def _check_floating(module: nn.Module, path: Path) -> None:
-    """Refuses weights that are integers; packed ones are unsigned."""
-    for name, layer in module.named_modules():
-        for key in ("weight", "bias"):
-            leaf = layer.get(key)
-            if isinstance(leaf, mx.array) and (
-                mx.issubdtype(leaf.dtype, mx.signedinteger) or leaf.dtype == mx.bool_
-            ):
-                kind = str(leaf.dtype).removeprefix("mlx.core.")
-                raise UserError(f"{path}: the weight {name}.{key} is {kind}; expected floating point numbers")
 
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
