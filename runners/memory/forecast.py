@@ -1,9 +1,7 @@
 """Predicts the memory of a config's run, phase by phase, and chooses what depends on memory.
 
 Each phase is a sum of named parts; the peak is the largest phase. All completions are assumed to reach
-`rollout.max_new_tokens`, and all groups to have a gradient. What a block keeps and has in flight are counts
-of arrays per position; operations in flight are measured (MLX's CPU backend submits up to 100 ahead). GPUs
-keep less of both, so that the sums are upper bounds there.
+`rollout.max_new_tokens`, and all groups to have a gradient.
 """
 
 from __future__ import annotations
@@ -13,14 +11,23 @@ from collections.abc import Callable
 
 import attrs
 
-from grpo_fn.backends import number
-from grpo_fn.learner import Packer, Row, Shape, chunk_rows
+from grpo_fn.learner import Packer, Row, Shape
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
 from runners.config.loading import Config
 from runners.engines.settings import DEFAULT_ROWS
 from runners.machine.startup import Platform
-from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
+from runners.memory.shapes import (
+    BACKWARD,
+    CHECKPOINTED,
+    FLOAT,
+    PREFILL,
+    ModelShape,
+    block_bytes,
+    logit_bytes,
+    saved_arrays,
+)
+from runners.memory.sizes import ModelSizes
 
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
 # GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16 s for 30 blocks): the
@@ -38,27 +45,6 @@ PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not chan
 UPDATED, RANDOM_BITS = 11, 2  # bytes of a weight while its update is computed (measured), of its random bits
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 GREEDY_ARRAYS = 5  # [rows,V] float32 arrays of a greedy draw, the logits included
-
-
-@attrs.frozen
-class Counts:
-    """Numbers of arrays of each kind per position; `precise` of the hidden ones are always float32."""
-
-    hidden: float
-    intermediate: float
-    queries: float
-    keys: float
-    scores: float
-    precise: float = 0
-
-
-# From a block's algebra: its input, the sum in its middle, and of each the norm and the scaled norm; queries
-# after rotation, and what attention returns; keys and values, and the layouts that products need.
-SAVED = Counts(hidden=4, intermediate=3, queries=1.5, keys=4, scores=1, precise=2)
-CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
-# Measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
-BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
-PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 
 
 @attrs.frozen(kw_only=True)
@@ -126,7 +112,7 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         tokens = min(max(GPU_WORK / shape.block_parameters, GPU_TOKENS), MOST_GPU_TOKENS)
         return 1 << int(tokens).bit_length() - 1
     length = prompt + new
-    row = shape.layers * block_bytes(shape, _saved(shape), itemsize, 1, length, length)
+    row = shape.layers * block_bytes(shape, saved_arrays(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)
 
@@ -180,28 +166,6 @@ def within_limit(config: Config, total: int) -> int:
     """`total` bytes, or `system.memory_limit_gb` if that is less."""
     limit = int(config.system.memory_limit_gb * 1e9)
     return min(total, limit) if limit else total
-
-
-def block_bytes(
-    shape: ModelShape, counts: Counts, itemsize: int, rows: int, length: int, attended: int
-) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
-    tokens = rows * length
-    scores = 0 if itemsize < FLOAT and not number("keeps_scores") else counts.scores
-    numbers = (
-        counts.hidden * tokens * shape.hidden
-        + counts.intermediate * tokens * shape.intermediate
-        + counts.queries * tokens * shape.queries
-        + counts.keys * rows * attended * shape.keys
-        + scores * tokens * shape.heads * attended
-    )
-    return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * shape.hidden
-
-
-def _saved(shape: ModelShape) -> Counts:
-    """The arrays that one block saves for the backward pass."""
-    wide = SAVED.intermediate - shape.squared + (number("gate_arrays") if shape.gated else 0)
-    return attrs.evolve(SAVED, intermediate=wide)
 
 
 def _phases(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> dict[str, dict[str, int]]:
@@ -299,13 +263,13 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
     if batch.prompts:  # the prompts, and the completions, whose last token is never an input
         own = batch.width - 1
         passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
-    saved = _saved(shape)
+    saved = saved_arrays(shape)
     # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
     flying = [BACKWARD, saved, saved] if checkpointed else [BACKWARD]
     working = max(sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes)
     kept = CHECKPOINTED if checkpointed else saved
     activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
-    logits, share = _logits(shape, batch.rows * batch.width, size)
+    logits, share = logit_bytes(shape, batch.rows * batch.width, size)
     logits += (1 - share) * working  # the other arrays in flight belong to the last block
     head = FLOAT * sizes.embedding
     base = {"compute copy": sizes.copy, "accumulated gradients": sizes.gradients if accumulates else 0}
@@ -314,17 +278,6 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
     # A tied embedding has two gradients, as input and as head, before they are added.
     last = {"gradients": sizes.gradients, "gradient of the head": head if shape.tied else 0}
     return _most(first, {**base, "working set": working, **last})
-
-
-def _logits(shape: ModelShape, targets: int, itemsize: int) -> tuple[float, float]:
-    """Bytes of the learner's logits, a chunk at a time, and their share of the operations in flight.
-
-    Twelve float32 arrays a chunk, up to the 24 that MLX keeps in flight; on CUDA little beside the products.
-    """
-    products = number("product_arrays")
-    arrays, most, size = (products, products, itemsize) if products else (12, 24, FLOAT)
-    rows, bound = arrays * targets, most * chunk_rows(shape.vocabulary)
-    return size * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 
 
 def _update(sizes: ModelSizes) -> dict[str, float]:

@@ -30,33 +30,11 @@ from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
+from runners.memory.shapes import FLOAT, ModelShape, model_shape
 from runners.models.adapters import new_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import custom_loader, load_module
-
-FLOAT = 4  # bytes of float32
-
-
-@attrs.frozen(kw_only=True)
-class ModelShape:
-    """The sizes of a decoder that its activations depend on."""
-
-    layers: int
-    hidden: int
-    intermediate: int  # width for one token: with experts, the sum over those that the token uses
-    heads: int
-    queries: int  # numbers in a position's queries
-    keys: int  # numbers in a position's keys, and in its values
-    vocabulary: int
-    tied: bool  # the head's weights are the embedding's
-    gated: bool = False  # the MLP is silu(gate) · x
-    squared: bool = False  # the MLP is ReLU²
-
-    @property
-    def block_parameters(self) -> int:
-        """About as many as a token is multiplied with in one block."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
 
 
 @attrs.frozen(kw_only=True)
@@ -166,47 +144,6 @@ def model_sizes(
         decoding=0 if packed else decode_weights_bytes(module, compute),
         ranks=ranks,
         sharded=config.optim.shard and ranks > 1,
-    )
-
-
-def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json.
-
-    Raises:
-        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
-    """
-    config = {**config, **(config.get("text_config") or {})}
-
-    def first(*names: str, default: int | None = None) -> int:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if found is None:
-            raise KeyError(f"config.json states none of {', '.join(names)}")
-        return int(found)
-
-    hidden = first("hidden_size", "n_embd", "d_model", "dim")
-    heads = first("num_attention_heads", "n_head", "n_heads")
-    width = first("head_dim", default=hidden // heads)
-    wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
-    if chosen:
-        expert = first("moe_intermediate_size", default=wide)
-        shared = first("n_shared_experts", default=0) * expert
-        wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
-    activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
-    activation = next((name for name in activations if name), "silu")
-    if config.get("model_type") == "nanochat":  # its config does not state it
-        activation = "relu2"
-    return ModelShape(
-        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-        hidden=hidden,
-        intermediate=wide,
-        heads=heads,
-        queries=heads * width,
-        keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
-        vocabulary=first("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        gated=activation in ("silu", "swish"),
-        squared=activation == "relu2",
     )
 
 
