@@ -31,7 +31,7 @@ def write_manifest(folder: Path) -> None:
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path != folder / MANIFEST
     }
     content = {
         "format": MANIFEST_FORMAT,

@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest
+from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest, write_manifest
 from runners.checkpoints.resume import find_origin
 from runners.checkpoints.run_folder import LATEST
 from runners.errors import UserError
@@ -107,17 +107,16 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
         find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
 
 
-@pytest.mark.parametrize("name", ["a turned bit", "a linked folder"])
-def test_a_run_with_a_damaged_checkpoint_ends_as_it_did(copy, finished, name):
+def test_a_run_with_a_damaged_checkpoint_ends_as_it_did(copy, finished):
     """It goes on from the one before, and puts the damaged one aside."""
-    DAMAGE[name][0](copy.folder / "checkpoint-3")
+    link(copy.folder / "checkpoint-3")
     notes = Notes()
     result = run_training(copy(), report=notes, resume=True)
     assert any("is skipped" in text for text in notes.lines)
     assert any("resuming from" in text and "checkpoint-2" in text for text in notes.lines)
     assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
     check_manifest(copy.folder / "checkpoint-3")
-    with pytest.raises(UserError, match=DAMAGE[name][1]):
+    with pytest.raises(UserError, match="expected a folder, found a link"):
         run_training(copy(), report=Quiet(), resume=copy.folder / "checkpoint-3.aside")
 
 
@@ -146,9 +145,7 @@ def test_another_version_is_refused_and_not_passed_over(copy, number, writer, to
         run_training(copy(), report=Quiet(), resume=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["../latest", "/etc/passwd", "a/../../latest", "..", "a\\b", "", "sub/../x", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["../latest", "/etc/passwd", "..", "", "sub/../x", "a\0b"])
 def test_no_name_in_a_manifest_leads_out_of_its_folder(copy, name):
     """Parents, absolute paths and the like are refused before anything is opened."""
     folder = copy.folder / "checkpoint-3"
@@ -190,11 +187,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
         ({"decided": {"launch": "x", "max_batch": 1}}, "decided: launch: expected one of "),
     ):
         (folder / "trainer_state.json").write_text(json.dumps({**whole, **changes}))
-        facts = {
-            name: {"size": (folder / name).stat().st_size, "sha256": digest(folder / name)}
-            for name in ("trainer_state.json", "optimizer.safetensors", "model.safetensors")
-        }
-        rewrite(folder, files=facts)
+        write_manifest(folder)
         with pytest.raises(UserError, match=line):
             run_training(copy(), report=Quiet(), resume=True)
 
@@ -282,13 +275,10 @@ def test_an_allowed_change_of_the_roles_goes_on(copy, change):
 def test_other_data_are_refused(copy):
     """The same config with other problems behind its name."""
     shutil.rmtree(copy.folder / "checkpoint-3")
-    state = json.loads((copy.folder / "checkpoint-2" / "trainer_state.json").read_text())
-    state["data"] = "0" * 64
-    (copy.folder / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(state))
-    (copy.folder / "checkpoint-2" / MANIFEST).unlink()
-    from runners.checkpoints.manifest import write_manifest
-
-    write_manifest(copy.folder / "checkpoint-2")
+    folder = copy.folder / "checkpoint-2"
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "data": "0" * 64}))
+    write_manifest(folder)
     with pytest.raises(UserError, match=r"trained on other data than .*problems has now"):
         run_training(copy(), report=Quiet(), resume=True)
     run_training(copy(), report=Quiet(), resume=True, allow_config_change=True)

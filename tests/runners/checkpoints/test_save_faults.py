@@ -15,11 +15,9 @@ from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import LATEST, list_checkpoints, locked
 from runners.checkpoints.state_files import load_trees
 from runners.errors import UserError
-from runners.files import durable
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
 from tests.support.files.checkpoints import save_checkpoint
-from tests.support.files.disks import small_disk
 from tests.support.resuming import config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
@@ -124,21 +122,6 @@ def test_a_file_that_may_not_grow_is_refused_by_the_kernel(llama, tmp_path):
         assert_whole(folder, old)
 
 
-def test_a_disk_that_is_really_full(llama, tmp_path):
-    """Saves until 2 MB are full, then with room made: whole checkpoints before, between and after."""
-    states = {}
-    with small_disk(tmp_path / "disk", 2 << 20) as disk:
-        with pytest.raises(UserError, match="cannot be written: No space left on device"):
-            for step in range(1, 1000):
-                state = make_state(llama, seed=step)
-                save_checkpoint(disk, step, state, llama, {})
-                states[step] = state
-        for step, state in states.items():
-            assert_whole(disk / f"checkpoint-{step}", state)
-        durable.remove_folder(disk / "checkpoint-1")
-        assert_whole(save_checkpoint(disk, 2000, states[1], llama, {}), states[1])
-
-
 def test_log_lines_wait_for_room(tmp_path, monkeypatch):
     """A full disk takes half a line, then nothing, then there is room: the file has every line, whole."""
     lines = JsonLines(tmp_path / "log.jsonl")
@@ -162,44 +145,34 @@ def test_log_lines_wait_for_room(tmp_path, monkeypatch):
     assert lines.fault is None and [line["n"] for line in lines_of(tmp_path / "log.jsonl")] == [0, 1, 2, 3]
 
 
-def refuse(monkeypatch, times):
-    """Writing the weights of checkpoints fails so many times; the final model is not one."""
-    write, left = snapshot.write_trained, [times]
+def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
+    """checkpoint.on_error: each failure is a line and later checkpoints are there, or the error ends the run.
 
-    def full(*args):
-        if left[0]:
-            left[0] -= 1
+    The result is the same, also after a stop, once there is room.
+    """
+    settings = ["optim.max_steps=4"]
+    straight = straight_run(*settings)
+    write, left = snapshot.write_trained, [2]
+
+    def full(*args):  # a checkpoint's weights; those of the final model are written elsewhere
+        left[0] -= 1
+        if left[0] >= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
     monkeypatch.setattr(snapshot, "write_trained", full)
-
-
-def test_a_run_goes_on_over_a_full_disk(tmp_path, monkeypatch):
-    """on_error = "continue": each failure is a line, later checkpoints are there, the result is the same."""
-    settings = ["optim.max_steps=4"]
-    straight = straight_run(*settings)
-    refuse(monkeypatch, 2)
     notes = Notes()
     result = run_training(config_in(tmp_path / "b", *settings), report=notes)
     assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)
     assert [path.name for path in list_checkpoints(result.folder)] == ["checkpoint-3", "checkpoint-4"]
     told = [line for line in notes.lines if "No space left" in line]
     assert len(told) == 2 and "checkpoint-1: cannot be written" in told[0] and "goes on" in told[0]
-
-
-def test_a_run_stops_where_that_is_asked(tmp_path, monkeypatch):
-    """on_error = "stop": the error ends the run; after it there is room, and it goes on to the same end."""
-    settings = ["optim.max_steps=4"]
-    straight = straight_run(*settings)
-    config = config_in(tmp_path / "b", *settings, "checkpoint.on_error=stop")
-    with monkeypatch.context() as patch:
-        refuse(patch, 100)
-        with pytest.raises(UserError, match="checkpoint-1: cannot be written: No space left on device"):
-            run_training(config, report=Notes())
-    assert not list_checkpoints(tmp_path / "b" / "tiny")
-    result = run_training(config, report=Notes(), resume=True)
-    assert same_bits(result.state, straight.state)
+    config, left[0] = config_in(tmp_path / "c", *settings, "checkpoint.on_error=stop"), 100
+    with pytest.raises(UserError, match="checkpoint-1: cannot be written: No space left on device"):
+        run_training(config, report=Notes())
+    assert not list_checkpoints(tmp_path / "c" / "tiny")
+    left[0] = 0
+    assert same_bits(run_training(config, report=Notes(), resume=True).state, straight.state)
 
 
 def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):

@@ -1,7 +1,7 @@
 """The thread that writes checkpoints: what it holds up, and what becomes of its errors."""
 
 import threading
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,17 +43,6 @@ def saver(folder: Path, notes: list, **settings) -> Saver:
     return Saver(held(folder), CheckpointConfig(**settings), [], notes.append)
 
 
-def test_saving_can_be_waited_for(tmp_path, slow):
-    """Without `background_saving`: `save` returns when the checkpoint is there, and counts the time once."""
-    notes = []
-    slow.set()
-    with saver(tmp_path, notes) as writer, disabled("background_saving"):
-        started = time.perf_counter()
-        writer.save(Snapshot, (7, 3))
-        assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
-        assert 0 < writer.stopped_seconds() <= time.perf_counter() - started
-
-
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):
     """`save` and `poll` return at once; `wait` waits, says what was written, and counts the time."""
     notes, readings = [], iter([10.0, 10.5, 20.0, 23.0])
@@ -74,6 +63,14 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch
         assert writer.stopped_seconds() == 3.0 and writer.stopped_seconds() == 0.0
 
 
+def test_without_background_saving_it_is_waited_for(tmp_path, slow):
+    """`save` returns when the checkpoint is there."""
+    slow.set()
+    with saver(tmp_path, []) as writer, disabled("background_saving"):
+        writer.save(Snapshot, (7, 3))
+        assert writer.done == (7, 3)
+
+
 def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):
     """Twice the bytes being written have to be free; else the update waits until they are on the disk."""
     notes = []
@@ -86,38 +83,26 @@ def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):
         assert len(notes) == 1
 
 
-def test_an_error_is_told_at_the_next_step_or_ends_the_run(tmp_path, slow):
-    """Not lost with its thread: a line, or the error itself where stopping is asked for."""
-    slow.set()
+@pytest.mark.parametrize(
+    ("error", "settings", "strict", "waited", "ends"),
+    [
+        (UserError("full"), {}, False, True, False),
+        (UserError("full"), {}, True, False, True),
+        (UserError("full"), {"on_error": "stop"}, False, True, True),
+        (UserError("full"), {"on_error": "stop"}, False, False, True),  # at the end of the block
+        (ZeroDivisionError("a bug"), {}, False, True, True),  # a fault of the program, not of the disk
+    ],
+)
+def test_an_error_is_told_or_ends_the_run(tmp_path, slow, error, settings, strict, waited, ends):
+    """It is not lost with its thread: a line, or the error itself."""
     notes = []
-    slow.errors.append(UserError("the disk is full"))
-    with saver(tmp_path, notes) as writer:
-        writer.save(Snapshot, (7, 3))
-        writer.wait()
-        assert notes == ["the disk is full; the run goes on (checkpoint.on_error)"] and writer.done is None
-    for strict, settings in ((True, {}), (False, {"on_error": "stop"})):
-        slow.errors.append(UserError("the disk is full"))
-        with (
-            pytest.raises(UserError, match=r"the disk is full$"),
-            saver(tmp_path, notes, **settings) as writer,
-        ):
-            writer.save(Snapshot, (7, 3), strict=strict)
+    slow.set()
+    slow.errors.append(error)
+    with (
+        pytest.raises(type(error)) if ends else nullcontext(),
+        saver(tmp_path, notes, **settings) as writer,
+    ):
+        writer.save(Snapshot, (7, 3), strict=strict)
+        if waited:
             writer.wait()
-
-
-def test_the_last_error_ends_the_block_too(tmp_path, slow):
-    """A checkpoint that fails after the last step is not passed over in silence."""
-    notes = []
-    slow.errors.append(UserError("the disk is full"))
-    slow.set()
-    with pytest.raises(UserError, match="full"), saver(tmp_path, notes, on_error="stop") as writer:
-        writer.save(Snapshot, (7, 3))
-
-
-def test_a_fault_of_the_program_is_no_fault_of_the_disk(tmp_path, slow):
-    """Anything but a UserError keeps its traceback, whatever on_error says."""
-    slow.errors.append(ZeroDivisionError("a bug"))
-    slow.set()
-    with pytest.raises(ZeroDivisionError), saver(tmp_path, []) as writer:
-        writer.save(Snapshot, (7, 3))
-        writer.wait()
+    assert notes == ([] if ends else ["full; the run goes on (checkpoint.on_error)"])
