@@ -18,6 +18,10 @@ num_tokens | tokens | completion tokens sampled so far, including those that wer
 
 # Success
 em | share, 0 to 1 | exact match: held-out problems whose greedy completion has the right answer | rises over many updates. With 200 problems an uncertainty of ±0.07 is normal (95 %, at 0.5) | compare runs with `grpo eval`, which gives intervals. If `reward` rises and `em` does not, a reward can be earned without being right: read `completions.jsonl`
+eval/reward | your rewards' | the weighted sum of the run's own rewards, mean over the held-out problems' greedy completions | rises | as for `em`, beside which it stands; where there are no gold answers it is what an evaluation is judged by
+eval/reward_std | your rewards' | its spread over the problems | – | –
+eval/rewards/{name} | your reward's | the mean of one reward function there | rises for what you care about | as `rewards/{name}/mean`
+eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | how many problems `em` was measured on | `eval.samples` or all that are held out | –
 
 # Rewards
@@ -44,7 +48,6 @@ tools/cut_observations | count | observations longer than `env.max_observation_t
 turns/mean | turns | turns of a completion, the mean | below `env.max_turns` | conversations that never end: look at what ends them
 turns/max | turns | the longest conversation | at most `env.max_turns` | –
 eval/success | share, 0 to 1 | with [env], held-out episodes that succeed: the environment's own reward is 1 or more; without `get_reward`, the answer is the gold one | rises over many updates | compare runs with `grpo eval`, which gives intervals
-eval/reward | the environment's own | mean of `get_reward` over held-out episodes | rises | as for `eval/success`
 eval/turns | turns | mean over held-out episodes | as in training | –
 eval/tool_calls | calls | mean over held-out episodes | as in training | –
 eval/failed_calls | calls | mean over held-out episodes of calls that raised, or named no tool | falls | read the conversations in the [report](report.md)

@@ -34,7 +34,7 @@ def side_settings(config: Config) -> dict[str, Any]:
 
     from runners.data.datasets import load_rows
     from runners.data.prompts import build_examples
-    from runners.evaluation.exact_match import held_out
+    from runners.evaluation.evaluation import held_out
 
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
     train, test = (build_examples(rows, config.data, tokenizer)[0] for rows in load_rows(config.data))

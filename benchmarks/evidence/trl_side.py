@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.rewards.builtin import REWARDS, extract_answer, numbers_equal
+from runners.answers.forms import FORMS, AnswerForm
+from runners.rewards.builtin import REWARDS
 
 EVALUATED_TOGETHER = 200  # problems
 
@@ -76,7 +77,7 @@ def exact_match(model: Any, tokenizer: Any, settings: dict[str, Any]) -> float:
             )
         texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         for problem, text in zip(part, texts, strict=True):
-            right += numbers_equal(extract_answer(settings["nudge"] + text), problem["answer"])
+            right += AnswerForm("xml", FORMS["xml"]).is_right(settings["nudge"] + text, problem["answer"])
     model.train(was_training)
     return right / len(problems)
 

@@ -55,8 +55,8 @@ def summarize(folder: Path) -> RunSummary:
     run.batch_steps = whole_number(config.get("optim", "max_steps")) or None
     for line in LineFile(folder / METRICS).read():
         step = whole_number(line.get("update"))
-        if "em" in line and "step_time" not in line:
-            em = finite_number(line["em"])
+        if "time/eval" in line and "step_time" not in line:
+            em = finite_number(line.get("em"))
             run.first_em = em if run.first_em is None else run.first_em
             run.last_em = run.last_em if em is None else em
             run.seconds += finite_number(line.get("time/eval")) or 0.0

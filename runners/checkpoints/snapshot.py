@@ -102,8 +102,8 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
     """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; with `keep_last` 0 none.
 
-    Best is the highest "em" in trainer_state.json, then the highest "reward", then the newest; a missing or
-    null number ranks lowest.
+    Best is the highest "em" in trainer_state.json, then the highest "eval_reward", then "reward", then the
+    newest; a missing or null number ranks lowest.
     """
     folders = list_checkpoints(run_dir)
     if keep_last <= 0:
@@ -118,5 +118,5 @@ def _score(folder: Path) -> list[float]:
         state = read_json(folder / TRAINER_STATE)
     except UserError:  # a damaged one is deleted first
         state = {}
-    numbers = [finite_number(state.get(name)) for name in ("em", "reward")]
+    numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
     return [-math.inf if number is None else number for number in numbers]

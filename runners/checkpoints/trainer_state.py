@@ -14,7 +14,7 @@ from runners.errors import UserError, show
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS
 
-VERSION = 3  # before it, accumulated gradients were saved, and a run's state in several tables
+VERSION = 4  # before it, the rewards of evaluations were not saved
 _LOGS = (METRICS, COMPLETIONS, EVALUATIONS)
 _Kind = TypeVar("_Kind")
 
@@ -39,7 +39,8 @@ class TrainerState:
     """What trainer_state.json holds: the run's own state (`loop`), and what a resumed run compares."""
 
     step: int = rules.key(attrs.NOTHING, "batch steps", ">= 0")
-    em: float | None  # of the last evaluation; with `reward` it ranks checkpoints
+    em: float | None  # of the last evaluation; with the next two it ranks checkpoints
+    eval_reward: float | None  # of the last evaluation
     reward: float | None
     config: dict
     decided: Decided

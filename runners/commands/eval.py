@@ -41,7 +41,7 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
     option("--split=NAME", "The data's split [data.eval_split of the config].", default=""),
     option("--samples", "Number of problems [200]; 0: all.", click.IntRange(0)),
     option("--num", "Samples of each problem [the largest k].", click.IntRange(0)),
-    option("--k as ks=K[,K…]", "pass@k and maj@k, such as 1,8.", default=""),
+    option("--k as ks=K[,K…]", "pass@k, such as 1,8.", default=""),
     option("--max-tokens", "Length limit [the config's].", click.IntRange(1)),
     option("--batch", "Completions at a time [256].", click.IntRange(1)),
     option("--out=FILE", "Write every completion as a JSON line.", default=""),
@@ -170,6 +170,7 @@ def _measure_all(
     models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
 ) -> list[ModelResult]:
     """Measures one model after the other, so that only one is in memory."""
+    from runners.data.datasets import with_answers_of
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
     from runners.environments.own_code import loading, start_worker
@@ -183,6 +184,7 @@ def _measure_all(
     if code := loading(config.env, config.folders):
         worker.load(*code)
     rows = eval_rows(config, whole=bool(values["data"]))
+    config = with_answers_of(config, rows)
     columns = reward_columns(rows, with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     measured: list[ModelResult] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
 from runners.config.judge_checks import check_judge, check_names
 from runners.config.reading import PRESET_FOLDER, Settings
@@ -61,14 +62,8 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
         result["judge"][name] = attrs.evolve(judge, path=path)
     if built["judge"] is not None and built["reward"] is not None:
         check_names(result["reward"], built["judge"], found)
-    own_score = built["data"] is not None and built["data"].source.startswith(TASKS)
-    if own_score and built["reward"] is not None and "functions" not in found.values.get("reward", {}):
-        result["reward"] = attrs.evolve(result["reward"], functions=(TASK_SCORE,))
-    if result["data"] is not None and result["data"].prompt_form == "raw":
-        # What a chat is asked by default is not put silently before a text.
-        given = found.values.get("data", {})
-        unset = {name: "" for name in ("system_prompt", "nudge") if name not in given}
-        result["data"] = attrs.evolve(result["data"], **unset)
+    if all(built[name] is not None for name in ("answer", "data", "reward")):
+        result |= paths.task(result["answer"], result["data"], result["reward"])
     _relations(result, found)
     return result
 
@@ -129,6 +124,42 @@ class _Paths:
         hint = did_you_mean(name, REWARD_NAMES) or f"; built in are {', '.join(REWARD_NAMES)}"
         expected = f"a built-in reward, {FUNCTION_FORMS}"
         return self.function(name, "reward.functions", expected, "" if ":" in name else hint)
+
+    def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
+        """The three sections with what belongs to the form of answers, where the config does not set it.
+
+        The form's prompt is put only before questions of a chat: other texts and messages are whole prompts.
+        """
+
+        def given(key: str) -> bool:
+            section, _, name = key.partition(".")
+            return name in self.found.values.get(section, {})
+
+        functions = reward.functions
+        if not given("answer.form"):
+            own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
+            answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
+        elif ":" in answer.form and answer.form.partition(":")[0] not in FORMS:
+            answer = attrs.evolve(answer, form=self.function(answer.form, "answer.form"))
+        try:
+            form = answer_form(answer.form)
+        except ValueError as error:
+            self.fault("answer.form", f"expected {error}")
+            return {}
+        if form is not None and not data.answer:
+            self.fault("answer.form", f'expected "{NONE}" with data.answer = "", found {show(answer.form)}')
+        if not given("reward.functions") and data.source.startswith(TASKS):
+            functions = (TASK_SCORE,)
+        elif not given("reward.functions") and answer.form != "xml":
+            functions = () if form is None else REWARD_NAMES[:1]
+        asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
+        prompt = {"system_prompt": asks.instruction if asks else "", "nudge": asks.nudge if asks else ""}
+        prompt = {key: value for key, value in prompt.items() if not given(f"data.{key}")}
+        return {
+            "answer": answer,
+            "data": attrs.evolve(data, **prompt),
+            "reward": attrs.evolve(reward, functions=functions),
+        }
 
     def env(self, env: Any) -> dict[str, Any]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
@@ -223,10 +254,12 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
         if value(key):
             expect(key, f'{show(type(value(key))())} with data.prompt_form = "raw"')
-    if value("data.answer") == "" and value("env.factory") in ("", CALCULATOR):
-        expect("data.answer", "a column, or an env.factory whose class has get_reward")
-    if value("reward.functions") == () and value("env.factory") == "":
-        expect("reward.functions", "at least one entry, or an env.factory whose class has get_reward")
+    if value("reward.functions") == () and value("env.factory") in ("", CALCULATOR):
+        measured = "or an env.factory whose class has get_reward"
+        if value("data.answer") == "":
+            expect("data.answer", f"a column, your own reward in reward.functions, {measured}")
+        else:
+            expect("reward.functions", f"at least one entry, {measured}")
     for key in ("data.image_max_pixels", "data.image_folder") if value("data.image") == "" else ():
         if value(key):
             expect(key, f"{show(type(value(key))())}, or the column of images in data.image")

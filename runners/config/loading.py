@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
+from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
 from runners.config.reading import (
     ANY_NAME,
@@ -38,6 +39,7 @@ class Config:
     run: sections.RunConfig = attrs.field(factory=sections.RunConfig)
     model: sections.ModelConfig
     data: sections.DataConfig = attrs.field(factory=sections.DataConfig)
+    answer: sections.AnswerConfig = attrs.field(factory=sections.AnswerConfig)
     rollout: sections.RolloutConfig = attrs.field(factory=sections.RolloutConfig)
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
     judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by name
@@ -61,6 +63,12 @@ class Config:
     def where(self, key: str) -> str:
         """The place where `section.key` was set, for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """The form of answers; None: no answer is read."""
+        answer = self.answer
+        return answer_form(answer.form, ignore_case=answer.ignore_case, ignore_spaces=answer.ignore_spaces)
 
     def loss_spec(self) -> LossSpec:
         """The LossSpec of [loss]: the preset's, with the given fields replaced.

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import attrs
 
+from runners.answers.forms import FORMS
 from runners.config.rules import LONG, key
 
 EMBEDDED = "embedded"
@@ -40,14 +41,6 @@ REWARD_ARGUMENTS = (
 """The arguments that every reward may take besides the dataset's columns."""
 
 _NONE: dict[str, bool | int | float | str] = {}
-SYSTEM_PROMPT = """\
-Work the problem out first, then give the result. Use exactly this form:
-<reasoning>
-your working, step by step
-</reasoning>
-<answer>
-the final number, alone
-</answer>"""
 
 Stored = Literal["float32", "bfloat16"]
 QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
@@ -131,13 +124,13 @@ class DataConfig:
     split: str = key("train", "the training data; in a folder: the file of that name, or its shards", "one line, not empty")
     eval_split: str = key("test", "the evaluation data; if it is the same as `split`, or the source is a single file, the last tenth of the rows (1 to 1,000) is held out", "one line, not empty")
     question: str = key("question", "the column that holds the question", "one line, not empty")
-    answer: str = key("answer", "the column that holds the answer: the part after its last `####`, or all of it if there is none; empty: the data has none, and an [environment](turns.md#an-environment) rewards")
+    answer: str = key("answer", "the column that holds the answer: the part after its last `####`, or all of it if there is none; empty, or no such column: the data has none, and your own [rewards](rewards.md#your-own) or an [environment](turns.md#an-environment) measure")
     prompt: str = key("", "the column that holds a whole prompt, a list of messages (or a text), in place of `question`: see [turns](turns.md#messages); empty: none")
     image: str = key("", "the column of images, paths beside the data or bytes, for vision-language models: see [images](vision.md); empty: none")
     image_folder: str = key("", "the folder of the images' paths, which must stay inside it; empty: that of the data")
     image_max_pixels: int = key(0, "larger images are scaled down to so many pixels; 0: to what the model's processor allows", ">= 0")
-    system_prompt: str = key(SYSTEM_PROMPT, "the system message; empty: none")
-    nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too")
+    system_prompt: str = key(FORMS["xml"].instruction, "the system message; empty: none. If not set, it is the one that asks for `answer.form` (shown: that of `xml`), and none with `data.prompt`")
+    nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too. If not set, it is that of `answer.form`, and none with `data.prompt`")
     chat_template_kwargs: dict[str, bool | int | float | str] = key(_NONE, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
     chat_template: str = key("", "a file with the chat template to use, in jinja as transformers writes it; the run's models are saved with it. Empty: the model's own")
     prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is a text that the model continues, without template, roles and system prompt, for [base models](base-models.md)")
@@ -145,6 +138,15 @@ class DataConfig:
     max_prompt_length: int = key(512, "longer prompts (tokens) are left out and counted", ">= 1")
     on_bad_row: Literal["raise", "skip"] = key("raise", "a row without a question or an answer ends the run, or is left out and counted")
     transform: str = key("", "your function from a row to a row, named in the same way: see [own data](own-data.md); empty: none")
+
+
+@attrs.frozen(kw_only=True)
+class AnswerConfig:
+    """[answer]: how the answer is read from a completion, and when it is right: see [your task](your-task.md)."""
+
+    form: str = key("xml", "where a completion has its answer: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (behind `####`), `letter`, `json:FIELD`, `exact` (the whole text), `regex:PATTERN` (its group), `file.py:function` (from a text to its answer or None); `none`: nowhere. If not set, it is `none` where all rewards are your own, or the data has no answers", "one line, not empty")
+    ignore_case: bool = key(False, "capital and small letters are the same")
+    ignore_spaces: bool = key(False, "blanks and line ends do not count")
 
 
 @attrs.frozen(kw_only=True)
@@ -176,7 +178,7 @@ class RolloutConfig:
 class RewardConfig:
     """[reward]: functions (a name, package.module:function, file.py:function, judge.NAME), their weights."""
 
-    functions: tuple[str, ...] = key(REWARD_NAMES, 'a built-in name, `package.module:function`, `path/to/file.py:function`, or `"judge.NAME"` for a table below; see [rewards.md](rewards.md). `[]` only with an `env.factory` that has `get_reward`', "none twice")
+    functions: tuple[str, ...] = key(REWARD_NAMES, 'those of `answer.form` if not set: all five with `xml`, else the first; a built-in name, `package.module:function`, `path/to/file.py:function`, or `"judge.NAME"` for a table below; see [rewards.md](rewards.md). `[]` only with an `env.factory` that has `get_reward`', "none twice")
     weights: tuple[float, ...] = key((), "weight of each function, not all 0; empty: 1.0 each")
     aggregate: Aggregate = key("sum_then_normalize", "add the rewards, then take advantages; or normalise each reward in its group first (GDPO)")
     timeout: float = key(60.0, "seconds that a call of one reward may take; 0: no limit, in the run's own process", LONG)

@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 
+from runners.answers.forms import NONE
+from runners.config.loading import Config
 from runners.config.sections import TASKS, DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.hub_rows import hub_rows
@@ -52,6 +55,14 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     if config.max_samples:
         del train[config.max_samples :]
     return train, evaluation
+
+
+def with_answers_of(config: Config, rows: Rows) -> Config:
+    """The config for these rows: without gold answers if no row has the column `data.answer`."""
+    if any(config.data.answer in row for row in rows):
+        return config
+    data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
+    return attrs.evolve(config, data=data, answer=answer)
 
 
 def load_split(
@@ -107,6 +118,8 @@ def _usable(found: Iterable[RawRow], config: DataConfig, where: str, transform: 
         made = [transformed(raw, transform) for raw in raw_rows]
         raw_rows = [raw for raw in made if raw is not None]
         rows.dropped = len(made) - len(raw_rows)
+    if config.answer == DataConfig().answer and not any(config.answer in raw.values for raw in raw_rows):
+        config = attrs.evolve(config, answer="")  # the usual name, which data without gold answers lacks
     _check_fields(raw_rows, config, where)
     for raw in raw_rows:
         fault = raw.fault or _fault(raw.values, config)
@@ -132,7 +145,7 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
-                hint = '; data.answer = "" if an environment rewards'
+                hint = '; data.answer = "" if your own rewards measure'
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )

@@ -45,59 +45,11 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     The estimator without bias of Codex (arXiv 2107.03374, eq. 1). Raises ValueError unless 0 <= c <= n and
     1 <= k <= n.
     """
-    _check(n, k)
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k}: expected a number of samples from 1 to n = {n}")
     if not 0 <= c <= n:
         raise ValueError(f"c = {c}: expected a number of samples from 0 to n = {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def majority_at_k(votes: Sequence[int], silent: int, right: int | None, k: int) -> float:
-    """The chance that the most frequent answer among k of the samples is the right one.
-
-    The mean over all C(n, k) choices of k samples, so without bias. Samples without an answer do not vote.
-    If t answers share the first place, each wins with 1/t; without votes no answer wins.
-
-    Args:
-        votes: how many samples gave each different answer.
-        silent: how many samples gave no answer.
-        right: which of `votes` is the right answer; None: no sample gave it.
-        k: size of the choice, at most all samples.
-
-    Raises ValueError for k out of range, and for votes below 1.
-    """
-    n = sum(votes) + silent
-    _check(n, k)
-    if any(count < 1 for count in votes) or silent < 0:
-        raise ValueError(f"votes = {list(votes)}, silent = {silent}: expected positive counts")
-    if right is None:
-        return 0.0
-    others = [count for i, count in enumerate(votes) if i != right]
-    won = 0.0
-    for first in range(1, min(votes[right], k) + 1):
-        ways = _ways(others, silent, first, k - first)
-        total = sum(count / (ties + 1) for ties, count in ways.items())
-        won += math.comb(votes[right], first) * total
-    return won / math.comb(n, k)
-
-
-def _ways(others: Sequence[int], silent: int, most: int, rest: int) -> dict[int, int]:
-    """Ways to choose `rest` samples of the others such that no answer comes more than `most` times.
-
-    Keyed by the number of answers that come exactly `most` times.
-    """
-    table = {(0, 0): 1}  # (chosen, ties) -> ways, answer by answer
-    for count in others:
-        wider: dict[tuple[int, int], int] = {}
-        for (chosen, ties), ways in table.items():
-            for taken in range(min(count, most, rest - chosen) + 1):
-                place = (chosen + taken, ties + (taken == most))
-                wider[place] = wider.get(place, 0) + ways * math.comb(count, taken)
-        table = wider
-    found: dict[int, int] = {}
-    for (chosen, ties), ways in table.items():
-        if rest - chosen <= silent:
-            found[ties] = found.get(ties, 0) + ways * math.comb(silent, rest - chosen)
-    return found
 
 
 def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
@@ -125,8 +77,3 @@ def mcnemar(only_first: int, only_second: int) -> float:
     n = only_first + only_second
     tail = sum(math.comb(n, i) for i in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / 2**n)
-
-
-def _check(n: int, k: int) -> None:
-    if not 1 <= k <= n:
-        raise ValueError(f"k = {k}: expected a number of samples from 1 to n = {n}")

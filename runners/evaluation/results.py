@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 
-from runners.evaluation.estimators import Interval, bootstrap, majority_at_k, pass_at_k, wilson
-from runners.rewards.builtin import extract_answer, numbers_equal
+from runners.evaluation.estimators import Interval, bootstrap, pass_at_k, wilson
 
 
 @attrs.frozen(eq=False)
@@ -48,49 +47,7 @@ class ModelResult:
     seconds: float = 0.0  # of conversations with tools
 
 
-@attrs.frozen
-class _AnswerCounts:
-    """The answers of one problem's samples."""
-
-    votes: tuple[int, ...]  # samples of each different answer
-    silent: int  # samples without an answer
-    right: int | None  # which answer is the gold one
-
-    @property
-    def correct(self) -> int:
-        return 0 if self.right is None else self.votes[self.right]
-
-
-def count_answers(texts: Iterable[str], gold: str) -> _AnswerCounts:
-    answers: list[str] = []
-    votes: list[int] = []
-    silent = 0
-    for text in texts:
-        answer = extract_answer(text)
-        if answer is None:
-            silent += 1
-            continue
-        place = next((i for i, known in enumerate(answers) if numbers_equal(known, answer)), len(answers))
-        if place == len(answers):
-            answers.append(answer)
-            votes.append(0)
-        votes[place] += 1
-    right = next((i for i, answer in enumerate(answers) if numbers_equal(answer, gold)), None)
-    return _AnswerCounts(tuple(votes), silent, right)
-
-
-def shares(tallies: Sequence[_AnswerCounts], num: int, ks: Sequence[int]) -> dict[str, Metric]:
-    """pass@k for every k, and maj@k for k above 1 (for k = 1 they are the same), from `num` samples each."""
-    majorities = {
-        f"maj@{k}": [majority_at_k(tally.votes, tally.silent, tally.right, k) for tally in tallies]
-        for k in ks
-        if k > 1
-    }
-    found = {name: Metric(np.array(values), percent=True) for name, values in majorities.items()}
-    return success_shares([tally.correct for tally in tallies], num, ks) | found
-
-
-def success_shares(succeeded: Sequence[int], num: int, ks: Sequence[int]) -> dict[str, Metric]:
+def shares(succeeded: Sequence[int], num: int, ks: Sequence[int]) -> dict[str, Metric]:
     """pass@k for every k, from the number of succeeded samples of each problem, of `num`."""
     return {
         f"pass@{k}": Metric(np.array([pass_at_k(num, count, k) for count in succeeded]), percent=True)

@@ -12,21 +12,21 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
+from runners.answers.values import parse_number
 from runners.config.loading import Config
-from runners.data.datasets import load_rows
+from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.row_images import processor_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
-from runners.evaluation.exact_match import held_out
+from runners.evaluation.evaluation import held_out
 from runners.evaluation.scripted_episode import ScriptedEpisode, play_script
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
-from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward, check_columns, check_judges, rewards_of
 from runners.rewards.scoring import Scorer, Scores
 from runners.tokenization.text import TextDecoder, encode
@@ -74,6 +74,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     if tools := loading(config.env, config.folders):
         worker.load(*tools)
     rows = load_rows(config.data, config.folders)
+    config = with_answers_of(config, rows[0])
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     check_judges(rewards)

@@ -12,11 +12,11 @@ from typing import Any
 import attrs
 import numpy as np
 
+from runners.answers.values import parse_number
 from runners.data.prompts import Example
 from runners.environments.calculator import MARKS
 from runners.environments.environments import Environments
 from runners.environments.tool_calls import END, START, CallReader
-from runners.rewards.builtin import parse_number
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import encode

@@ -1,4 +1,4 @@
-"""Text rewards for answers written as ``<reasoning>…</reasoning><answer>…</answer>``.
+"""The built-in rewards: a right answer, and the form ``<reasoning>…</reasoning><answer>…</answer>``.
 
 Each reward is a plain function ``f(completions, **columns) -> list[float | None]``. ``completions`` holds one
 conversation per completion, ``[[{"role": "assistant", "content": text}], …]``; a column holds one entry per
@@ -11,12 +11,13 @@ which a backtracking pattern takes exponential time.
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
+from runners.answers.forms import ANSWER, ANSWER_END, REASONING, REASONING_END, AnswerForm, answer_form
 from runners.data.value_text import value_text
 
 Completions = Sequence[Sequence[dict[str, str]]]
+Function = Callable[..., list[float | None]]
 
 CORRECT = 2.0
 INTEGER = 0.5
@@ -25,21 +26,7 @@ SOFT_FORMAT = 0.5
 TAG_PAIR = 0.25
 TRAILING_CHARACTER = 0.001
 
-REASONING, REASONING_END = "<reasoning>", "</reasoning>"
-ANSWER, ANSWER_END = "<answer>", "</answer>"
-
 _JUNCTION = re.compile(r"</reasoning>\s*<answer>")
-# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
-_MAX_NUMBER_CHARACTERS = 400
-_MINUS_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
-_GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
-_CURRENCY = r"[$€£¥₹]"
-_NUMBER = re.compile(
-    rf"(?P<sign>[+-]?)\s?{_CURRENCY}?\s?(?P<inner_sign>[+-]?)"
-    rf"(?:(?P<top>[0-9]+)\s?/\s?(?P<bottom>[0-9]+)"
-    rf"|(?P<whole>{_GROUPED}|[0-9]+|(?=\.[0-9]))(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][+-]?[0-9]{{1,3}})?)"
-    rf"\s?(?:%|{_CURRENCY})?"
-)
 _INTEGER = re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)")
 
 
@@ -49,88 +36,43 @@ def answer_text(completion: Sequence[dict[str, Any]]) -> str:
     return (replies[-1].get("content") or "") if replies else ""
 
 
-def extract_answer(text: str) -> str | None:
-    """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
+def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
+    """The built-in rewards by name, for answers of this form; None: ``xml``."""
+    form = form or answer_form("xml")
+    assert form is not None
 
-    A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
-    unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is no answer.
-    """
-    last_end = text.rfind(ANSWER_END)
-    start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
-    if start < 0:
-        return None
-    start += len(ANSWER)
-    return text[start : text.find(ANSWER_END, start)].strip() or None
+    def correctness_reward_func(
+        completions: Completions, answer: Sequence[Any], **_: Any
+    ) -> list[float | None]:
+        """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the gold is None.
 
+        Raises ValueError if the two lists differ in length.
+        """
+        if len(answer) != len(completions):
+            raise ValueError(
+                f"answer: expected {len(completions)} entries, one a completion, found {len(answer)}"
+            )
+        return [
+            None if gold is None else CORRECT * form.is_right(text, value_text(gold))
+            for text, gold in zip(_texts(completions), answer, strict=True)
+        ]
 
-def parse_number(text: str) -> Fraction | None:
-    """The exact value of a text that is one number and nothing else; None for any other text.
+    def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+        """0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
 
-    Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in groups of
-    three (comma, or a thin or no-break space), decimals, an exponent (as a column of floats spells itself), a
-    fraction ``a/b``, one full stop at the end, blanks around. ``50%`` is 50: the sign is a unit, as ``$`` is.
+        ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
+        """
+        answers = [(form.read(text) or "").replace("\u2212", "-") for text in _texts(completions)]
+        return [INTEGER * bool(_INTEGER.fullmatch(answer)) for answer in answers]
 
-    Refused: a unit *word* (``18 dollars``, ``12 million``, ``5 cents``: the word can change the value),
-    several numbers, wrong groups (``1,23``), mixed numbers (``1 1/2``), a zero denominator, digits other than
-    0–9, ``nan`` and ``inf``, anything over 400 characters.
-    """
-    text = text.strip()
-    if len(text) > _MAX_NUMBER_CHARACTERS:
-        return None
-    text = text.translate(_MINUS_SIGNS)
-    match = _NUMBER.fullmatch(text.removesuffix("."))
-    if match is None or (match["sign"] and match["inner_sign"]):
-        return None
-    if match["top"] is not None:
-        bottom = int(match["bottom"])
-        size = Fraction(int(match["top"]), bottom) if bottom else None
-    else:
-        whole = re.sub(r"[^0-9]", "", match["whole"]) or "0"
-        size = Fraction(whole + (match["decimals"] or "") + (match["exponent"] or ""))
-    if size is None:
-        return None
-    return -size if "-" in (match["sign"], match["inner_sign"]) else size
-
-
-def numbers_equal(a: object, b: object) -> bool:
-    """Whether two answers agree: exactly as numbers if both are numbers, else as stripped text.
-
-    Each may be a text or a number (of an int or float column). None agrees with nothing.
-    """
-    if a is None or b is None:
-        return False
-    text_a, text_b = value_text(a), value_text(b)
-    x, y = parse_number(text_a), parse_number(text_b)
-    if x is not None and y is not None:
-        return x == y
-    return text_a.strip() == text_b.strip()
-
-
-def correctness_reward_func(completions: Completions, answer: Sequence[Any], **_: Any) -> list[float | None]:
-    """2.0 if the extracted answer agrees with the gold ``answer``, else 0.0; None if the gold answer is None.
-
-    Raises ValueError if the two lists differ in length.
-    """
-    if len(answer) != len(completions):
-        raise ValueError(
-            f"answer: expected {len(completions)} entries, one a completion, found {len(answer)}"
-        )
-    return [
-        None if gold is None else CORRECT * numbers_equal(extract_answer(text), gold)
-        for text, gold in zip(_texts(completions), answer, strict=True)
-    ]
-
-
-def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 if the extracted answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.
-
-    ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
-    """
-    answers = [extract_answer(text) for text in _texts(completions)]
-    return [
-        INTEGER * (answer is not None and bool(_INTEGER.fullmatch(answer.translate(_MINUS_SIGNS))))
-        for answer in answers
-    ]
+    functions = (
+        correctness_reward_func,
+        int_reward_func,
+        strict_format_reward_func,
+        soft_format_reward_func,
+        xmlcount_reward_func,
+    )
+    return {function.__name__: function for function in functions}
 
 
 def strict_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
@@ -158,16 +100,8 @@ def xmlcount_reward_func(completions: Completions, **_: Any) -> list[float | Non
     return [_count_tags(text) for text in _texts(completions)]
 
 
-REWARDS: dict[str, Callable[..., list[float | None]]] = {
-    function.__name__: function
-    for function in (
-        correctness_reward_func,
-        int_reward_func,
-        strict_format_reward_func,
-        soft_format_reward_func,
-        xmlcount_reward_func,
-    )
-}
+REWARDS = built_in()
+"""Those for ``xml``."""
 
 
 def _texts(completions: Completions) -> list[str]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import attrs
 
+from runners.answers.forms import AnswerForm
 from runners.config.loading import Config
 from runners.config.sections import REWARD_ARGUMENTS, JudgeConfig, judge_of
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.judges import Judge, build_judge
-from runners.rewards.builtin import REWARDS
+from runners.rewards.builtin import REWARDS, built_in
 from runners.rewards.calls import BY_NAME, resolved_function
 from runners.user_code.host import is_async
 from runners.user_code.worker import Worker
@@ -100,7 +101,8 @@ def rewards_of(config: Config, worker: Worker) -> tuple[Reward, ...]:
     reward, place = config.reward, worker if config.reward.timeout else None
     if not reward.functions:
         return ()
-    return resolve_rewards(reward.functions, reward.weights, config.folders, config.judge, place)
+    form = config.answer_form
+    return resolve_rewards(reward.functions, reward.weights, config.folders, config.judge, place, form)
 
 
 def resolve_rewards(
@@ -109,6 +111,7 @@ def resolve_rewards(
     base_dirs: Iterable[str | Path] = (),
     judges: Mapping[str, JudgeConfig] | None = None,
     worker: Worker | None = None,
+    form: AnswerForm | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
@@ -130,7 +133,7 @@ def resolve_rewards(
             raise UserError(f"reward.functions names {show(name)} twice; expected each once")
     dirs = tuple(base_dirs)
     rewards = [
-        resolve_reward(name, dirs, weight, judges, worker)
+        resolve_reward(name, dirs, weight, judges, worker, form)
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
     ]
     short = [reward.name for reward in rewards]
@@ -146,6 +149,7 @@ def resolve_reward(
     weight: float = 1.0,
     judges: Mapping[str, JudgeConfig] | None = None,
     worker: Worker | None = None,
+    form: AnswerForm | None = None,
 ) -> Reward:
     """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
     ``judge.NAME``, if `judges` has the name.
@@ -161,7 +165,7 @@ def resolve_reward(
         return Reward(name, build_judge(judge, (judges or {})[judge]), weight)
     if ":" not in name:
         if name in REWARDS:
-            return Reward(name, REWARDS[name], weight)
+            return Reward(name, built_in(form)[name], weight)
         raise UserError(
             f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
             f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"

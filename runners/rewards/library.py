@@ -13,11 +13,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from runners.answers.forms import extract_answer
 from runners.data.value_text import value_text
 from runners.errors import UserError
 from runners.machine.bounded_process import BoundedFunction
 from runners.machine.versions import install_hint
-from runners.rewards.builtin import answer_text, extract_answer
+from runners.rewards.builtin import answer_text
 from runners.user_code.host import is_async
 
 Rewards = list[float | None]

@@ -17,7 +17,8 @@ class Started:
     updates: int  # of the whole run
     header: Mapping[str, Any]  # shown once; "run" is the title
     done: int = 0  # the current update of a resumed run
-    scores: Sequence[float] = ()  # its evaluations so far
+    scores: Sequence[float] = ()  # its evaluations so far: exact match
+    rewards: Sequence[float] = ()  # the same: the mean of its own rewards
 
 
 @attrs.frozen
@@ -50,12 +51,13 @@ class Evaluated:
     """An evaluation is done."""
 
     name: str
-    score: float  # share of exact matches, 0 to 1
+    score: float | None  # share of exact matches, 0 to 1; None: there are no gold answers
     correct: int
     total: int
     seconds: float
     metrics: Mapping[str, Any] = attrs.field(factory=dict)  # its line in the log
     problems: Iterable[Mapping[str, Any]] = ()  # its records for evaluations.jsonl
+    reward: float | None = None  # the mean of the run's own rewards
 
 
 @attrs.frozen

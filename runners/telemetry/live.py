@@ -25,7 +25,6 @@ from runners.telemetry.progress import (
     eval_line,
     is_finite,
     number_text,
-    percent_text,
     sparkline,
 )
 
@@ -156,10 +155,11 @@ def _rows(progress: Progress, width: int) -> Iterator[RenderableType]:
     reward = Text(f"{number_text(metrics.get('reward')):<6}", style="bold")
     bars = max((width - 54) // 2, 6)
     reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
-    score = Text(percent_text(progress.exact_match), style="bold")
-    if len(progress.scores) > 1:
-        score.append(f" from {percent_text(progress.scores[0])}", style="not bold dim")
-    grid.add_row("reward", reward, "exact match", score)
+    label, now, first = progress.headline
+    score = Text(now, style="bold")
+    if first:
+        score.append(f" from {first}", style="not bold dim")
+    grid.add_row("reward", reward, label, score)
     rate = count_text(metrics.get("tokens_per_second"))
     grid.add_row("tokens/s", rate, "memory", gigabytes(progress.memory))
     yield grid

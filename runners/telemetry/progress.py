@@ -34,7 +34,8 @@ class Progress:
         self.total = self.done = 0  # updates
         self.metrics: Mapping[str, Any] = {}  # of the last update
         self.rewards: list[float] = []
-        self.scores: list[float] = []  # of evaluations, in order
+        self.scores: list[float] = []  # of evaluations, in order: exact match
+        self.held_out: list[float] = []  # the same: the mean of the run's own rewards
         self.memory = 0
         self._read_memory, self._clock = memory, clock
         self._started = self._last_step = clock()
@@ -49,7 +50,8 @@ class Progress:
         """Takes in an event; the clock starts again with the run."""
         match event:
             case Started():
-                self.total, self.done, self.scores = event.updates, event.done, list(event.scores)
+                self.total, self.done = event.updates, event.done
+                self.scores, self.held_out = list(event.scores), list(event.rewards)
                 self._started = self._last_step = self._clock()
             case Status():
                 self._status, self._status_began, self._advanced = event, self._clock(), None
@@ -63,7 +65,8 @@ class Progress:
                 self._step(metrics)
             case Evaluated():
                 self._status = Status("")
-                self.scores.append(event.score)
+                self.scores += [] if event.score is None else [event.score]
+                self.held_out += [] if event.reward is None else [event.reward]
                 self._evaluating += event.seconds
             case _:
                 pass
@@ -116,6 +119,18 @@ class Progress:
         """Of the last evaluation, 0 to 1."""
         return self.scores[-1] if self.scores else None
 
+    @property
+    def headline(self) -> tuple[str, str, str]:
+        """What an evaluation is judged by, its latest value and its first one; "" if there is only one.
+
+        Exact match, or the mean of the run's own rewards where there are no gold answers.
+        """
+        if not self.scores and self.held_out:
+            first = number_text(self.held_out[0]) if len(self.held_out) > 1 else ""
+            return "held-out reward", number_text(self.held_out[-1]), first
+        first = percent_text(self.scores[0]) if len(self.scores) > 1 else ""
+        return "exact match", percent_text(self.exact_match), first
+
 
 def is_finite(value: Any) -> bool:
     """Whether this is a finite number."""
@@ -164,8 +179,12 @@ def as_text(value: Any) -> str:
 
 def eval_line(event: Evaluated) -> str:
     """An evaluation in one line."""
-    share = f"{percent_text(event.score)} ({event.correct} of {event.total})"
-    return f"eval {event.name}: exact match {share} in {event.seconds:.1f} s"
+    found = [] if event.score is None else [f"exact match {percent_text(event.score)}"]
+    if found:
+        found[0] += f" ({event.correct} of {event.total})"
+    if event.reward is not None:
+        found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
+    return f"eval {event.name}: {', '.join(found) or 'nothing to measure'} in {event.seconds:.1f} s"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -45,20 +45,24 @@ def run_summary(
     config: Config,
     final: Path,
     *,
-    first: float | None,
-    last: float | None,
+    scores: Sequence[float],
+    rewards: Sequence[float],
     held_out: int,
     updates: int,
     tokens: int,
 ) -> dict[str, Any]:
     """The summary that is shown at the end.
 
-    `first` and `last` are exact match on `held_out` problems, None if it was not measured.
+    `scores` and `rewards` are exact match and the mean of the run's own rewards at its evaluations, on
+    `held_out` problems.
     """
     shown: dict[str, Any] = {}
-    if last is not None:
-        before = f"{first:.1%} → " if first is not None else ""
-        shown["exact match"] = f"{before}{last:.1%} on {held_out} held-out problems"
+    if scores:
+        before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
+        shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
+    elif rewards:
+        before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
+        shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
     shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
     if (log := final.parent / METRICS).is_file():  # not if it was deleted under the run
         shown["log"] = str(log)
@@ -102,17 +106,22 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
 
 
 def evaluation_records(
-    examples: Sequence[Example], texts: Sequence[str], correct: Sequence[bool], update: int
+    examples: Sequence[Example], completions: Sequence[Any], update: int
 ) -> Iterator[dict[str, Any]]:
-    """One record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys."""
-    for index, (example, text, right) in enumerate(zip(examples, texts, correct, strict=True)):
+    """One record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys.
+
+    `completions` are those of the evaluation (`runners.evaluation.completions`).
+    """
+    for index, (example, one) in enumerate(zip(examples, completions, strict=True)):
         yield {
             "update": update,
             "problem": index,
             **_prompt(example),
-            "completion": text,
-            "answer": example.answer,
-            "correct": bool(right),
+            "completion": one.text,
+            **({"answer": example.answer} if example.answer else {}),
+            **({} if one.right is None else {"extracted": one.answer, "correct": one.right}),
+            "reward": one.reward,
+            "rewards": one.rewards,
         }
 
 

@@ -31,7 +31,6 @@ from runners.telemetry.progress import (
     duration_text,
     eval_line,
     number_text,
-    percent_text,
 )
 
 __all__ = ["PlainReport", "Quiet", "Report", "Silent", "make_report"]
@@ -123,7 +122,7 @@ def step_line(progress: Progress) -> str:
     parts = [
         f"reward {number_text(metrics.get('reward'))}",
         "" if penalty is None else f"length penalty {number_text(penalty)}",
-        f"em {percent_text(progress.exact_match)}",
+        "{} {}".format(*progress.headline[:2]).replace("exact match", "em"),
         f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",
         gigabytes(progress.memory) if progress.memory else "",
         f"{duration_text(progress.seconds_left())} left",

@@ -1,4 +1,4 @@
-"""Evaluations during a run: exact match on the held-out problems, with the learner's weights."""
+"""Evaluations during a run: the held-out problems, with the learner's weights."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import attrs
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.engines.settings import DEFAULT_ROWS
-from runners.evaluation.episode_figures import logged_figures
-from runners.evaluation.exact_match import EvalResult, evaluate_on_ranks, held_out
+from runners.evaluation.completions import Evaluator
+from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
+from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.events import Evaluated, Status
 from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
@@ -32,9 +33,7 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match, for the log and the display. A long one before training is saved at once."""
-    if not session.config.data.answer:  # an environment rewards, and there are no answers to compare with
-        return
+    """Measures exact match and the run's own rewards. A long evaluation before training is saved at once."""
     with session.steps.times.stopped():
         problems, result = _measured(session)
         with session.committing("the evaluation"):
@@ -50,20 +49,22 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     engine.load(state.train.params, state.update)
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
+    evaluator = Evaluator(
+        engine=engine,
+        scorer=run.collector.scorer,
+        form=config.answer_form,
+        decoder=run.decoder,
+        nudge=config.data.nudge,
+        rows=config.rollout.max_batch,
+        environments=run.environments,
+        vision=run.loaded.vision,
+        state=TrainerState(state.update, run.length.updates, run.stream.epoch, config.optim.num_epochs),
+    )
+    sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
 
     def answered(problems: Sequence[Example], left: int) -> EvalResult:
         session.shown.handle(Status("evaluating", rest=left / len(problems)))
-        return evaluate_on_ranks(
-            session.ranks,
-            engine,
-            problems,
-            attrs.evolve(run.collector.sampling, max_new_tokens=limit),
-            decoder=run.decoder,
-            nudge=config.data.nudge,
-            max_batch=config.rollout.max_batch,
-            environments=run.environments,
-            vision=run.loaded.vision,
-        )
+        return evaluate_on_ranks(session.ranks, evaluator, problems, sampling)
 
     problems = held_out(run.data.evaluation, state.eval_problems)
     results: list[EvalResult] = []
@@ -79,13 +80,17 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
             problems = problems[: _affordable(session, results[0], len(problems), limit)]
         size = rows
     engine.load(None, state.update)
-    return problems, joined(results)
+    result = joined(results)
+    notice = result.notice(config.answer_form, problems, limit) if state.evaluated_at < 0 else ""
+    for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
+        session.shown.note(line)
+    return problems, result
 
 
 def _few(session: Session, problems: int, limit: int) -> int:
     """Problems to measure the time of first, if all of them could take too long; 0: they cannot."""
     share, first = session.config.eval.time_share, FEW * session.ranks.count
-    if session.state.scores or share == 1 or problems <= 2 * first:
+    if session.state.evaluated_at >= 0 or share == 1 or problems <= 2 * first:
         return 0
     return first if problems > share * _run_cost(session, limit) else 0
 
@@ -123,13 +128,13 @@ def joined(results: Sequence[EvalResult]) -> EvalResult:
 
 
 def _log(session: Session, name: str, problems: Sequence[Example], result: EvalResult) -> None:
-    found = logged_figures(result.figures)
-    record = {**session.place(), "em": result.score, "em_subset": result.total, "time/eval": result.seconds}
-    record |= {"time/elapsed": session.elapsed(), **found}
-    update = session.state.update
-    records = evaluation_records(problems, result.texts, result.right, update)
-    measured = {name: record[name] for name in ("em", "time/eval", *found)}
-    seen, _ = session.watch.see(measured, session.state.seen)
-    session.change(scores=(*session.state.scores, result.score), evaluated_at=update, seen=seen)
-    figures = result.score, result.correct, result.total, result.seconds
-    session.shown.handle(Evaluated(name, *figures, record, records))
+    measured, state = result.metrics, session.state
+    record = {**session.place(), **measured, "time/elapsed": session.elapsed()}
+    seen, _ = session.watch.see(measured, state.seen)
+    scores = state.scores if result.score is None else (*state.scores, result.score)
+    rewards = state.eval_rewards if result.reward is None else (*state.eval_rewards, result.reward)
+    session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
+    right = sum(bool(each.right) for each in result.completions)
+    records = evaluation_records(problems, result.completions, state.update)
+    figures = result.score, right, result.total, result.seconds
+    session.shown.handle(Evaluated(name, *figures, record, records, result.reward))

@@ -41,6 +41,7 @@ class Counters:
     evaluated_at: int = rules.key(-1, "updates; -1: never", "-1 or >= 0")
     eval_problems: int = rules.key(0, "of each evaluation; 0: all", _COUNT)
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
+    eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
     reward: float | None = None  # of the last update
     elapsed: float = rules.key(0.0, "seconds, of all processes", ">= 0")
     micro_batch_tokens: int = rules.key(1, "the budget: the config's, or less once memory ran out", ">= 1")

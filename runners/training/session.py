@@ -144,6 +144,7 @@ class Session:
         facts = {
             **self._facts,
             "em": state.em,
+            "eval_reward": state.eval_rewards[-1] if state.eval_rewards else None,
             "reward": state.reward,
             "logs": self.log.positions(),
             "loop": state.plain(),

@@ -12,7 +12,7 @@ from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
 from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
-from runners.data.datasets import load_rows
+from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
@@ -22,7 +22,7 @@ from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
-from runners.evaluation.exact_match import held_out
+from runners.evaluation.evaluation import held_out
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.programs.gpu_programs import compile_ahead
@@ -102,6 +102,7 @@ def build_run(
         worker.load(*tools)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
+    config = with_answers_of(config, rows[0])
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)
@@ -207,6 +208,9 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
     notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
-    if not config.data.answer:
-        notices.append('data.answer = "": exact match is not measured')
+    if config.data.answer and config.answer_form is None:
+        notices.append(
+            "answer.form is not set, and all rewards are your own: they alone measure; a form such as "
+            '"last_number" adds exact match'
+        )
     return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import grpo_fn as g
+from runners.evaluation.completions import form_notice
 from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records, run_header, run_summary
@@ -18,17 +21,17 @@ def show_start(session: Session) -> None:
     """The run's header on the display."""
     run, data, state = session.run, session.run.data, session.state
     head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
-    session.shown.handle(Started(run.length.updates, head, state.update, state.scores))
+    session.shown.handle(Started(run.length.updates, head, state.update, state.scores, state.eval_rewards))
 
 
-def show_summary(session: Session, final: Path, first: float | None) -> None:
-    """The run's result on the display: the final model, and exact match before (`first`) and after."""
+def show_summary(session: Session, final: Path) -> None:
+    """The run's result on the display: the final model, and what its evaluations found."""
     state = session.state
     shown = run_summary(
         session.config,
         final,
-        first=first,
-        last=state.em,
+        scores=state.scores,
+        rewards=state.eval_rewards,
         held_out=state.eval_problems or len(session.run.data.evaluation),
         updates=state.update,
         tokens=state.sampled_tokens,
@@ -42,10 +45,22 @@ def show_summary(session: Session, final: Path, first: float | None) -> None:
 
 def log_batch_step(session: Session, experience: Experience) -> None:
     """The problems of a batch step, and its completions."""
-    for line in experience.problems:
+    for line in (*experience.problems, *_form_notice(session, experience)):
         session.shown.note(line)
     records = completion_records(experience, session.state.batch_step, session.state.update + 1)
     session.shown.handle(Completions(records))
+
+
+def _form_notice(session: Session, experience: Experience) -> list[str]:
+    """A line on the first batch step of a run that has no evaluation before; see `form_notice`."""
+    if session.state.batch_step > 1 or session.state.evaluated_at >= 0 or experience.played is not None:
+        return []
+    size, limit = experience.rollout.num_generations, session.config.rollout.max_new_tokens
+    golds = [example.answer for example in experience.examples for _ in range(size)]
+    cut = [not finished for finished in np.array(experience.rollout.finished_b).tolist()]
+    lengths = experience.sampled_lengths.tolist()
+    line = form_notice(session.config.answer_form, experience.texts, golds, cut, lengths, limit)
+    return [line] if line else []
 
 
 def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:

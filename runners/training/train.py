@@ -146,5 +146,5 @@ def finish(session: Session) -> RunResult:
     whole = session.steps.whole(session.state)
     final, scores = session.save_final(whole), session.state.scores
     first = scores[0] if session.config.eval.at_start and scores else None
-    show_summary(session, final, first)
+    show_summary(session, final)
     return RunResult(final.parent, whole, first, session.state.em, session.state.update, session.elapsed())

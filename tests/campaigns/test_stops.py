@@ -46,7 +46,7 @@ STAGES = {
     "an update": ("runners.training.steps:all_reduce", 1, SHORT, 2),
     "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
     "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
-    "its scoring": ("runners.evaluation.exact_match:is_correct", 3, LONG, 2),
+    "its scoring": ("runners.answers.forms:AnswerForm.agree", 3, LONG, 2),
     "a snapshot": ("runners.training.session:take_snapshot", 1, SHORT, 2),
     "the writing of a checkpoint": ("runners.checkpoints.saving:write_checkpoint", 1, SHORT, 3),
     "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),

@@ -104,6 +104,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.question": ('"other"',),
     "data.answer": ('"other"', "eval.samples=0"),
     "data.prompt": ('"chat"',),
+    "answer.form": ('"exact"',),
     "data.system_prompt": ('"Be short."',),
     "data.nudge": ('"Well,"',),
     "data.chat_template_kwargs": ('{style="x"}',),

@@ -311,7 +311,9 @@ def test_missing_fields(tmp_path: Path) -> None:
         assert (
             'no field named "question" (data.question); found qestion, gold; did you mean qestion?' in message
         )
-    assert '"answer" (data.answer); found qestion, gold' in refused(path, question="qestion")
+    assert '"golt" (data.answer); found qestion, gold; did' in refused(
+        path, question="qestion", answer="golt"
+    )
     train, evaluation = load(path, question="qestion", answer="gold")
     assert (len(train), len(evaluation)) == (2, 1)
 
@@ -488,10 +490,13 @@ def test_epoch_order(n: int, seed: int, epoch: int) -> None:
 
 
 def test_data_without_answers(tmp_path):
-    """With `data.answer = ""` rows need none, rewards get no such column; without it the error says so."""
+    """With `data.answer = ""`, or without the usual column, rows need none; another name is missed."""
     rows = [{"question": f"Go {n} steps.", "level": n} for n in range(20)]
     source = jsonl(tmp_path / "maze.jsonl", rows)
-    assert refused(source).endswith('found question, level; data.answer = "" if an environment rewards')
+    assert refused(source, answer="x").endswith(
+        'question, level; data.answer = "" if your own rewards measure'
+    )
+    assert load(source) == load(source, answer="")
     train, held_out = load(source, answer="")
     assert len(train) + len(held_out) == 20
     assert "answer" not in reward_columns(train, with_answer=False)

@@ -12,13 +12,14 @@ from runners.config.loading import load_config
 from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
-from runners.evaluation.episode_figures import EpisodeFigures, logged_figures
+from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.estimators import wilson
-from runners.evaluation.exact_match import EvalResult, evaluate, joined
+from runners.evaluation.evaluation import EvalResult, evaluate, of_ranks
 from runners.evaluation.measurement import choose_problems, eval_rows, measure
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.rewards.functions import resolve_rewards
+from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
 
 SOURCE = '''
@@ -107,10 +108,11 @@ def evaluated(model, config):
     """As a run measures itself."""
     environments, chosen = problems_of(model, config)
     sampling = sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop))
-    return evaluate(
-        model.engine, list(chosen.values()), attrs.evolve(sampling, max_new_tokens=60), decoder=model.decoder,
-        nudge=config.data.nudge, max_batch=3, environments=environments,
+    evaluator = Evaluator(
+        engine=model.engine, decoder=model.decoder, nudge=config.data.nudge, rows=3,
+        environments=environments, form=config.answer_form, scorer=Scorer(all_rewards((), environments)),
     )  # fmt: skip
+    return evaluate(evaluator, list(chosen.values()), attrs.evolve(sampling, max_new_tokens=60))
 
 
 def test_figures_of_an_environment(place, model):
@@ -129,12 +131,13 @@ def test_figures_of_an_environment(place, model):
     divided = 10 * (answers % 3 == 2)
     assert found.metrics["failed calls"].values[known].tolist() == (divided[known] > 0).astype(float).tolist()
     assert any("no fives" in problem for problem in found.problems)
-    assert [row["completion"] for row in found.completions] == list(own.texts)
+    assert [row["completion"] for row in found.completions] == [each.text for each in own.completions]
     known = [None if value != value else value for value in reward.tolist()]
     failures = found.metrics["failed calls"].values
     columns = found.metrics["success"].values, known, turns, calls, failures
-    assert [attrs.astuple(each)[:5] for each in own.figures] == [*zip(*columns, strict=True)]
-    logged = logged_figures(own.figures)
+    theirs = [(c.success, c.reward, c.turns, c.calls, c.failures) for c in own.completions]
+    assert theirs == [*zip(*columns, strict=True)]
+    logged = own.metrics
     assert logged["eval/success"] == 0.5 and logged["eval/reward"] == pytest.approx(np.nanmean(reward))
     lower = measured(model, config_of(), success_at=0.5)
     assert lower.metrics["success"].values.sum() == np.sum(reward >= 0.5)
@@ -146,7 +149,7 @@ def test_samples_and_functions_without_a_class(place, model):
     rewards = resolve_rewards(config.reward.functions)
     found = measured(model, config, rewards, num=2, ks=(1, 2), rows=5)
     assert found.metrics["success"].values.tolist() == found.metrics["exact match"].values.tolist()
-    assert {"pass@1", "pass@2", "maj@2", "sampled success", "sampled calls"} <= set(found.metrics)
+    assert {"pass@1", "pass@2", "sampled success", "sampled calls"} <= set(found.metrics)
     samples = [row for row in found.completions if row["kind"] == "sample"]
     assert [row["problem"] for row in samples[::2]] == list(found.indices) and len(samples) == 16
     assert all(row["messages"][0]["role"] == "assistant" for row in samples)
@@ -163,21 +166,18 @@ def test_data_without_answers(place, model):
     found = measured(model, config, num=2, ks=(1, 2), rows=5)
     assert found.metrics["success"].values.tolist() == [True, False, True, False]
     assert found.metrics["pass@1"].values.tolist() == found.metrics["pass@2"].values.tolist() == [1, 0, 1, 0]
-    assert not {"exact match", "maj@2"} & set(found.metrics)
+    assert "exact match" not in found.metrics
     assert not {"answer", "extracted", "correct"} & set(found.completions[0])
 
 
 def test_results_of_several_ranks_are_in_the_problems_order():
     """Rank r of N has the problems r, r + N, …; the slowest rank's time counts."""
-    figures = tuple(EpisodeFigures(n != 1, None, n, n + 3, n - 1, 0.0) for n in (1, 2, 3))
-    whole = EvalResult(2.0, ("a", "b", "c"), (True, False, True), figures)
-    parts = [
-        EvalResult(seconds, whole.texts[r::2], whole.right[r::2], figures[r::2])
-        for r, seconds in enumerate((1.0, 2.0))
-    ]
-    assert joined([json.loads(json.dumps(attrs.asdict(part))) for part in parts], 3) == whole
-    bare = EvalResult(2.0, whole.texts, whole.right)
-    assert joined([attrs.asdict(bare)], 3) == bare
+    one = Completion(
+        text="a", answer=None, right=None, rewards={"r": None}, reward=None, tokens=1, finish="stop"
+    )
+    whole = EvalResult(2.0, tuple(attrs.evolve(one, text=text, turns=2) for text in "abcde"), ("odd",))
+    parts = [EvalResult(r + 1.0, whole.completions[r::2], ("odd",)) for r in range(2)]
+    assert of_ranks([json.loads(json.dumps(attrs.asdict(part))) for part in parts]) == whole
 
 
 def test_the_command(place):
@@ -193,7 +193,7 @@ def test_the_command(place):
     result = grpo("embedded", "--env", "even.py:Even", *options, "--json", "scores.json", "--out", "rows.out")
     assert result.exit_code == 0, result.stderr
     lines = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
-    assert lines[:3] == ["success", "exact match", "reward/Even"] and "failed calls" in lines
+    assert lines[:4] == ["success", "exact match", "reward", "reward/Even"] and "failed calls" in lines
     scores = json.loads((place / "scores.json").read_text())
     assert set(scores["models"]["embedded"]["success"]) == {"mean", "interval"} and scores["seconds"]
     assert {"messages", "success", "turns"} <= json.loads(

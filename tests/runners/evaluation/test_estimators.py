@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.evaluation.estimators import bootstrap, majority_at_k, mcnemar, pass_at_k, wilson
+from runners.evaluation.estimators import bootstrap, mcnemar, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(
@@ -64,36 +63,6 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
     assert pass_at_k(1000, 0, 1) == 0.0 and pass_at_k(1000, 1000, 1) == 1.0
 
 
-def majority_by_hand(samples, k):
-    """Every choice of k of the samples ("" is no answer, "a" the right one), the winners' shares counted."""
-    shares = []
-    for choice in itertools.combinations(samples, k):
-        counts = Counter(answer for answer in choice if answer)
-        top = max(counts.values(), default=0)
-        winners = [answer for answer, count in counts.items() if count == top]
-        shares.append(1 / len(winners) if "a" in winners else 0.0)
-    return sum(shares) / len(shares)
-
-
-@given(
-    samples=st.lists(st.sampled_from(["a", "a", "b", "c", "d", ""]), min_size=1, max_size=8), data=st.data()
-)
-def test_majority_at_k_is_the_mean_over_all_choices(samples, data):
-    """Ties, silent samples, right answers that nobody gave."""
-    k = data.draw(st.integers(1, len(samples)))
-    counts = Counter(sample for sample in samples if sample)
-    names = sorted(counts)
-    right = names.index("a") if "a" in names else None
-    found = majority_at_k([counts[name] for name in names], samples.count(""), right, k)
-    assert found == pytest.approx(majority_by_hand(samples, k), abs=1e-12)
-
-
-def test_majority_at_k_of_many_samples():
-    """64 samples of 30 different answers, half of them chosen: quick, and above the right one's share."""
-    votes = [16] + [1] * 20 + [2] * 9
-    assert 0.25 < majority_at_k(votes, 10, 0, 32) <= 1.0
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -102,8 +71,6 @@ def test_majority_at_k_of_many_samples():
         lambda: pass_at_k(4, 5, 1),
         lambda: pass_at_k(4, 1, 5),
         lambda: pass_at_k(4, 1, 0),
-        lambda: majority_at_k([2], 0, 0, 3),
-        lambda: majority_at_k([0, 2], 0, 0, 1),
         lambda: bootstrap([]),
         lambda: mcnemar(-1, 2),
     ],

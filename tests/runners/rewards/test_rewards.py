@@ -1,27 +1,21 @@
-"""The five text rewards: a table of cases each, number parsing as a property, and hostile texts."""
+"""The five built-in rewards: a table of cases each, properties, and hostile texts."""
 
-import json
 import time
-from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.rewards.builtin import (
-    REWARDS,
-    correctness_reward_func,
-    extract_answer,
-    int_reward_func,
-    numbers_equal,
-    parse_number,
-    soft_format_reward_func,
-    strict_format_reward_func,
-    xmlcount_reward_func,
-)
+from runners.answers.forms import answer_form
+from runners.rewards.builtin import REWARDS, built_in
 
-GSM8K = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "gsm8k"
+(
+    correctness_reward_func,
+    int_reward_func,
+    strict_format_reward_func,
+    soft_format_reward_func,
+    xmlcount_reward_func,
+) = REWARDS.values()
 SHELL = "<reasoning>7+5=12</reasoning>\n<answer>12</answer>"
 RANGES = {
     "correctness_reward_func": (0.0, 2.0),
@@ -45,141 +39,6 @@ def completions(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<answer>5</answer>", "5"),
-        ("<answer>\n 5 \n</answer>", "5"),
-        ("<answer>5</answer> no: <answer>7</answer>", "7"),
-        ("<answer>5</answer> <answer>7", "5"),
-        ("<answer>5</answer> and </answer>", "5"),
-        ("<answer>1 <answer>5</answer></answer>", "5"),
-        ("<answer>", None),
-        ("</answer>", None),
-        ("5</answer> <answer>6", None),
-        ("<answer> </answer>", None),
-        ("<answer>5</answer><answer></answer>", None),
-        ("<Answer>5</Answer>", None),
-        ("", None),
-    ],
-)
-def test_extract_answer(text: str, expected: str | None) -> None:
-    """The last complete pair counts; unclosed, reversed and empty ones are no answer."""
-    assert extract_answer(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1234", 1234),
-        ("1,234", 1234),
-        ("$1234", 1234),
-        ("1234.0", 1234),
-        ("1,234,567.50", Fraction("1234567.5")),
-        ("1\u202f234", 1234),
-        ("1\u00a0234\u00a0567", 1234567),
-        ("-5", -5),
-        ("+5", 5),
-        ("\u22125", -5),
-        ("\u20135", -5),
-        ("-$5", -5),
-        ("$-5", -5),
-        ("- 5", -5),
-        ("$ 1,234", 1234),
-        ("5 €", 5),
-        ("$5$", 5),
-        ("5.", 5),
-        ("18.50.", Fraction("18.5")),
-        (".5", Fraction(1, 2)),
-        ("-.5", Fraction(-1, 2)),
-        ("0.1", Fraction(1, 10)),
-        ("1/2", Fraction(1, 2)),
-        ("-3 / 4", Fraction(-3, 4)),
-        ("50%", 50),
-        ("50 %.", 50),
-        ("007", 7),
-        ("1e3", 1000),
-        ("2.5E-05", Fraction(25, 10**6)),
-        ("  12\n", 12),
-    ],
-)
-def test_parse_number_reads(text: str, value: Fraction | int) -> None:
-    """Every accepted spelling has its exact value."""
-    assert parse_number(text) == value
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", ".", "-", "$", "%", "5..", "1.2.3", "--5", "-$-5", "1,23", "1,2345", "0,123", "1,234\u202f567"),
-        *("12 apples and 3", "18 dollars", "12 million", "12 5", "12 345", "x", "twelve", "5=5", "<5>"),
-        *("1 1/2", "1/0", "1/2/3", "1/-2", "nan", "inf", "1e9999", "0x10", "1_000", "1" * 401),
-        *("\u0661\u0662", "\uff11", "\u00bd"),
-    ],
-)
-def test_parse_number_refuses(text: str) -> None:
-    """A text that is not one number, whole and alone, is not a number."""
-    assert parse_number(text) is None
-
-
-@given(st.integers(-(10**30), 10**30), st.integers(0, 6))
-def test_spellings_of_one_number_agree(digits: int, places: int) -> None:
-    """A decimal means the same plain, grouped, with a currency sign, with zeros and blanks added."""
-    value = Fraction(digits, 10**places)
-    sign, size = ("-" if digits < 0 else ""), abs(digits)
-    whole, rest = divmod(size, 10**places)
-    tail = f".{rest:0{places}d}" if places else ""
-    plain, grouped = f"{whole}{tail}", f"{whole:,}{tail}"
-    spellings = [
-        f"{sign}{plain}",
-        f"{sign}{grouped}",
-        f"{sign}${grouped}",
-        f"${sign}{plain}",
-        f"{sign}{plain}.",
-    ]
-    spellings += [f" {sign}{whole}{tail or '.'}00\n", f"{sign}{size}/{10**places}"]
-    assert [parse_number(text) for text in spellings] == [value] * len(spellings)
-
-
-@given(st.floats(allow_nan=False, allow_infinity=False))
-def test_floats_agree_with_themselves(value: float) -> None:
-    """A float column's own spelling is read back, exponents and all."""
-    number = parse_number(str(value))
-    assert number is not None
-    assert float(number) == value
-
-
-@given(st.text(max_size=150))
-def test_parse_number_takes_any_text(text: str) -> None:
-    """No text raises, and what is read as a number is also read with blanks around it."""
-    assert parse_number(f"\n {text} ") == parse_number(text)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ("1,234", "1234.0", True),
-        ("$1234", "1234", True),
-        (18, "18.00", True),
-        (5e-5, "0.00005", True),
-        (1e300, f"1{'0' * 300}", True),
-        (0.5, "1/2", True),
-        ("0.1", "0.10000000000000001", False),
-        ("18", "19", False),
-        ("18 dollars", "18", False),
-        (" red ", "red", True),
-        ("red", "Red", False),
-        ("12 apples", "12 apples", True),
-        (None, None, False),
-        (None, "None", False),
-    ],
-)
-def test_numbers_equal(a: object, b: object, expected: bool) -> None:
-    """Numbers are compared exactly as numbers, other texts as texts, both ways round."""
-    assert numbers_equal(a, b) is expected
-    assert numbers_equal(b, a) is expected
-
-
 def test_correctness() -> None:
     """2.0 for the right answer in any spelling, 0.0 for a wrong or absent one, None without a gold answer."""
     texts = completions("<answer>$1,234</answer>", "<answer>1</answer>", "1234", "<answer>1</answer>")
@@ -191,6 +50,14 @@ def test_correctness_reads_the_last_answer() -> None:
     text = completions("<answer>12</answer><answer>13</answer>")
     assert correctness_reward_func(text, answer=["12"]) == [0.0]
     assert correctness_reward_func(text, answer=[13]) == [2.0]
+
+
+def test_correctness_reads_the_form_of_the_task() -> None:
+    """Built for `answer.form`: the last number, not what stands in tags; integers too."""
+    made = built_in(answer_form("last_number"))
+    texts = completions("It is 18 dollars.", "<answer>18</answer> or 19", "none")
+    assert made["correctness_reward_func"](texts, answer=["18"] * 3) == [2.0, 0.0, 0.0]
+    assert made["int_reward_func"](texts) == [0.5, 0.5, 0.0]
 
 
 def test_correctness_refuses_another_length() -> None:
@@ -282,17 +149,3 @@ def test_hostile_texts_take_linear_time(unit: str) -> None:
     for function in REWARDS.values():
         function(completions(text, f"<answer>{text}</answer>"), answer=["12", "12"])
     assert time.thread_time() - start < 1.0
-
-
-@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
-def test_gsm8k_answers_are_numbers(split: str, count: int) -> None:
-    """Every gold answer of the real data parses, and a completion that states it is right."""
-    path = GSM8K / f"{split}.jsonl"
-    if not path.is_file():
-        pytest.skip("the GSM8K files are not here")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    golds = [row["answer"].rpartition("####")[2].strip() for row in rows]
-    assert len(golds) == count
-    assert [gold for gold in golds if parse_number(gold) is None] == []
-    spelled = completions(*(f"<answer>{gold.replace(',', '')}.0</answer>" for gold in golds))
-    assert set(correctness_reward_func(spelled, answer=golds)) == {2.0}

@@ -150,7 +150,7 @@ def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
     """Functions of a file beside the config, weighted; a missing reward is left out of the statistics."""
     (tmp_path / "mine.py").write_text(REWARDS, encoding="utf-8")
     functions = 'reward.functions=["mine.py:starts_with_the_nudge", "mine.py:brevity"]'
-    one = ("optim.max_steps=1", 'reward.on_error="raise"')
+    one = ("optim.max_steps=1", 'reward.on_error="raise"', "data.nudge=<reasoning>")
     _, log = run(tmp_path, functions, "reward.weights=[1.0, 0.5]", *one)
     line = updates_of(log)[0]
     assert line["rewards/starts_with_the_nudge/mean"] == 1.0

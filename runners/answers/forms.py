@@ -1,0 +1,292 @@
+"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the prompt.
+
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this table alone.
+Built-in forms take time linear in the text; patterns and functions of the user run in a process with limits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from runners.answers.values import answers_agree
+from runners.errors import UserError, did_you_mean, show
+from runners.machine.bounded_process import BoundedFunction
+
+REASONING, REASONING_END = "<reasoning>", "</reasoning>"
+ANSWER, ANSWER_END = "<answer>", "</answer>"
+PLACE = "{answer}"
+"""Where the answer stands in `AnswerForm.right`."""
+
+_MOST = 20_000  # characters at a completion's end that patterns and functions of the user get
+_OBJECTS = 64  # opening braces, from the last one back, at which JSON is tried
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_LAST_NUMBER = re.compile(
+    r"\\[dt]?frac\{[0-9]+\}\{[0-9]+\}"
+    r"|(?:(?<![\w)\].])[-+\u2212\u2013])?[$€£¥₹]?(?<![\w.])"
+    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:\s?/\s?[0-9]+|[eE][+-]?[0-9]{1,3}(?!\w))?(?:\s(?:hundred|thousand|million|billion|trillion|dozen)\b|\s?%)?"
+)
+_ALONE = re.compile(r"[\s(\[*\"'`]*([A-Za-z])[\s)\].:*\"'`]*")
+_STATED = re.compile(
+    r"\b(?i:answer|option|choice)\b(?:\s+is\b)?[\s:=*_(\[\"'`$]{0,12}(?:([A-Z])(?![\w'])|([a-z])(?=[)\].,:*\"'`]|\s*$))"
+    r"|\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}",
+    re.MULTILINE,
+)
+_LETTER = re.compile(r"(?<![\w'])\(?(?!I\b(?!\))|A\s+[a-z])([A-Z])(?![\w'])")
+
+
+@attrs.frozen
+class _Kind:
+    """One registered form; `read` gets the text and what stands behind the form's colon."""
+
+    read: Callable[[str, str], str | None]
+    right: str  # a right completion, with PLACE in it; empty: unknown
+    what: str  # in words, for notices
+    instruction: str = ""  # the system prompt that asks for it
+    nudge: str = ""
+
+
+@attrs.frozen
+class AnswerForm:
+    """A form with its options; see `answer_form`."""
+
+    spec: str  # as the config names it
+    kind: _Kind
+    argument: str = ""  # {argument} in the kind's texts
+    ignore_case: bool = False
+    ignore_spaces: bool = False
+
+    def read(self, text: str) -> str | None:
+        """The answer in a completion; None: there is none."""
+        return self.kind.read(text, self.argument) or None
+
+    def agree(self, found: str | None, gold: str | None) -> bool:
+        """Whether two answers mean the same; None agrees with nothing."""
+        if found is None or gold is None:
+            return False
+        letters = self.spec == "letter"
+        how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
+        if letters:
+            found, gold = (each.strip().strip("().:") for each in (found, gold))
+        return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
+
+    def is_right(self, text: str, gold: str) -> bool:
+        """Whether a completion has the gold answer."""
+        return self.agree(self.read(text), gold)
+
+    @property
+    def right(self) -> str:
+        """A right completion, with PLACE for the answer; empty: unknown."""
+        return self.kind.right.replace("{argument}", json.dumps(self.argument)[1:-1])
+
+    @property
+    def instruction(self) -> str:
+        """The system prompt that asks for this form; empty: none."""
+        return self.kind.instruction.replace("{argument}", self.argument)
+
+    @property
+    def nudge(self) -> str:
+        """The first words of a completion of this form."""
+        return self.kind.nudge
+
+    @property
+    def what(self) -> str:
+        """The form in words."""
+        return self.kind.what.replace("{argument}", self.argument)
+
+
+def extract_answer(text: str) -> str | None:
+    """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
+
+    A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
+    unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is no answer.
+    """
+    last_end = text.rfind(ANSWER_END)
+    start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
+    if start < 0:
+        return None
+    start += len(ANSWER)
+    return text[start : text.find(ANSWER_END, start)].strip() or None
+
+
+def _boxed(text: str, _: str) -> str | None:
+    """The content of the last complete ``\\boxed{…}``, with balanced braces; of nested ones the outer."""
+    found, opened = None, []
+    for match in _BOX.finditer(text):
+        mark = match[0]
+        if len(mark) > 2 or mark == "{":
+            opened.append(match.end() if len(mark) > 2 else -1)
+        elif mark == "}" and opened and (start := opened.pop()) >= 0:
+            found = text[start : match.start()].strip()
+    return found
+
+
+def _marked(text: str, _: str) -> str | None:
+    """The rest of the line behind the last ``####``."""
+    _, mark, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0].strip() if mark else None
+
+
+def _last_number(text: str, _: str) -> str | None:
+    found = None
+    for match in _LAST_NUMBER.finditer(text):
+        found = match[0]
+    return found
+
+
+def _letter(text: str, _: str) -> str | None:
+    """The letter of a choice: the whole text, the last that is called the answer, or the last one alone."""
+    if alone := _ALONE.fullmatch(text[:100]) if len(text) <= 100 else None:
+        return alone[1].upper()
+    for pattern in (_STATED, _LETTER):
+        found = None
+        for match in pattern.finditer(text):
+            found = next(filter(None, match.groups()), None)
+        if found:
+            return found.upper()
+    return None
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in a text that stand in no other one, in order."""
+    text = text[-_MOST:]
+    starts = [match.start() for match in re.finditer(r"\{", text)][-_OBJECTS:]
+    found, end, decoder = [], 0, json.JSONDecoder()
+    for start in starts:
+        if start >= end:
+            try:
+                value, end = decoder.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                continue
+            found.append(value)
+    return found
+
+
+def _field(text: str, name: str) -> str | None:
+    """A field of the last JSON object that has it, as text: ``true``, lists and objects as JSON."""
+    values = [each[name] for each in _objects(text) if name in each]
+    if not values or values[-1] is None:
+        return None
+    value = values[-1]
+    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
+    """Reads by a function of the child process; its faults raise UserError."""
+    call = BoundedFunction(function, seconds=seconds, memory=512_000_000)
+
+    def read(text: str, argument: str) -> str | None:
+        found = call(argument, text[-_MOST:])
+        if found is None:  # too long, too much memory, or the process ended: this text has no answer
+            return None
+        if "error" in found:
+            raise UserError(f"answer.form {show(argument)} failed: {found['error']}")
+        return found["answer"]
+
+    return read
+
+
+def last_match(pattern: str, text: str) -> dict[str, str | None]:
+    """In the child process: the first group of a pattern's last match, or the whole match."""
+    found = None
+    for match in re.finditer(pattern, text):
+        found = match[1] if match.re.groups else match[0]
+    return {"answer": found and found.strip()}
+
+
+FORMS: dict[str, _Kind] = {
+    "xml": _Kind(
+        lambda text, _: extract_answer(text),
+        f"{REASONING}\nworking\n{REASONING_END}\n{ANSWER}\n{PLACE}\n{ANSWER_END}",
+        "<answer>…</answer>",
+        "Work the problem out first, then give the result. Use exactly this form:\n"
+        f"{REASONING}\nyour working, step by step\n{REASONING_END}\n"
+        f"{ANSWER}\nthe final number, alone\n{ANSWER_END}",
+        REASONING,
+    ),
+    "last_number": _Kind(
+        _last_number,
+        f"The answer is {PLACE}.",
+        "a number",
+        "Work the problem out step by step. End with the final number.",
+    ),
+    "boxed": _Kind(
+        _boxed,
+        f"Therefore \\boxed{{{PLACE}}}",
+        "\\boxed{…}",
+        "Work the problem out step by step, and put the final answer within \\boxed{}.",
+    ),
+    "gsm8k": _Kind(
+        _marked,
+        f"working\n#### {PLACE}",
+        "#### and an answer",
+        "Work the problem out step by step. End with a line like this: #### 42",
+    ),
+    "letter": _Kind(
+        _letter,
+        f"The answer is {PLACE}",
+        "a letter that stands alone",
+        'Choose one of the options. End with "Answer: " and the letter of your choice.',
+    ),
+    "json": _Kind(
+        _field,
+        f'{{"{{argument}}": "{PLACE}"}}',
+        'a JSON object with "{argument}"',
+        'Reply with a JSON object that has the answer in the field "{argument}".',
+    ),
+    "exact": _Kind(
+        lambda text, _: text.strip(), PLACE, "a text", "Reply with the answer alone, without any other word."
+    ),
+    "regex": _Kind(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
+    "own": _Kind(_own("runners.rewards.own_answers:read", 2.0), "", "an answer that your function finds"),
+}
+"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
+
+SPELLINGS = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "regex:PATTERN")
+NONE = "none"
+"""No answer is read: the rewards alone measure."""
+
+
+def answer_form(spec: str, *, ignore_case: bool = False, ignore_spaces: bool = False) -> AnswerForm | None:
+    """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other."""
+    if spec == NONE:
+        return None
+    name, colon, argument = spec.partition(":")
+    if name in ("json", "regex") and argument:
+        if name == "regex":
+            try:
+                re.compile(argument)
+            except re.error as error:
+                raise ValueError(f"a regular expression behind regex: ({error})") from error
+        return AnswerForm(spec, FORMS[name], argument, ignore_case, ignore_spaces)
+    if name in FORMS and name not in ("json", "regex", "own") and not colon:
+        return AnswerForm(spec, FORMS[name], "", ignore_case, ignore_spaces)
+    if colon and name not in FORMS:
+        return AnswerForm(spec, FORMS["own"], spec, ignore_case, ignore_spaces)
+    expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
+    raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
+
+
+def fitting_form(texts: Sequence[str], golds: Sequence[str]) -> tuple[str, int, int] | None:
+    """The form that most completions have, with how many have it and how many are right in it.
+
+    None if none has half of them. Of several the one with most right answers, then the narrowest.
+    """
+    letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
+    fields = Counter(name for text in texts for each in _objects(text)[-1:] for name in each)
+    names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
+    best: tuple[int, int, str] | None = None
+    for name in [*names, "letter" if letters else "last_number"]:
+        form = answer_form(name)
+        assert form is not None
+        have = sum(form.read(text) is not None for text in texts)
+        right = sum(form.is_right(text, gold) for text, gold in zip(texts, golds, strict=True))
+        if have * 2 >= len(texts) and (best is None or right > best[0]):
+            best = right, have, name
+    return best and (best[2], best[1], best[0])

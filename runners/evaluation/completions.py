@@ -1,0 +1,193 @@
+"""Completions of problems, judged: the one path of a run's evaluations and of `grpo eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.answers.forms import AnswerForm, fitting_form
+from runners.data.prompts import Example, columns_of
+from runners.engines.engine import Samples
+from runners.environments.environments import Environments
+from runners.errors import UserError
+from runners.images.tower import VisionPart
+from runners.inference.batches import LENGTH, Batch, sample_batches
+from runners.rewards.scoring import Scorer
+from runners.rewards.trl_arguments import NO_RUN, TrainerState
+from runners.tokenization.text import TextDecoder
+
+SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this
+_MANY = 0.9  # share of completions without an answer, or cut off, that a notice is worth
+
+
+@attrs.frozen(kw_only=True)
+class Completion:
+    """One completion. Of a conversation, `text` is the model's last turn, and there are the last five."""
+
+    text: str  # with the nudge in front
+    answer: str | None  # as the form reads it
+    right: bool | None  # None: there is no gold answer
+    rewards: dict[str, float | None]  # each reward's value; None: it gave none
+    reward: float | None  # their weighted sum
+    tokens: int  # that the model sampled
+    finish: str  # see `runners.inference.batches`
+    success: bool | None = None  # the environment's reward is high enough; without one, the answer is right
+    turns: int = 0
+    calls: int = 0
+    failures: int = 0  # of the calls
+    seconds: float = 0.0  # that the calls took
+    fault: str = ""  # of the environment
+    messages: tuple[dict[str, Any], ...] = ()
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Evaluator:
+    """Samples completions of problems, reads their answers and scores them with the run's own rewards."""
+
+    engine: Samples  # with the weights that it has loaded
+    scorer: Scorer | None  # None: there are no rewards
+    form: AnswerForm | None  # None: no answers are read
+    decoder: TextDecoder
+    nudge: str
+    rows: int = 0  # completions at a time; 0: 256
+    environments: Environments | None = None  # with them each problem is a conversation
+    vision: VisionPart | None = None
+    success_at: float = SUCCESS
+    state: TrainerState = NO_RUN  # for rewards that ask for it
+    problems: dict[str, None] = attrs.field(factory=dict)  # faults so far, a line each
+
+    def complete(
+        self, examples: Sequence[Example], sampling: g.Sampling, key: mx.array
+    ) -> Iterator[tuple[list[Completion], Batch]]:
+        """Completions of all examples, G of each in a row, batch by batch.
+
+        Raises RewardError for a failing reward where `reward.on_error` is "raise".
+        """
+        for batch in sample_batches(
+            self.engine,
+            examples,
+            sampling,
+            key=key,
+            decoder=self.decoder,
+            nudge=self.nudge,
+            rows=self.rows,
+            environments=self.environments,
+            vision=self.vision,
+        ):
+            yield self._judged(batch, sampling.num_generations), batch
+
+    def _judged(self, batch: Batch, size: int) -> list[Completion]:
+        played, asked = batch.played, [example for example in batch.examples for _ in range(size)]
+        rewards = self.scorer.rewards if self.scorer else ()
+        values_kb = np.zeros((0, len(asked)))
+        if self.scorer:
+            scores = self.scorer.score(
+                batch.texts,
+                [list(example.messages) for example in asked],
+                columns_of(batch.examples, size),
+                batch.rollout.completions(),
+                self.state,
+                group_size=size,
+                conversations=None if played is None else played.messages,
+                environments=None if played is None else played.environments,
+            )
+            values_kb = scores.values_kb
+            self.problems.update(dict.fromkeys(scores.problems))
+        if played is not None:
+            values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+            self.problems.update(dict.fromkeys(played.problems))
+        weighted_b = weighted_sum(values_kb, [reward.weight for reward in rewards])
+        own = self.environments.reward if self.environments else None
+        place = rewards.index(own) if own in rewards else None
+        found = []
+        for row, (text, example) in enumerate(zip(batch.texts, asked, strict=True)):
+            answer = self._read(text)
+            right = self.form.agree(answer, example.answer) if self.form and example.answer else None
+            one = Completion(
+                text=text,
+                answer=answer,
+                right=right,
+                rewards={r.name: _known(value) for r, value in zip(rewards, values_kb[:, row], strict=True)},
+                reward=_known(weighted_b[row]),
+                tokens=batch.lengths[row],
+                finish=batch.finish[row],
+            )
+            if played is not None:
+                success = bool(right) and not played.faults[row]
+                if place is not None:
+                    success = bool(values_kb[place, row] >= self.success_at)
+                counted = {name: played.counted[row][name] for name in ("turns", "calls", "failures")}
+                one = attrs.evolve(
+                    one,
+                    success=None if place is None and right is None else success,
+                    **counted,
+                    seconds=played.seconds[row],
+                    fault=played.faults[row],
+                    messages=tuple(played.messages[row]),
+                )
+            found.append(one)
+        return found
+
+    def _read(self, text: str) -> str | None:
+        try:
+            return self.form.read(text) if self.form else None
+        except UserError as error:  # of the user's own function
+            self.problems[str(error)] = None
+            return None
+
+
+def weighted_sum(values_kb: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """[B] the weighted sum of the rewards [K,B] that each completion has; NaN where it has none."""
+    known_kb = ~np.isnan(values_kb)
+    sums_b = (np.where(known_kb, values_kb, 0.0) * np.array(weights)[:, None]).sum(axis=0)
+    return np.where(known_kb.any(axis=0), sums_b, np.nan)
+
+
+def form_notice(
+    form: AnswerForm | None,
+    texts: Sequence[str],
+    golds: Sequence[str],
+    cut: Sequence[bool],
+    lengths: Sequence[int],
+    limit: int,
+) -> str:
+    """A line if nine in ten completions are cut off or lack the form of an answer; else empty.
+
+    It names the length that the others need, or the form that most of them do have.
+
+    Args:
+        form: the run's; None: no answers are read.
+        texts, golds: the completions, and their gold answers.
+        cut, lengths: whether each was cut off at the limit, and its tokens.
+        limit: of a completion, tokens.
+    """
+    many = _MANY * len(texts)
+    if texts and sum(cut) >= many:
+        ended = [length for length, each in zip(lengths, cut, strict=True) if not each]
+        others = f"; those that end by themselves need up to {max(ended)}" if ended else ""
+        return (
+            f"{sum(cut)} of {len(texts)} completions are cut off at {limit} tokens{others}: set a longer "
+            f"rollout.max_new_tokens, such as {2 * limit}"
+        )
+    lacking = sum(form.read(text) is None for text in texts) if form else 0
+    if form is None or not texts or lacking < many:
+        return ""
+    line = f'{lacking} of {len(texts)} completions lack {form.what}, which answer.form = "{form.spec}" reads'
+    if found := fitting_form(texts, golds):
+        name, have, right = found
+        return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
+    return f"{line}; data.system_prompt and data.nudge ask for it"
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def is_cut(completion: Completion) -> bool:
+    """Whether a completion reached the length limit."""
+    return completion.finish == LENGTH

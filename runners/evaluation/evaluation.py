@@ -1,0 +1,129 @@
+"""Evaluations of a run: greedy completions of the held-out problems, with the same prompts as in training."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from runners.answers.forms import AnswerForm
+from runners.data.datasets import epoch_order
+from runners.data.prompts import Example
+from runners.evaluation.completions import Completion, Evaluator, form_notice, is_cut
+from runners.ranks.ranks import Ranks
+
+_Item = TypeVar("_Item")
+
+
+@attrs.frozen
+class EvalResult:
+    """One greedy completion of each problem."""
+
+    seconds: float
+    completions: tuple[Completion, ...]
+    problems: tuple[str, ...] = ()  # faults in scoring, a line each
+
+    @property
+    def score(self) -> float | None:
+        """Exact match, 0 to 1: the share of problems whose answer is right; None without gold answers."""
+        return _mean([each.right for each in self.completions])
+
+    @property
+    def total(self) -> int:
+        """Number of problems."""
+        return len(self.completions)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean of the run's own rewards; None if there is none."""
+        return _mean([each.reward for each in self.completions])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers for the log; those that are not known are left out."""
+        squares = _mean([None if each.reward is None else each.reward**2 for each in self.completions])
+        spread = None
+        if squares is not None and self.reward is not None:
+            spread = math.sqrt(max(squares - self.reward**2, 0.0))
+        names = self.completions[0].rewards if self.completions else ()
+        found: dict[str, Any] = {
+            "em": self.score,
+            "em_subset": None if self.score is None else len(self.completions),
+            "eval/reward": self.reward,
+            "eval/reward_std": spread,
+            "eval/truncated": _mean([is_cut(each) for each in self.completions]),
+            **{f"eval/rewards/{name}": _mean([c.rewards[name] for c in self.completions]) for name in names},
+        }
+        if any(each.turns for each in self.completions):
+            found |= {
+                "eval/success": _mean([each.success for each in self.completions]),
+                "eval/turns": _mean([each.turns for each in self.completions]),
+                "eval/tool_calls": _mean([each.calls for each in self.completions]),
+                "eval/failed_calls": _mean([each.failures for each in self.completions]),
+            }
+        found["time/eval"] = self.seconds
+        return {name: value for name, value in found.items() if value is not None}
+
+    def notice(self, form: AnswerForm | None, examples: Sequence[Example], limit: int) -> str:
+        """`form_notice` of these completions."""
+        return form_notice(
+            form,
+            [each.text for each in self.completions],
+            [example.answer for example in examples],
+            [is_cut(each) for each in self.completions],
+            [each.tokens for each in self.completions],
+            limit,
+        )
+
+
+def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
+    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every run."""
+    if samples == 0 or samples >= len(examples):
+        return list(examples)
+    return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
+
+
+def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling) -> EvalResult:
+    """Greedy completions of all examples; `sampling` says where they end."""
+    started = time.perf_counter()
+    greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
+    found = [
+        completion
+        for part, _ in evaluator.complete(examples, greedy, mx.random.key(0))  # greedy: nothing is drawn
+        for completion in part
+    ]
+    return EvalResult(time.perf_counter() - started, tuple(found), tuple(evaluator.problems))
+
+
+def evaluate_on_ranks(
+    ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
+) -> EvalResult:
+    """`evaluate` by all ranks together: each answers every N-th problem, and all get the whole result."""
+    result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
+    if ranks.is_alone:
+        return result
+    plain = attrs.asdict(
+        attrs.evolve(result, completions=[attrs.evolve(each, messages=()) for each in result.completions])
+    )
+    return of_ranks([message.value for message in ranks.all_gather_object("the evaluation", plain)])
+
+
+def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
+    """The results of all ranks, as JSON holds them, in the order of the problems."""
+    rows = [[Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts]
+    count = sum(map(len, rows))
+    return EvalResult(
+        max(part["seconds"] for part in parts),
+        tuple(rows[number % len(rows)][number // len(rows)] for number in range(count)),
+        tuple(dict.fromkeys(problem for part in parts for problem in part["problems"])),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
