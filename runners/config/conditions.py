@@ -71,6 +71,7 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
     for name in rewards:
         names = dict.fromkeys((name, name.rpartition(":")[2]))
         known += [f"rewards/{spelling}/{part}" for spelling in names for part in ("mean", "std")]
+        known += [f"eval/rewards/{spelling}" for spelling in names]
         known += [f"judge/{judge}/{part}" for part in JUDGE_METRICS if (judge := judge_of(name))]
     if condition.metric in known:
         return ""

@@ -154,4 +154,4 @@ def test_an_evaluation_by_a_folders_config_asks_no_judge(tmp_path):
         assert done.exit_code == 2 and "asks a judge" in done.output
         assert len(asked) == before
         done = CliRunner().invoke(cli.main, ["eval", str(run), "--samples", "2", "--config", "t.toml"])
-        assert done.exit_code == 0 and len(asked) > before, done.output
+        assert done.exit_code == 0 and "reward/judge.solver" in done.output, done.output

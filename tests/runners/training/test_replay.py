@@ -53,7 +53,7 @@ def scratch():
 
 @functools.cache
 def trained(name):
-    """The folder of a case's run, and the calls of its rewards."""
+    """The folder of a case's run, and the calls of its rewards, without that of the evaluation at the end."""
     _, folder = scratch()
     (folder / "calls.jsonl").unlink(missing_ok=True)
     case = copy.deepcopy(CASES[name])
@@ -71,7 +71,7 @@ def trained(name):
     }  # fmt: skip
     config.write_text(spell_tables(tables))
     done = run_training(load_config(str(config)), report=Quiet()).folder
-    return done, read_calls(folder / "calls.jsonl")
+    return done, read_calls(folder / "calls.jsonl")[:-1]
 
 
 def defaults(section, case):
