@@ -27,6 +27,7 @@ class Status:
 
     text: str
     rest: float = 0.0  # how much of the same kind follows, as a multiple of what begins now
+    expected: float = 0.0  # seconds that it takes, as far as one can say before it begins; 0: not known
 
 
 @attrs.frozen

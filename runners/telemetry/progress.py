@@ -103,16 +103,18 @@ class Progress:
         text, now = self._status.text, self._clock()
         if not text:
             return ""
-        spent = f"{text} {duration_text(now - self._status_began)}"
-        if self._advanced is None:
-            return spent
-        event, came = self._advanced
-        line = f"{text}: {event.what} {event.done:,} of {event.total:,}"
-        if not event.done:
-            return f"{line}, {duration_text(now - self._status_began)}"
+        spent, line = now - self._status_began, text
+        if self._advanced is not None:
+            event, came = self._advanced
+            line = f"{text}: {event.what} {event.done:,} of {event.total:,},"
+        if self._advanced is None or not event.done:
+            ahead = self._status.expected - spent
+            return (
+                f"{line} about {duration_text(ahead)} left" if ahead > 0 else f"{line} {duration_text(spent)}"
+            )
         left = (came - self._phase_began) * (event.total - event.done) / event.done
         left += self._status.rest * (came - self._status_began + left) - (now - came)
-        return f"{line}, {duration_text(max(left, 0.0))} left"
+        return f"{line} {duration_text(max(left, 0.0))} left"
 
     @property
     def exact_match(self) -> float | None:

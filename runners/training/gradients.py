@@ -143,6 +143,7 @@ class _Count:
 
     def __init__(self, advance: Advance, total: int) -> None:
         self._advance, self._total, self._done = advance, total, 0
+        advance("micro-batches", 0, total)
         self._last: mx.array | None = None
 
     def submitted(self, computed: mx.array) -> None:

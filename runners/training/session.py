@@ -109,7 +109,7 @@ class Session:
         """Saves before the run ends early, unless the last checkpoint is current; whether there is one."""
         self.saver.wait()
         state = self.state
-        begun = state.batch_step > 0 or bool(state.scores)  # an evaluation is worth saving too
+        begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self.saver.done != (state.batch_step, state.update)
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")

@@ -10,7 +10,6 @@ import attrs
 
 from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
-from grpo_fn.rollout import FindStop
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, reward_columns
@@ -65,7 +64,6 @@ class Run:
     learner: Learner
     collector: Collector
     decoder: TextDecoder
-    find_stop: FindStop | None
     memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
     environments: Environments | None  # they answer the model's turns
@@ -122,7 +120,6 @@ def build_run(
     config, memory_key, expected = memory_outlook(config, platform, sizes, longest)
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
-    find_stop = decoder.find_stop(config.rollout.stop)
     length = RunLength.of(config, len(data.train))
     stream = PromptStream(data.train, config.run.seed)
     decided = decided() if callable(decided) else decided
@@ -145,7 +142,7 @@ def build_run(
         learner=learner,
         collector=Collector(
             on_ranks(learner.engine, ranks),
-            sampling_of(config, loaded.eos_ids, find_stop),
+            sampling_of(config, loaded.eos_ids, decoder.find_stop(config.rollout.stop)),
             Scorer(rewards, config.reward.timeout, config.reward.on_error),
             decoder,
             config,
@@ -155,7 +152,6 @@ def build_run(
         ),
         environments=environments,
         decoder=decoder,
-        find_stop=find_stop,
         memory_key=memory_key,
         notices=(
             *data.notices,

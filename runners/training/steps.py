@@ -5,6 +5,7 @@ Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` gi
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import attrs
@@ -43,6 +44,7 @@ class TrainSteps:
     def __init__(self, run: Run, shown: Diary) -> None:
         """`shown` gets the lines about what happens in a step."""
         self.run, self.config, self.shown = run, run.config, shown
+        self._learned = 0.0  # seconds of the last gradients
         self.engine, self.ranks, self.times = run.learner.engine, run.ranks, PartTimes()
         self.micro_batches = MicroBatches(
             run.learner.grad_step,
@@ -124,11 +126,17 @@ class TrainSteps:
         self.engine.load(None, state.update)
         return attrs.evolve(state, train=attrs.evolve(state.train, old_params=None))
 
+    def expected_seconds(self, state: RunState) -> float:
+        """Of the next gradients: as the last ones, and before the first as their rollouts."""
+        return self._learned or sum(tally.seconds["rollout"] for tally in state.tallies)
+
     def gradients(self, state: RunState) -> Sums:
         """The accumulated gradient of the next update."""
+        started = time.perf_counter()
         with self.times.timing("learner"):
             steps = [parts[state.reused % len(parts)] for parts in state.waiting]
             train, stats, budget = self.micro_batches.gradients(state.train, steps, state.micro_batch_tokens)
+        self._learned = time.perf_counter() - started
         return Sums(attrs.evolve(state, train=train, micro_batch_tokens=budget), stats)
 
     def update(self, sums: Sums) -> tuple[RunState, g.LossStats, g.UpdateStats]:

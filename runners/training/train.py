@@ -16,6 +16,7 @@ from runners.machine import startup
 from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
+from runners.telemetry.events import Status
 from runners.telemetry.report import Report
 from runners.training.bad_updates import check_bad_updates
 from runners.training.evaluation import evaluate, evaluate_if_due
@@ -117,7 +118,7 @@ def take_batch_step(session: Session) -> None:
 def take_update(session: Session) -> None:
     """One optimizer update, with its gradients."""
     steps = session.steps
-    session.shown.status("learning")
+    session.shown.handle(Status("learning", expected=steps.expected_seconds(session.state)))
     session.state = steps.free_sampler(session.state)
     sums = steps.gradients(session.state)  # Σ over the micro-batches that wait
     session.wait_for_memory()

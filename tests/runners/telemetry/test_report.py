@@ -265,6 +265,10 @@ def test_an_activity_shows_its_progress_and_its_time_left():
         return run.activity()
 
     assert after(0, Started(10, {})) == ""
+    learning = Status("learning", expected=9.0)
+    assert after(0, learning) == "learning about 0:09 left"
+    assert after(5, Advanced("micro-batches", 0, 4)) == "learning: micro-batches 0 of 4, about 0:04 left"
+    assert after(5, Advanced("micro-batches", 0, 4)) == "learning: micro-batches 0 of 4, 0:10"
     assert after(0, Status("evaluating", rest=1.0)) == "evaluating 0:00"
     assert after(2, Advanced("prompt tokens", 0, 400)) == "evaluating: prompt tokens 0 of 400, 0:02"
     assert after(2, Advanced("prompt tokens", 100, 400)) == "evaluating: prompt tokens 100 of 400, 0:28 left"
@@ -274,7 +278,7 @@ def test_an_activity_shows_its_progress_and_its_time_left():
     assert run.activity() == "evaluating: tokens 32 of 64, 0:46 left"
     assert after(0, Updated({"update": 1})) == ""
     # Plain lines have it every 30 s.
-    assert stream.getvalue().splitlines()[0] == "evaluating: tokens 32 of 64, 0:50 left"
+    assert stream.getvalue().splitlines()[0] == "evaluating: tokens 5 of 64, 0:20 left"
 
 
 def test_memory_is_read_from_mlx():
