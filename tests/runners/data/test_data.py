@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.config.sections import DataConfig
-from runners.data import datasets as data
 from runners.data import hub_rows
 from runners.data.datasets import epoch_order, load_rows
 from runners.data.prompts import gold_answer, reward_columns
@@ -325,17 +324,6 @@ def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert "there is no file or folder" in refused(source)
     jsonl(tmp_path / "rows.jsonl", ROWS)
     assert "leave data.name out" in refused(tmp_path / "rows.jsonl", name="main")
-
-
-def test_the_embedded_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's own data is a folder of splits like any other."""
-    monkeypatch.setattr(data, "DATA", {"embedded": tmp_path})
-    for name, rows in (("train", ROWS[:10]), ("valid", ROWS[10:20]), ("test", ROWS[20:])):
-        jsonl(tmp_path / f"{name}.jsonl", rows)
-    assert load("embedded") == (ROWS[:10], ROWS[20:])
-    assert load("embedded", eval_split="valid") == (ROWS[:10], ROWS[10:20])
-    monkeypatch.setattr(data, "DATA", {"embedded": tmp_path / "gone"})
-    assert "there is no file or folder" in refused("embedded")
 
 
 @pytest.fixture

@@ -56,10 +56,6 @@ def test_what_is_no_prompt_is_reported(tmp_path, rows, message):
     (tmp_path / "p.jsonl").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(UserError, match=message):
         read_prompts(str(tmp_path / "p.jsonl"), "question", "Be brief.")
-
-
-def test_files_that_are_not_there(tmp_path):
-    """Rows and lines alike."""
-    for name in ("p.jsonl", "p.txt"):
+    for name in ("none.jsonl", "none.txt"):
         with pytest.raises(UserError, match=rf"--prompts .*{name}: "):
-            read_prompts(str(tmp_path / name), "prompt")
+            read_prompts(str(tmp_path / name), "question")

@@ -543,6 +543,10 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     )
     assert not scores.problems and environments.reward.name == "Shop"
     assert np.array_equal(scores.values_kb, [[1, 1], [3, 3], [1, 1]])
+    later = built(factory="shop.py:Judged")  # whose get_reward is a coroutine
+    _, played, _ = play(later, "2", rows=2)
+    scores = Scorer([later.reward]).score(["x"] * 2, [[]] * 2, {}, environments=played.environments)
+    assert scores.values_kb.tolist() == [[2.0, 2.0]]
 
 
 def test_a_class_can_be_several_environments(built, tmp_path):
@@ -560,14 +564,6 @@ def test_a_class_can_be_several_environments(built, tmp_path):
     of_words = resolve_reward("shop.py:of_words", [tmp_path], worker=environments.calls.worker)
     scores = Scorer([of_words]).score(["x", "y"], [[], []], {}, environments=played.environments)
     assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
-
-
-def test_an_environments_async_get_reward_is_awaited(built):
-    """get_reward may be a coroutine."""
-    environments = built(factory="shop.py:Judged")
-    _, played, _ = play(environments, "2", rows=2)
-    scores = Scorer([environments.reward]).score(["x"] * 2, [[]] * 2, {}, environments=played.environments)
-    assert scores.values_kb.tolist() == [[2.0, 2.0]]
 
 
 def test_plain_functions_are_tools(built):
@@ -595,8 +591,4 @@ def test_what_cannot_be_an_environment_is_refused(built, env, said):
     with pytest.raises(UserError) as refused:
         built(**env)
     assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_without_factory_and_tools_there_are_no_environments(tmp_path, worker):
-    """Without factory and tools there are no environments."""
-    assert build_environments(EnvConfig(), DataConfig(), None, None, [], [tmp_path], worker) is None
+    assert built(factory="") is None

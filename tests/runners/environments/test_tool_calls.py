@@ -64,6 +64,7 @@ def test_several_calls_come_in_order():
         '{"name": "f", "arguments": 3}',
         '{"name": "f", "arguments": "x"}',
         "[" * 5000,
+        json.dumps({"name": "f", "arguments": "[" * 100_000}),
     ],
 )
 @pytest.mark.parametrize("parser", [None, json_tools], ids=["plain", "json_tools"])
@@ -91,10 +92,3 @@ def test_what_json_cannot_hold_is_no_argument(value):
     """Literals of Python that a parser reads, and that no log could take."""
     (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>").calls
     assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are no JSON object")
-
-
-def test_arguments_that_nest_too_deeply_are_a_fault_of_the_call():
-    """A policy can write as many brackets as it likes."""
-    text = json.dumps({"name": "f", "arguments": "[" * 100_000})
-    (call,) = reader().read(f"<tool_call>{text}</tool_call>").calls
-    assert (call.name, call.arguments, call.fault) == ("f", {}, "the arguments are no JSON object")

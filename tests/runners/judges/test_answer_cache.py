@@ -1,7 +1,5 @@
 """Answers kept by content; a file that cannot be used is told once and costs nothing."""
 
-import threading
-
 from runners.judges.answer_cache import AnswerCache, question_digest
 
 
@@ -22,17 +20,6 @@ def test_the_oldest_go_first(tmp_path):
     for i in range(6):
         cache.keep({f"d{i}": str(i)})
     assert list(cache.find(f"d{i}" for i in range(6))) == ["d3", "d4", "d5"]
-
-
-def test_threads_share_the_cache_file(tmp_path):
-    """Several writers at a time lose nothing."""
-    cache = AnswerCache(tmp_path / "judges.sqlite")
-    threads = [threading.Thread(target=cache.keep, args=({f"d{i}": str(i)},)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(cache.find(f"d{i}" for i in range(8))) == 8 and cache.notices == []
 
 
 def test_a_damaged_cache_file_is_reported_once(tmp_path):
