@@ -41,6 +41,7 @@ COMMANDS = {
     "eval": "runners.commands.eval:eval_command",
     "report": "runners.commands.report:report_command",
     "watch": "runners.commands.watch:watch_command",
+    "doctor": "runners.commands.doctor:doctor_command",
 }
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 

@@ -1,0 +1,57 @@
+"""`grpo doctor`: the machine in one page, or as JSON without names."""
+
+import getpass
+import json
+import socket
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.commands import doctor
+from runners.errors import UserError
+
+
+@pytest.fixture(scope="module", name="facts")
+def _facts():
+    return doctor.examine()
+
+
+def test_a_machine_that_runs_these_tests_can_start_a_run(facts):
+    found, problem = facts
+    assert problem == ""
+    assert found["memory_bytes"] >= found["free_memory_bytes"] > 0
+    assert found["float32_gflops"] > 0 and found["cores"] >= 1
+    assert {"mlx", "mlx-lm"} <= found["packages"].keys()
+
+
+def test_json_names_no_host_user_or_path(facts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.main, ["doctor", "--json"])
+    assert done.exit_code == 0, done.output
+    text = json.dumps(json.loads(done.output))
+    assert "/" not in text.replace("://", "")
+    assert socket.gethostname() not in text.split()
+    assert f'"{getpass.getuser()}"' not in text
+    assert json.loads(text).keys() == {*facts[0], "problem"}
+
+
+def test_the_page_has_each_fact_and_what_is_slow(monkeypatch):
+    found = {
+        "device": "a device (cpu)",
+        "memory_bytes": 8_000_000_000,
+        "blas": None,
+        "slow": ["no BLAS; do this"],
+    }
+    monkeypatch.setattr(doctor, "examine", lambda: (found, ""))
+    lines = CliRunner().invoke(cli.main, ["doctor"]).output.splitlines()
+    assert "memory_bytes  8.00 GB" in lines and "slow: no BLAS; do this" in lines
+
+
+def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
+    def refuse():
+        raise UserError("MLX is not installed")
+
+    monkeypatch.setattr(doctor, "_device", refuse)
+    done = CliRunner().invoke(cli.main, ["doctor"])
+    assert done.exit_code == 2 and "MLX is not installed" in done.output and "python" in done.output
