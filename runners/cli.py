@@ -32,6 +32,7 @@ COMMANDS = {
     "run": "runners.cli:run_command",
     "plan": "runners.commands.plan:plan_command",
     "bench": "runners.commands.plan:bench_command",
+    "init": "runners.commands.init:init_command",
     "check": "runners.commands.check:check_command",
     "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, read_config
+from runners.commands.options import SET, option, options, read_config
 from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
+    from runners.evaluation.sampled_check import Sampled
     from runners.evaluation.scripted_episode import ScriptedEpisode
     from runners.judges import Exchange
 
@@ -21,41 +22,40 @@ _NOTES = """\
 \b
 Examples:
   grpo check train.toml
+  grpo check train.toml --sample 4
   grpo check train.toml --form '\\boxed{{answer}}'
 
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
 form, the form without an answer, one cut off before the answer, and nothing. A judge's first questions and
 answers are shown. With an [env] one episode is played: a call of the first tool, then the gold answer. No
-weights are loaded, except a judge's.
+weights are loaded, except a judge's, and with --sample the model's.
 """
 
 
 @click.command("check", context_settings=HELP, epilog=_NOTES)
 @click.argument("config")
-@SET
-@click.option(
-    "--form", default="", metavar="TEXT", help="A right completion, with {answer} in it [the four tags]."
-)
-@click.option(
-    "--problems",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="Problems whose answers are scored.",
+@options(
+    SET,
+    option("--form=TEXT", "A right completion, with {answer} in it [that of answer.form].", default=""),
+    option("--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True),
+    option("--sample", "Load the model, and show a completion of so many problems.", click.IntRange(0), 0),
 )
 @ends_with_a_line
-def check_command(config: str, overrides: Sequence[str], form: str, problems: int) -> None:
+def check_command(config: str, overrides: Sequence[str], form: str, problems: int, sample: int) -> None:
     """Look at prompts and rewards before training."""
     loaded = read_config(config, overrides)
     from runners.machine import startup
 
-    startup.prepare()
+    machine = startup.prepare(loaded.system.memory_limit_gb)
     from runners.evaluation.reward_check import ANSWER_FORM, check_rewards
 
     loaded = loaded.check()
-    checked = check_rewards(loaded, form=form.replace("\\n", "\n") or ANSWER_FORM, problems=problems)
-    _show(checked)
+    _show(check_rewards(loaded, form=form.replace("\\n", "\n") or ANSWER_FORM, problems=problems))
+    if sample:
+        from runners.evaluation.sampled_check import sample_completions
+
+        _show_sampled(sample_completions(loaded, machine, sample))
 
 
 def _show(checked: RewardCheck) -> None:
@@ -79,6 +79,21 @@ def _show(checked: RewardCheck) -> None:
     if checked.episode is not None:
         _show_episode(checked.episode)
     for warning in checked.warnings:
+        echo(f"warning: {warning}")
+
+
+def _show_sampled(sampled: Sampled) -> None:
+    """Shows real completions: the text, what was read from it as the answer, and each reward."""
+    for number, (example, one) in enumerate(sampled.completions, 1):
+        echo(f"completion {number} of {len(sampled.completions)}, {one.tokens} tokens, ended by {one.finish}")
+        for line in one.text.rstrip("\n").split("\n"):
+            echo(f"  + {line}")
+        if one.right is not None:
+            verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
+            echo(f"  read as the answer  {one.answer or 'nothing'}  ({verdict})")
+        for name, value in one.rewards.items():
+            echo(f"  reward {name}  {'none' if value is None else f'{value:.3g}'}")
+    for warning in sampled.warnings:
         echo(f"warning: {warning}")
 
 

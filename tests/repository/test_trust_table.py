@@ -43,6 +43,7 @@ USES = {
     "check": (["CONFIG"], set()),
     "plan": (["CONFIG"], set()),
     "bench": (["CONFIG", "--steps", "1"], set()),
+    "init": (["MODEL", "embedded", "--out", "made"], {"made"}),
     "generate": (["MODEL", "hi", "--max-tokens", "1"], set()),
     "chat": (["MODEL", "--max-tokens", "1"], set()),
     "eval": (["MODEL", "--data", "embedded", "--samples", "1", "--max-tokens", "1"], set()),

@@ -19,6 +19,7 @@ FOR_A_MODEL = (
     ["generate", "MODEL", "hello"],
     ["chat", "MODEL"],
     ["eval", "MODEL", "--data", "rows.jsonl"],
+    ["init", "MODEL", "rows.jsonl", "--out", "new.toml"],
     ["convert", "MODEL", "--out", "new"],
     ["export", "MODEL", "--out", "new"],
 )

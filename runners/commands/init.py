@@ -1,0 +1,62 @@
+"""`grpo init`: a config for a model and a data set, written after a look at both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from runners.commands.base import HELP, ends_with_a_line
+from runners.commands.options import option
+from runners.errors import UserError
+from runners.machine.terminal import echo
+
+_EXAMPLES = """\
+\b
+Examples:
+  grpo init Qwen/Qwen2.5-0.5B-Instruct rows.jsonl
+  grpo init embedded embedded --out toy.toml
+
+\b
+Of the model counts its size, its bits and its chat template; of the data the columns of questions and
+answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, JSON, or none.
+"""
+
+
+@click.command("init", context_settings=HELP, epilog=_EXAMPLES)
+@click.argument("model")
+@click.argument("data")
+@option("--out=FILE", "The new config.", default="train.toml", show_default=True)
+@ends_with_a_line
+def init_command(model: str, data: str, out: str) -> None:
+    """Write a config for a model and a data set.
+
+    MODEL is a folder, a name on the Hub or "embedded"; DATA a file, a folder, a name on the Hub or
+    "embedded". Nothing that exists is replaced.
+    """
+    target = Path(out).expanduser()
+    if target.exists():
+        raise UserError(f"--out {out}: expected a free name, found a file there")
+    from runners.machine import startup
+
+    startup.prepare()
+    from runners.drafting.data_survey import survey_data
+    from runners.drafting.draft import REWARD, draft
+    from runners.drafting.model_survey import survey_model
+    from runners.files.durable import save_text
+    from runners.machine.memory_readings import usable_memory
+
+    found, about = survey_data(data), survey_model(model)
+    echo(f"model    {about.words}")
+    echo(f"data     {found.prompt or found.question} → {found.answer or 'no answers'}: {found.why}")
+    rewards = target.with_name(f"{target.stem}_reward.py")
+    text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
+    try:
+        if found.form == "none" and not rewards.exists():
+            save_text(rewards, REWARD.format(config=target.name))
+            echo(f"written  {rewards}, an example of a reward: write yours")
+        save_text(target, text)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error
+    echo(f"written  {target}")
+    echo(f"next     grpo check {out} --sample 4, then grpo-run {out}")

@@ -1,0 +1,134 @@
+"""A config as a person would have written it: what differs from the defaults, and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from runners.answers.forms import answer_form
+from runners.data.messages import Message, conversation
+from runners.drafting.data_survey import DataSurvey
+from runners.drafting.model_survey import ModelSurvey
+from runners.errors import gigabytes, spell
+
+REWARD = '''\
+"""The reward of {config}; higher is better. `grpo init` wrote this rule as an example: write yours."""
+
+
+def reward(completions, **columns):
+    """1.0 for at most 120 words that end as a sentence does, else 0.0; `columns` has the data's columns."""
+    texts = [completion[-1]["content"].rstrip() for completion in completions]
+    return [float(len(text.split()) <= 120 and text.endswith((".", "!", "?"))) for text in texts]
+'''
+_FIRST = (
+    "# Written by `grpo init`. All other keys have their defaults: `grpo-run --explain SECTION` shows them."
+)
+_BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
+_PROMPT = 512  # tokens: the default of data.max_prompt_length
+_ASKS = "\nAnswer:"
+_LENGTHS = {"letter": 256, "exact": 64, "none": 256}
+_Row = tuple[str, Any, str]  # key, value, comment
+
+
+def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, reward: str, memory: int) -> str:
+    """The config as TOML.
+
+    Args:
+        model, data: as the user named them.
+        about, found: what they are.
+        reward: the file of the user's reward, where no answer is compared.
+        memory: bytes that a run may use.
+    """
+    adapters = _adapters(about, memory)
+    rate = (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
+    form = "xml" if about.answers_in_tags and found.form != "none" else found.form
+    own: list[_Row] = [("functions", [f"{reward}:reward"], "an example stands there: write yours")]
+    labels: list[_Row] = [("ignore_case", True, "")] if found.labels else []
+    tables: dict[str, list[_Row]] = {
+        "run": [("name", _name(model, data), "its files are in outputs/NAME")],
+        "model": [("path", model, about.words), *([("tune", "lora", adapters)] if adapters else [])],
+        "data": [("source", data, ""), *_columns(found, about), *_longest(found, about, form)],
+        "answer": [("form", form, found.why), *labels],
+        "reward": own if form == "none" else [],
+        "rollout": [("num_generations", 8, "completions of each prompt"), *_length(found, about, form)],
+        "optim": [
+            ("learning_rate", *rate),
+            ("batch_size", 4, "prompts of a step"),
+            ("max_steps", 200, "0: all of the data"),
+        ],
+        "eval": [("every", 25, "updates"), ("samples", 100, "held-out problems")],
+    }
+    parts = [_FIRST, *(f"[{name}]\n{_written(rows)}" for name, rows in tables.items() if rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _written(rows: list[_Row]) -> str:
+    lines = [f"{key} = {spell(value)}" for key, value, _ in rows]
+    width = max(map(len, lines))
+    comments = [f"  # {why}" if why else "" for _, _, why in rows]
+    return "\n".join(f"{line:<{width}}{why}".rstrip() for line, why in zip(lines, comments, strict=True))
+
+
+def _adapters(about: ModelSurvey, memory: int) -> str:
+    """Why adapters are trained and not all weights; empty: all weights."""
+    if about.bits:
+        return "weights of few bits stay as they are, adapters learn"
+    needed = _BYTES * about.parameters
+    return f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}" if 2 * needed > memory else ""
+
+
+def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
+    rows: list[_Row] = []
+    if found.split != "train":
+        rows.append(("split", found.split, ""))
+    if found.eval_split == found.split:
+        rows.append(("eval_split", found.eval_split, "the last tenth is held out"))
+    elif found.eval_split != "test":
+        rows.append(("eval_split", found.eval_split, ""))
+    if found.prompt:
+        rows.append(("prompt", found.prompt, "messages"))
+    elif found.question != "question":
+        rows.append(("question", found.question, ""))
+    if found.form == "none":
+        rows.append(("answer", "", found.why))
+    elif found.answer != "answer":
+        rows.append(("answer", found.answer, ""))
+    if not about.has_template and not found.prompt:
+        rows.append(("prompt_form", "raw", "a base model, without a chat template, continues the text"))
+        rows.append(("nudge", _ASKS, "so the prompt ends"))
+    return rows
+
+
+def _longest(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
+    """The limit of prompts, if one is longer than the default."""
+    kind = answer_form(form)
+    system = kind.instruction if kind else ""
+    prompts: list[tuple[Message, ...]] = []
+    for row in found.rows:
+        messages = conversation(row[found.prompt or found.question], "" if found.prompt else system)
+        prompts.append(messages)
+    longest = about.longest(sorted(prompts, key=lambda messages: -len(str(messages)))[:8])
+    why = f"the longest of the first {len(found.rows)} has {longest} tokens"
+    return [("max_prompt_length", _rounded(longest), why)] if longest > _PROMPT else []
+
+
+def _length(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
+    """The limit of completions, where the answers show another one than the default."""
+    ends = [] if about.has_template else [("stop", ["\n\n"], "where the next question would begin")]
+    if form in _LENGTHS:
+        return [("max_new_tokens", _LENGTHS[form], ""), *ends]
+    longest = max(map(about.count, found.answers), default=0)
+    if form == "last_number" or not longest:
+        return ends
+    why = f"twice the longest answer of the data, {longest} tokens"
+    return [("max_new_tokens", max(128, _rounded(2 * longest)), why), *ends]
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // 64) * 64
+
+
+def _name(model: str, data: str) -> str:
+    parts = [Path(text).stem if Path(text).is_file() else Path(text).name for text in (model, data)]
+    return re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower()).strip(".-") or "grpo"

@@ -1,0 +1,140 @@
+"""`grpo init`: from a model and data of each form to a config that loads, checks and says what was seen."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.loading import load_config
+from tests.support.tiny_models import make_model_folder
+
+
+@pytest.fixture(name="grpo")
+def _grpo(tmp_path, monkeypatch):
+    """A command in this process, in a fresh folder with a model."""
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "llama")
+    return lambda *arguments: CliRunner().invoke(cli.main, list(map(str, arguments)))
+
+
+def write_rows(file, *columns, count=40):
+    """Rows as JSON lines: each column is a name and a function of the row's number."""
+    rows = [{name: value(n) for name, value in columns} for n in range(count)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def question(n):
+    return f"What is {n} plus {n}?"
+
+
+TALK = ("prompt", lambda n: [{"role": "user", "content": question(n)}])
+FORMS = {
+    # what the data's other column holds: its name, a value, the form that is found, what the config says
+    "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "gsm8k", {"answer": "answer"}),
+    "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", {"answer": "solution"}),
+    "numbers": (("answer", lambda n: 2 * n), "last_number", {"answer": "answer"}),
+    "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
+    "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", {"answer": "label"}),
+    "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", {}),
+    "JSON": (("output", lambda n: json.dumps({"sum": 2 * n, "x": n})), "json:sum", {"answer": "output"}),
+    "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", {"answer": ""}),
+    "nothing": (("source", lambda n: True), "none", {"answer": ""}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
+    """The form, the columns and the reward are found; `grpo check` accepts the file without a warning."""
+    column, form, expected = FORMS[name]
+    write_rows(tmp_path / "rows.jsonl", ("problem", question), column)
+    made = grpo("init", "llama", "rows.jsonl")
+    assert made.exit_code == 0, made.output
+    config = load_config("train.toml")
+    assert (config.model.path, config.data.source, config.data.question) == ("llama", "rows.jsonl", "problem")
+    assert config.answer.form == form
+    assert {key: getattr(config.data, key) for key in expected} == expected
+    own = ("train_reward.py:reward",) if form == "none" else ("correctness_reward_func",)
+    assert config.reward.functions == own
+    checked = grpo("check", "train.toml")
+    assert checked.exit_code == 0, checked.output
+    lines = [line for line in checked.stdout.splitlines() if line.startswith("warning: ")]
+    assert not [line for line in lines if "reward" in line and form != "none"], lines
+    text = (tmp_path / "train.toml").read_text()
+    assert len(text.splitlines()) < 45 and "  # " in text
+
+
+def test_messages_and_splits_are_found(grpo, tmp_path):
+    """A column of messages is the prompt; a folder's own evaluation split is used."""
+    (tmp_path / "talks").mkdir()
+    for split in ("train", "validation"):
+        write_rows(tmp_path / f"talks/{split}.jsonl", TALK, ("answer", lambda n: str(n)))
+    assert grpo("init", "llama", "talks", "--out", "a.toml").exit_code == 0
+    data = load_config("a.toml").data
+    assert (data.prompt, data.eval_split, data.system_prompt) == ("prompt", "valid", "")
+    assert grpo("check", "a.toml").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        (
+            {"quantize": {"group_size": 32, "bits": 4}},
+            {"model": {"tune": "lora"}, "optim": {"learning_rate": 1e-5}},
+        ),
+        ({"chat_template": False}, {"data": {"prompt_form": "raw"}}),
+        ({}, {"model": {"tune": "full"}, "optim": {"learning_rate": 1e-6}}),
+    ],
+)
+def test_the_model_is_looked_at(grpo, tmp_path, options, keys):
+    """Few bits: adapters. No chat template: raw prompts."""
+    make_model_folder(tmp_path / "other", **options)
+    write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
+    made = grpo("init", "other", "rows.jsonl")
+    assert made.exit_code == 0 and "parameters" in made.output, made.output
+    config = load_config("train.toml").to_dict()
+    assert {name: {key: config[name][key] for key in table} for name, table in keys.items()} == keys
+    assert grpo("check", "train.toml").exit_code == 0
+
+
+def test_lengths_follow_the_data(grpo, tmp_path):
+    """Prompts and answers that are longer than the defaults."""
+    write_rows(
+        tmp_path / "rows.jsonl",
+        ("question", lambda n: "one two " * 600),
+        ("answer", lambda n: "so " * 400 + f"#### {n}"),
+    )
+    assert grpo("init", "llama", "rows.jsonl").exit_code == 0
+    config = load_config("train.toml")
+    assert config.data.max_prompt_length > 512 and config.rollout.max_new_tokens > 512
+
+
+def test_the_shipped_model_and_data(grpo):
+    """It was trained to answer in tags."""
+    assert grpo("init", "embedded", "embedded", "--out", "toy.toml").exit_code == 0
+    config = load_config("toy.toml")
+    assert (config.answer.form, config.run.name) == ("xml", "embedded")
+    assert grpo("check", "toy.toml").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
+        (["llama", "none.jsonl"], "none.jsonl"),
+        (["llama", "empty.jsonl"], "expected rows with a question, found none"),
+        (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
+        (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
+        (["llama", "rows.jsonl", "--out", "no/such/a.toml"], "--out no/such/a.toml: "),
+    ],
+)
+def test_faults_are_lines_and_nothing_is_replaced(grpo, tmp_path, arguments, line):
+    """Code 2, and no file is new or changed."""
+    write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: n))
+    write_rows(tmp_path / "numbers.jsonl", ("a", lambda n: n), ("b", lambda n: n))
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "taken.toml").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    result = grpo("init", *arguments)
+    assert result.exit_code == 2 and line in result.stderr, result.output
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "taken.toml").read_text() == "mine"
