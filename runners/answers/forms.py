@@ -70,11 +70,16 @@ class AnswerForm:
         """Whether two answers mean the same; None agrees with nothing."""
         if found is None or gold is None:
             return False
-        letters = self.spec == "letter"
+        gold, letters = self.gold(gold), self.spec == "letter"
         how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
         if letters:
             found, gold = (each.strip().strip("().:") for each in (found, gold))
         return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
+
+    def gold(self, text: str) -> str:
+        """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
+        has_form = self.spec == "boxed" or self.spec.startswith("json:")
+        return (self.read(text) if has_form else None) or text
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""

@@ -48,10 +48,10 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     from runners.machine import startup
 
     machine = startup.prepare(loaded.system.memory_limit_gb)
-    from runners.evaluation.reward_check import ANSWER_FORM, check_rewards
+    from runners.evaluation.reward_check import check_rewards
 
     loaded = loaded.check()
-    _show(check_rewards(loaded, form=form.replace("\\n", "\n") or ANSWER_FORM, problems=problems))
+    _show(check_rewards(loaded, form=form.replace("\\n", "\n"), problems=problems))
     if sample:
         from runners.evaluation.sampled_check import sample_completions
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
+from runners.answers.forms import AnswerForm
 from runners.answers.values import parse_number
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
@@ -57,16 +58,17 @@ class RewardCheck:
     images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
 
 
-def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8) -> RewardCheck:
+def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
     Args:
         config: from `load_config`.
-        form: a right completion, with {answer} in place of the answer.
+        form: a right completion, with {answer} in place of the answer; empty: that of answer.form.
         problems: how many problems of the training data.
 
     Raises UserError for every fault that would end the run before its first step.
     """
+    form = form or (config.answer_form.right if config.answer_form else "") or ANSWER_FORM
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
     worker = start_worker(config)
@@ -100,7 +102,10 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, config.data, tokenizer, tools, processor) for part in rows
     )
-    kinds, values_kan, faults = _score(config, rewards, train[:problems], form, decoder)
+    read, tried = config.answer_form, train[:problems]
+    if read is not None:
+        tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
+    kinds, values_kan, faults = _score(config, rewards, tried, form, decoder)
     episode = None
     if environments is not None:
         try:
@@ -115,7 +120,7 @@ def check_rewards(config: Config, *, form: str = ANSWER_FORM, problems: int = 8)
         *rows[1].notices("eval", dropped_there, limit),
         *template_notices(tokenizer, config.data, config.rollout.stop),
         *faults,
-        *_judge(rewards, kinds, values_kan),
+        *_judge(rewards, kinds, values_kan, read, tried),
     ]
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     return RewardCheck(
@@ -209,8 +214,17 @@ def _scored(
     )
 
 
-def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarray) -> list[str]:
-    """Rewards that give everything the same value, and answers that the sum prefers to the gold one."""
+def _judge(
+    rewards: Sequence[Reward],
+    kinds: Sequence[str],
+    values_kan: np.ndarray,
+    form: AnswerForm | None,
+    examples: Sequence[Example],
+) -> list[str]:
+    """Rewards that give everything the same value, and wrong answers that the sum prefers to the gold one.
+
+    Without a form there is no gold answer to prefer: then only rewards that tell no texts apart are named.
+    """
     found = []
     if not rewards:
         return found
@@ -219,11 +233,16 @@ def _judge(rewards: Sequence[Reward], kinds: Sequence[str], values_kan: np.ndarr
         if not known.size:
             found.append(f"reward {reward.name} gave no reward to any answer")
         elif np.all(known == known[0]):
-            found.append(f"reward {reward.name} gave {known[0]:g} to every answer, good or bad")
+            what = "every answer, good or bad" if form else "every text here; --sample 4 shows real ones"
+            found.append(f"reward {reward.name} gave {known[0]:g} to {what}")
+    if form is None:
+        return found
+    alone = all(form.is_right(example.answer, example.answer) for example in examples)
+    good = (GOLD, "gold without form") if alone else (GOLD,)
     weights = np.array([reward.weight for reward in rewards])
     totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
     gold = totals_a[list(kinds).index(GOLD)]
-    better = [kind for kind, total in zip(kinds, totals_a, strict=True) if kind != GOLD and total >= gold]
+    better = [kind for kind, total in zip(kinds, totals_a, strict=True) if kind not in good and total >= gold]
     if better:
         found.append(f"the gold answer's total reward is not above: {', '.join(better)}")
     return found

@@ -13,7 +13,7 @@ from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
 from runners.evaluation.completions import Completion, Evaluator, form_notice, is_cut
-from runners.evaluation.evaluation import evaluation_key
+from runners.evaluation.measurement import evaluation_key
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.rewards.functions import rewards_of

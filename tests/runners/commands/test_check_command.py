@@ -109,7 +109,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
         "def likes_nothing(completions, **_): return [-len(c[0]['content']) for c in completions]\n"
     )
     (tmp_path / "t.toml").write_text(
-        '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\n[reward]\n'
+        '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\n[answer]\nform = "xml"\n[reward]\n'
         'functions = ["mine.py:constant", "mine.py:silent", "mine.py:broken", "mine.py:likes_nothing"]\n'
     )
     result = check("t.toml", "--problems", "3")
@@ -121,6 +121,30 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
     assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
     assert "the gold answer's total reward is not above: wrong answer, gold without form" in text
     assert "likes_nothing gave" not in text
+    free = check("t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
+    assert "constant gave 0.25 to every text here; --sample 4" in free and "the gold answer" not in free
+
+
+def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check, tmp_path):
+    """Real completions: an answer that is read as right has the reward of a right one, another has not."""
+    shown = check("quickstart", "--sample", "6", "--set", "rollout.temperature=0.01")
+    assert shown.exit_code == 0, shown.stderr
+    parts = shown.stdout.split("\ncompletion ")[1:]
+    assert len(parts) == 6 and all("\n  + <reasoning>" in part for part in parts)
+    verdicts = []
+    for part in parts:
+        (line,) = [line for line in part.splitlines() if line.startswith("  read as the answer  ")]
+        (reward,) = [line.split()[-1] for line in part.splitlines() if "correctness_reward_func" in line]
+        verdicts.append("(right)" in line)
+        assert (reward == "2") is verdicts[-1], part
+    assert any(verdicts), "the shipped model solves some of its problems"
+    write_data(tmp_path / "d.jsonl", range(20))
+    (tmp_path / "mine.py").write_text("def broken(completions, **_): raise RuntimeError('oh')\n")
+    (tmp_path / "t.toml").write_text(
+        small(reward={"functions": ["mine.py:broken"]}, data={"source": "d.jsonl"})
+    )
+    own = check("t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
+    assert own.count("  reward broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
 
 
 def test_another_form_of_answers(check, tmp_path):
