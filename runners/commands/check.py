@@ -9,6 +9,7 @@ import click
 
 from runners.commands.base import HELP, ends_with_a_line
 from runners.commands.options import SET, option, options, read_config
+from runners.errors import show
 from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def _show_sampled(sampled: Sampled) -> None:
             echo(f"  + {line}")
         if one.right is not None:
             verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
-            echo(f"  read as the answer  {one.answer or 'nothing'}  ({verdict})")
+            answer = "nothing" if one.answer is None else show(one.answer)
+            echo(f"  read as the answer  {answer}  ({verdict})")
         for name, value in one.rewards.items():
             echo(f"  reward {name}  {'none' if value is None else f'{value:.3g}'}")
     for warning in sampled.warnings:

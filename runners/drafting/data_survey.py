@@ -28,6 +28,7 @@ _ANSWERS = (
     *("output", "response", "completion", "chosen", "expected"),
 )
 _ENOUGH = 0.95  # of the answers have to have a form
+_LABELS = "a few labels"
 _MOST_LABELS = 20
 _LABEL_LENGTH = 40  # characters
 _NUMBER = re.compile(r"[$€£]?\s?[-+−]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?\s?%?")
@@ -46,7 +47,7 @@ class DataSurvey:
     answer: str  # the column of answers; empty: none
     form: str  # as `answer.form`
     why: str  # what was found in the answers
-    labels: bool  # whether a few short texts are the only answers
+    labels: tuple[str, ...]  # if a few short texts are the only answers: these
 
     @property
     def answers(self) -> list[str]:
@@ -83,7 +84,7 @@ def survey_data(source: str) -> DataSurvey:
         answer=answer,
         form=form,
         why=why or "no column of answers",
-        labels=why.startswith("the labels"),
+        labels=tuple(sorted(set(values))) if why == _LABELS else (),
     )
 
 
@@ -152,7 +153,10 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
 
     labels = {text.lower() for text in texts}
     if share(lambda text: "####" in text):
-        return "gsm8k", "numbers behind ####"
+        behind = [text.rpartition("####")[2].strip() for text in texts]
+        if sum(map(bool, map(_NUMBER.fullmatch, behind))) >= _ENOUGH * len(texts):
+            return "last_number", "numbers behind ####"  # which a model that does not write #### has, too
+        return "gsm8k", "answers behind ####"
     if share(lambda text: "\\boxed{" in text):
         return "boxed", "answers in \\boxed{}"
     if share(_json_object):
@@ -163,7 +167,7 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     if share(_NUMBER.fullmatch):
         return "last_number", "numbers"
     if len(labels) <= min(_MOST_LABELS, len(texts) // 2) and max(map(len, texts)) <= _LABEL_LENGTH:
-        return "exact", f"the labels {', '.join(sorted(set(texts)))}"
+        return "exact", _LABELS
     if share(lambda text: len(text) <= _LABEL_LENGTH and "\n" not in text):
         return "exact", "short texts"
     return "none", "long texts, which no rule compares"

@@ -28,6 +28,7 @@ _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _PROMPT = 512  # tokens: the default of data.max_prompt_length
 _ASKS = "\nAnswer:"
 _LENGTHS = {"letter": 256, "exact": 64, "none": 256}
+_LEAST = 256  # tokens of a completion that works a problem out
 _Row = tuple[str, Any, str]  # key, value, comment
 
 
@@ -90,6 +91,9 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
         rows.append(("prompt", found.prompt, "messages"))
     elif found.question != "question":
         rows.append(("question", found.question, ""))
+    if found.labels and about.has_template and not found.prompt:
+        words = ", ".join(found.labels)
+        rows.append(("system_prompt", f"Reply with one of these alone, without any other word: {words}", ""))
     if found.form == "none":
         rows.append(("answer", "", found.why))
     elif found.answer != "answer":
@@ -117,12 +121,10 @@ def _length(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
     """The limit of completions, where the answers show another one than the default."""
     ends = [] if about.has_template else [("stop", ["\n\n"], "where the next question would begin")]
     if form in _LENGTHS:
-        return [("max_new_tokens", _LENGTHS[form], ""), *ends]
+        return [("max_new_tokens", 16 if found.labels else _LENGTHS[form], ""), *ends]
     longest = max(map(about.count, found.answers), default=0)
-    if form == "last_number" or not longest:
-        return ends
-    why = f"twice the longest answer of the data, {longest} tokens"
-    return [("max_new_tokens", max(128, _rounded(2 * longest)), why), *ends]
+    why = f"twice the longest answer of the data, {longest} tokens" if 2 * longest > _LEAST else ""
+    return [("max_new_tokens", max(_LEAST, _rounded(2 * longest)), why), *ends]
 
 
 def _rounded(tokens: int) -> int:

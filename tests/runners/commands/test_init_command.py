@@ -31,7 +31,8 @@ def question(n):
 TALK = ("prompt", lambda n: [{"role": "user", "content": question(n)}])
 FORMS = {
     # what the data's other column holds: its name, a value, the form that is found, what the config says
-    "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "gsm8k", {"answer": "answer"}),
+    "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "last_number", {"answer": "answer"}),
+    "#### and texts": (("answer", lambda n: f"So:\n#### x{n}y"), "gsm8k", {"answer": "answer"}),
     "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", {"answer": "solution"}),
     "numbers": (("answer", lambda n: 2 * n), "last_number", {"answer": "answer"}),
     "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
