@@ -42,7 +42,9 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
         memory: bytes that a run may use.
     """
     adapters = _adapters(about, memory)
-    rate = (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
+    rate: tuple[float, str] = (
+        (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
+    )
     form = "xml" if about.answers_in_tags and found.form != "none" else found.form
     own: list[_Row] = [("functions", [f"{reward}:reward"], "an example stands there: write yours")]
     labels: list[_Row] = [("ignore_case", True, "")] if found.labels else []
@@ -54,7 +56,7 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
         "reward": own if form == "none" else [],
         "rollout": [("num_generations", 8, "completions of each prompt"), *_length(found, about, form)],
         "optim": [
-            ("learning_rate", *rate),
+            ("learning_rate", rate[0], rate[1]),
             ("batch_size", 4, "prompts of a step"),
             ("max_steps", 200, "0: all of the data"),
         ],

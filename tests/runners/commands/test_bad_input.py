@@ -116,7 +116,7 @@ LONG = "x" * 10_000_000
         ("a.jsonl", '{"question": "1", "answer": "2"}\n{"question": "1"}\n', "line 2: no answer in answer"),
         ("a.jsonl", b'{"question": "1\xff", "answer": "2"}\n', "line 1: byte 0xff is not UTF-8"),
         ("a.jsonl", json.dumps(ROWS[0]) + "\n" + LONG + "\n", "line 2: not JSON"),
-        ("a.jsonl", json.dumps({LONG: 1, "question": ""}) + "\n", "no field named"),
+        ("a.jsonl", json.dumps({LONG: 1, "questio": ""}) + "\n", "no field named"),
         ("a.jsonl", json.dumps({"question": LONG, "answer": 1}) + "\n" + "[" * 100_000, "line 2: not "),
         ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "at most 2,097,152 characters, found 10"),
         ("a.parquet", b"PAR1" + b"\x00" * 50 + b"PAR1", "is not a Parquet file"),
