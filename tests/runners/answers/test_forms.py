@@ -145,3 +145,19 @@ def test_spellings():
 def test_the_form_that_completions_do_have(texts, golds, found):
     """The one with most right answers, if half of the completions have it."""
     assert fitting_form(texts, golds) == found
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "gold"),
+    [
+        ("boxed", "So $\\boxed{42}$", "First 40, then 2 more: $\\boxed{42}$."),
+        ("boxed", "So $\\boxed{42}$", "42"),
+        ("json:sum", '{"sum": 4, "x": 1}', '{"x": 2, "sum": 4}'),
+        ("json:sum", '{"sum": 4}', "4"),
+    ],
+)
+def test_a_gold_answer_may_have_the_form_itself(spec, text, gold):
+    """The data's solution that ends in a box, and its JSON object, are read like a completion."""
+    form = answer_form(spec)
+    assert form.is_right(text, gold)
+    assert not form.is_right(text.replace("4", "5"), gold)
