@@ -21,6 +21,7 @@ _BOUNDED = {"_NUMBER": 100}  # name: the most characters that its caller lets th
 _OF_THE_USER = {
     "pattern",  # of regex_reward, whose docstring warns, and of a judge, which reads 10,000 characters
     "judge.pattern",
+    "argument",  # of answer.form = "regex:…", which a process with limits reads
     r"f'\\b{name}\\b'",  # a name of ours, in our own error
 }
 _LONGEST = 0.1  # seconds of CPU; a quadratic search of this length takes 0.2 at least

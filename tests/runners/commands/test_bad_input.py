@@ -226,9 +226,6 @@ SPOILED = {  # more than tests/runners/models/test_loaded_model.py has for the l
     "wrong shapes": arrays_with(lambda w: w.update({NORM: mx.ones((7,))})),
     "an unknown tensor": arrays_with(lambda w: w.update(extra=mx.ones((2,)))),
     "a missing tensor": arrays_with(lambda w: w.pop(NORM)),
-    "weights of integers": arrays_with(
-        lambda w: w.update({name: (leaf * 100).astype(mx.int32) for name, leaf in w.items()})
-    ),
     "a template that renders to nothing": write("chat_template.jinja", "{# nothing #}"),
     "a negative size": config_with(hidden_size=-32),
     "a size beyond memory": config_with(hidden_size=2**40),
