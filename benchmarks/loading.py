@@ -57,7 +57,8 @@ CONVERT = """
 import resource, sys
 from pathlib import Path
 from runners.machine import startup; startup.prepare()
-from runners.conversion.convert import QuantizationOptions, convert
+from runners.conversion.convert import convert
+from runners.conversion.packing import QuantizationOptions
 def peak():
     status = Path("/proc/self/status")
     if status.exists():

@@ -16,7 +16,7 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from grpo_fn import Sampling
     from runners.config.loading import Config
-    from runners.conversion.convert import QuantizationOptions
+    from runners.conversion.packing import QuantizationOptions
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
     from runners.tokenization.prompt_settings import PromptSettings
@@ -139,7 +139,7 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
 
 def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """The options of QUANTIZE as a value."""
-    from runners.conversion.convert import QuantizationOptions
+    from runners.conversion.packing import QuantizationOptions
 
     return QuantizationOptions(
         mode=values["mode"] or "",

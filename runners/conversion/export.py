@@ -12,8 +12,9 @@ import mlx.nn as nn
 
 from runners.checkpoints.manifest import model_of_run
 from runners.config.recorded import recorded_in
-from runners.conversion.convert import QuantizationOptions, check_apart, repack, write_weights
+from runners.conversion.convert import check_apart, write_weights
 from runners.conversion.model_card import model_card, run_facts
+from runners.conversion.packing import QuantizationOptions, repack
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json

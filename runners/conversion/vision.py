@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from runners.conversion.packing import QuantizationOptions
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
 from runners.images.families import mlx_vlm_module
 from runners.tokenization.prompt_settings import read_prompt, write_prompt
-
-if TYPE_CHECKING:
-    from runners.conversion.convert import QuantizationOptions
 
 # Exceptions of mlx-vlm for a folder that it cannot read.
 _REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError, ImportError)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from runners.config.reading import PRESET_FOLDER
-from runners.conversion.convert import QuantizationOptions, convert
+from runners.conversion.convert import convert
 from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
+from runners.conversion.packing import QuantizationOptions
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform

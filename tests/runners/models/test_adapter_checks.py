@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from grpo_fn.trees import named_leaves
 from runners import cli
 from runners.config.sections import LoraConfig, ModelConfig
-from runners.conversion.export import QuantizationOptions, export
+from runners.conversion.export import export
+from runners.conversion.packing import QuantizationOptions
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform

@@ -1,0 +1,106 @@
+"""How weights are packed: the options of `grpo convert` and `grpo export`, and mlx-lm doing it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.trees import named_leaves
+from runners.errors import UserError
+from runners.models.dtypes import cast_leaves
+
+_MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
+
+
+@attrs.frozen(kw_only=True)
+class QuantizationOptions:
+    """How weights are packed; without any option they are not packed."""
+
+    mode: str = ""  # "affine", "mxfp4", "nvfp4", "mxfp8"
+    bits: int | None = None  # of "affine"
+    group_size: int | None = None
+    recipe: str = ""  # one of mlx-lm's mixed ones
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any option asks for packing."""
+        return bool(self.mode or self.recipe or self.bits)
+
+    @property
+    def format(self) -> tuple[str, int, int]:
+        """Mode, bits and group size, with the mode's defaults."""
+        mode = self.mode or "affine"
+        bits, group_size = _MODES[mode]
+        return mode, self.bits or bits, self.group_size or group_size
+
+    def check(self) -> None:
+        """Raises UserError for numbers that the mode does not support."""
+        if self.group_size and not self.wanted:
+            raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
+        mode, *numbers = self.format
+        if self.recipe and (self.bits or mode != "affine"):
+            raise UserError(
+                "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode out"
+            )
+        if mode == "affine" and self.group_size not in (None, 32, 64, 128):
+            raise UserError(f"--group-size {self.group_size}: affine quantization has 32, 64 and 128")
+        if mode != "affine" and tuple(numbers) != _MODES[mode]:
+            bits, group_size = _MODES[mode]
+            raise UserError(f"--mode {mode} has {bits} bits and groups of {group_size}, no others")
+
+
+NOT_PACKED = QuantizationOptions()
+
+
+def repack(
+    module: nn.Module,
+    config: dict[str, Any],
+    quantization: QuantizationOptions,
+    dtype: str = "",
+    dequantize: bool = False,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The module cast, unpacked and packed by mlx-lm as asked, in place, and its new config.json.
+
+    Weights that mlx-lm's module keeps in their own dtype are not cast. Raises UserError if the recipe does
+    not fit the model, or if nothing could be packed: mlx-lm silently skips a layer whose width is no multiple
+    of the group.
+    """
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import dequantize_model, quantize_model
+
+    if dtype:
+        may_cast = getattr(module, "cast_predicate", lambda name: True)
+        leaves = {name: x for name, x in named_leaves(module.parameters()).items() if may_cast(name)}
+        cast_leaves(module, leaves, getattr(mx, dtype))
+        config = config | {key: dtype for key in ("torch_dtype", "dtype") if key in config}
+    if dequantize:
+        module = dequantize_model(module)
+        config = {key: config[key] for key in config if key not in ("quantization", "quantization_config")}
+    if not quantization.wanted:
+        return module, config
+    mode, bits, group_size = quantization.format
+    predicate: Any = None  # mlx-lm's two functions disagree on its type
+    if quantization.recipe:
+        try:
+            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size)
+        except ValueError as error:
+            raise UserError(f"--recipe {quantization.recipe}: {error}") from error
+    before = _packed(module)
+    # stdout is for what a command has to say, and mlx-lm reports its progress there.
+    with contextlib.redirect_stdout(sys.stderr):
+        module, config = quantize_model(
+            module, config, group_size, bits, mode=mode, quant_predicate=predicate
+        )
+    if _packed(module) == before:
+        why = "the weights are quantized already" if before else "no layer's width is a multiple of the group"
+        raise UserError(f"nothing was quantized: {why}")
+    return module, config
+
+
+def _packed(module: nn.Module) -> int:
+    return sum(hasattr(layer, "bits") for _, layer in module.named_modules())
