@@ -26,7 +26,7 @@ SCORED = {
         ("[]", 0.1),
         ("tea for Ana", 0.0),
     ],
-    "choice": [("A and B are not. So: C.", 1.0), ("B", 0.0), ("seven", -0.5)],
+    "choice": [("4 and 6 are even. The answer is C.", 2.0), ("B", 0.0), ("seven", 0.0)],
     "label": [(" Good. ", 0.5), ("bad", 0.0), ("very good", -0.5)],
     "constraints": [("Wide and blue and loud.", 1.0), ("Wide, blue.", 0.5), ("", 0.0)],
 }
@@ -83,17 +83,18 @@ def test_the_rewards_of_the_page(folder, name):
     texts, wanted = zip(*SCORED[name], strict=True)
     row = load_rows(config.data, [folder])[0][0]
     columns = {column: [value] * len(texts) for column, value in row.items()}
-    rewards = resolve_rewards(config.reward.functions, (), [folder])
+    rewards = resolve_rewards(config.reward.functions, (), [folder], form=config.answer_form)
     scores = Scorer(rewards).score(list(texts), [[]] * len(texts), columns)
     assert scores.values_kb[0].tolist() == pytest.approx(wanted) and scores.problems == []
 
 
 @pytest.mark.parametrize("name", sorted(SCORED))
 def test_a_config_of_the_page_trains(folder, name):
-    """A step on the shipped model, with a number from its reward."""
+    """A step on the shipped model, with its rewards, and exact match where there is a form."""
     run_training(load_config(f"{name}.toml", [*SMALL, "run.name=r"]).check(), report=Notes())
     lines = [json.loads(line) for line in (folder / "outputs/r/training_log.jsonl").read_text().splitlines()]
     assert [type(line["reward"]) for line in lines if "reward" in line] == [float]
+    assert any("em" in line for line in lines) is (name in ("choice", "label"))
 
 
 def test_a_task_of_reasoning_gym_trains(folder, gym):
