@@ -12,61 +12,39 @@ from runners.checkpoints.trainer_state import from_table
 from runners.config.conditions import Condition, condition_fault
 from runners.config.loading import load_config
 from runners.config.sections import WatchConfig
-from runners.telemetry.run_watch import Seen
-from runners.telemetry.run_watch import Watch as Watcher
+from runners.telemetry.run_watch import Seen, Watch
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
 GOOD = {"frac_reward_zero_std": 0.2, "entropy": 0.5, "kl": 0.1}
+FLAT = {"frac_reward_zero_std": 1.0, "reward": 0.0625, "learning_rate": 0.3}
 
 
-class Watch:
-    """A watch, and what it has seen."""
-
-    def __init__(self, settings, conditions, seen=None):
-        self.watch, self.seen = Watcher(settings, conditions), seen or Seen()
-
-    def see(self, metrics):
-        """The warnings of a reading."""
-        self.seen, lines = self.watch.see(metrics, self.seen)
-        return lines
-
-    @property
-    def reached(self):
-        """The condition that ends the run."""
-        return self.seen.reached
-
-
-def fed(watch, *readings):
-    """The warnings of each of the readings."""
-    return [watch.see(reading) for reading in readings]
+def fed(watch, *readings, seen=None):
+    """The warnings of each of the readings, and what was seen in the end."""
+    seen, lines = seen or Seen(), []
+    for reading in readings:
+        seen, found = watch.see(reading, seen)
+        lines.append(found)
+    return lines, seen
 
 
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ({"frac_reward_zero_std": 1.0}, ["no group's completions", "rollout.num_generations"]),
+        (FLAT, ["no group's completions", "reward now 0.0625", "lower optim.learning_rate (now 0.3)"]),
         ({"entropy": 0.01}, ["watch.min_entropy = 0.05", "now 0.01", "optim.learning_rate"]),
         ({"kl": 3.0}, ["watch.max_kl = 2", "now 3", "loss.beta"]),
     ],
 )
 def test_a_row_of_bad_updates_warns_once(bad, says):
-    """At the third in a row, not before, not again while it lasts, and anew once it has been well."""
-    watch = Watch(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), [])
-    reading = {**GOOD, **bad}
-    lines = fed(watch, reading, reading, GOOD, reading, reading, reading, reading, GOOD, *[reading] * 3)
-    assert [len(found) for found in lines] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    """At the third in a row, not before, not again while it lasts, and again once it has been well."""
+    bad = {**GOOD, **bad}
+    readings = [bad, bad, GOOD, bad, bad, bad, bad, GOOD, *[bad] * 3]
+    lines, seen = fed(Watch(WatchConfig(patience=3, min_entropy=0.05, max_kl=2.0), []), *readings)
+    assert [len(found) for found in lines] == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1] and seen.reached is None
     (line,) = lines[5]
     assert "\n" not in line and all(part in line for part in [*says, "for 3 updates"])
-    assert watch.reached is None
-
-
-def test_equal_rewards_are_pointed_out_with_their_causes():
-    """A collapse, prompts too easy, prompts too hard: with the reward and the rate that tell them apart."""
-    watch = Watch(WatchConfig(patience=2), [])
-    reading = {"frac_reward_zero_std": 1.0, "reward": 0.0625, "learning_rate": 0.3}
-    line = fed(watch, reading, reading)[1][0]
-    assert "reward now 0.0625" in line and "lower optim.learning_rate (now 0.3)" in line
 
 
 def test_a_constant_reward_is_pointed_out_once():
@@ -76,7 +54,8 @@ def test_a_constant_reward_is_pointed_out_once():
         return {"update": update, "rewards/r/std": std, "rewards/r/mean": mean}
 
     def warned(*readings):
-        return [line for lines in fed(Watch(WatchConfig(patience=3), []), *readings) for line in lines]
+        lines, _ = fed(Watch(WatchConfig(patience=3), []), *readings)
+        return [line for found in lines for line in found]
 
     (line,) = warned(*map(reading, range(1, 7)))
     assert line.startswith(
@@ -109,18 +88,17 @@ def test_a_run_warns_of_a_constant_reward(tmp_path):
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf, "x", True])
 def test_what_is_no_number_is_no_reading(missing):
     """It neither counts nor ends a row: updates without a token have no entropy."""
-    watch = Watch(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)])
     low = {"entropy": 0.0, "kl": 2.0}
-    lines = fed(watch, low, {"entropy": missing, "kl": missing}, {}, low)
-    assert [len(found) for found in lines] == [0, 0, 0, 1] and watch.reached
+    readings = low, {"entropy": missing, "kl": missing}, {}, low
+    lines, seen = fed(Watch(WatchConfig(patience=2), [Condition("kl", ">", 1.0, 2)]), *readings)
+    assert [len(found) for found in lines] == [0, 0, 0, 1] and seen.reached
 
 
 @pytest.mark.parametrize("settings", [{"patience": 0}, {"patience": 1, "min_entropy": 0.0, "max_kl": 0.0}])
 def test_zeros_turn_warnings_off(settings):
     """patience = 0 all of them, the limits their own."""
-    watch = Watch(WatchConfig(**settings), [])
-    flat = {"frac_reward_zero_std": 1.0} if not settings["patience"] else {}
-    assert fed(watch, *[{"entropy": 0.0, "kl": 1e9, **flat}] * 5) == [[]] * 5
+    bad = {"entropy": 0.0, "kl": 1e9, **({} if settings["patience"] else FLAT)}
+    assert fed(Watch(WatchConfig(**settings), []), *[bad] * 5)[0] == [[]] * 5
 
 
 @pytest.mark.parametrize(
@@ -154,42 +132,28 @@ def test_conditions_are_read(text, condition):
 def test_a_condition_is_reached_at_the_end_of_its_first_row(values, readings, sign):
     """Against the obvious: the first place where the last so many readings all hold."""
     holds = {"<": float.__lt__, "<=": float.__le__, ">": float.__gt__, ">=": float.__ge__}[sign]
-    watch = Watch(WatchConfig(), [Condition("kl", sign, 1.0, readings)])
-    given = []
-    for value in values:
-        watch.see({"kl": value})
-        given += [value] if value is not None else []
-        rows = [given[i : i + readings] for i in range(len(given) - readings + 1)]
-        assert bool(watch.reached) == any(all(holds(v, 1.0) for v in row) for row in rows)
+    _, seen = fed(Watch(WatchConfig(), [Condition("kl", sign, 1.0, readings)]), *({"kl": v} for v in values))
+    given = [value for value in values if value is not None]
+    rows = [given[i : i + readings] for i in range(len(given) - readings + 1)]
+    assert bool(seen.reached) == any(all(holds(value, 1.0) for value in row) for row in rows)
 
 
 def test_a_reached_condition_names_its_readings():
     """The condition, the readings, the number; the first one wins."""
     watch = Watch(WatchConfig(), [Condition("em", ">=", 0.9), Condition("kl", ">", 0.5, 2)])
-    watch.see({"kl": 0.7})
-    watch.see({"kl": 0.8123456})
-    assert watch.reached == "kl > 0.5 for 2 readings (stop.when): kl = 0.8123"
-    watch.see({"em": 1.0})
-    assert watch.reached.startswith("kl")
+    _, seen = fed(watch, {"kl": 0.7}, {"kl": 0.8123456}, {"em": 1.0})
+    assert seen.reached == "kl > 0.5 for 2 readings (stop.when): kl = 0.8123"
 
 
 @given(st.lists(st.sampled_from([0.0, 3.0]), min_size=1, max_size=20), st.integers(0, 20))
 def test_a_resumed_watch_goes_on_as_it_would_have(values, cut):
     """What it has seen, through JSON, is all it takes."""
-
-    def new(seen=None):
-        return Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)], seen)
-
-    straight, first = new(), new()
-    readings = [
-        {"kl": value, "entropy": value / 100, "reward": i + value, "frac_reward_zero_std": float(value > 0)}
-        for i, value in enumerate(values)
-    ]
-    want = fed(straight, *readings)
-    got = fed(first, *readings[:cut])
-    second = new(from_table(json.loads(json.dumps(attrs.asdict(first.seen))), Seen, "seen"))
-    got += fed(second, *readings[cut:])
-    assert got == want and second.reached == straight.reached
+    watch = Watch(WatchConfig(patience=3, max_kl=1.0), [Condition("kl", ">", 2.0, 4)])
+    readings = [{"kl": v, "entropy": v / 100, "frac_reward_zero_std": float(v > 0)} for v in values]
+    first, seen = fed(watch, *readings[:cut])
+    seen = from_table(json.loads(json.dumps(attrs.asdict(seen))), Seen, "seen")
+    second, seen = fed(watch, *readings[cut:], seen=seen)
+    assert (first + second, seen) == fed(watch, *readings)
 
 
 def test_unknown_metrics_get_the_nearest():
