@@ -52,8 +52,8 @@ class PartMaker:
         numbers: dict[str, Any] = {
             "update": _column(records, "update"),
             "step": _column(records, "batch_step"),
-            "group": _column(records, "_group"),
-            "prompt": _column(records, "_prompt"),
+            "group": [record["_group"] for record in records],
+            "prompt": [record["_prompt"] for record in records],
             "reward": _column(records, "reward"),
             "advantage": _column(records, "advantage"),
             "tokens": _column(records, "tokens"),

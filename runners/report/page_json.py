@@ -28,6 +28,9 @@ def plain_number(value: Any) -> float | int | None:
 
 def plain_numbers(values: Sequence[Any]) -> list[float | int | None]:
     """`plain_number` of each value."""
+    if set(map(type, values)) == {float}:  # the usual case in a large file: twice as fast
+        isfinite = math.isfinite
+        return [float(f"{value:.7g}") if isfinite(value) else None for value in values]
     return [plain_number(value) for value in values]
 
 
