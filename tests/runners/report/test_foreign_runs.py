@@ -21,74 +21,51 @@ LOGS = ("training_log", "events", "completions", "evaluations")
 ODD = '{"update": NaN, "event": "note", "reward": -Infinity, "time": 1e999, "n": NaN, "rows": [[NaN]]}'
 MORE = '{"metrics": {"a": NaN}, "extra": {"b": 1e999}, "messages": [NaN], "rewards": {"c": NaN}}'
 NAMES = '{"update": 1, "__proto__": 1, "constructor": 2, "\\ud800": 3, "": 4}'
+CONTEXTS = ('"x"', "[1]", '[{"role": 3, "content": [{}]}]', '[{"content": null}]')
 DEEP = '{"a":' * 900 + "1" + "}" * 900
 
 
-def with_lines(*lines):
+def add(folder, *lines):
     """Lines more in each log."""
-
-    def change(folder):
-        for name in LOGS:
-            with open(folder / f"{name}.jsonl", "a") as stream:
-                stream.write("".join(f"{line}\n" for line in lines))
-
-    return change
+    for name in LOGS:
+        with open(folder / f"{name}.jsonl", "a") as stream:
+            stream.write("".join(f"{line}\n" for line in lines))
 
 
-def with_config(text):
-    """A config of this text."""
-    return lambda folder: (folder / "config.resolved.json").write_text(text)
+def link(folder, name):
+    """A link, in place of a file, to one that is none of the run's."""
+    secret = folder.parent / "secret.json"
+    line = '{"event": "note", "update": 1, "text": "secret-1", "completion": "secret-2", "secret-3": 3}\n'
+    secret.write_text(line * (1 if name == CONFIG else 1000))
+    replace(folder / name).symlink_to(secret)
 
 
-def with_fifo(name):
-    """A fifo under this name: to open it waits."""
-
-    def change(folder):
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return change
+def replace(file):
+    """The path, where nothing is any more."""
+    file.unlink(missing_ok=True)
+    return file
 
 
-def with_folder(name):
-    """A folder under this name."""
-
-    def change(folder):
-        (folder / name).unlink()
-        (folder / name).mkdir()
-
-    return change
-
-
-def with_link(name):
-    """A link to a file that is none of the run's."""
-
-    def change(folder):
-        secret = folder.parent / "secret.json"
-        line = '{"event": "note", "update": 1, "text": "secret-1", "completion": "secret-2", "secret-3": 3}\n'
-        secret.write_text(line * (1 if name.startswith("config") else 1000))
-        (folder / name).unlink()
-        (folder / name).symlink_to(secret)
-
-    return change
-
-
+CONFIG = "config.resolved.json"
 FOREIGN = {
-    "nan": with_lines(ODD, MORE),
-    "nan config": with_config('{"run": {"seed": NaN, "more": [Infinity, 1e999]}, "x": -Infinity}'),
-    "deep": with_lines(DEEP, '{"batch_step": 1, "extra": ' + DEEP + "}"),
-    "deep config": with_config(DEEP),
-    "no object": with_config("[1]"),
-    "no text": with_config("\x00\x1f"),
-    "odd names": with_lines(NAMES),
-    "fifo config": with_fifo("config.resolved.json"),
-    "fifo log": with_fifo("training_log.jsonl"),
-    "fifo lock": with_fifo(".lock"),
-    "linked config": with_link("config.resolved.json"),
-    "linked log": with_link("training_log.jsonl"),
-    "linked completions": with_link("completions.jsonl"),
-    "folder as log": with_folder("events.jsonl"),
-}  # fmt: skip
+    "nan": lambda run: add(run, ODD, MORE),
+    "nan config": lambda run: (run / CONFIG).write_text(
+        '{"run": {"seed": NaN, "more": [Infinity, 1e999]}, "x": -Infinity}'
+    ),
+    "deep": lambda run: add(run, DEEP, '{"batch_step": 1, "extra": ' + DEEP + "}"),
+    "deep config": lambda run: (run / CONFIG).write_text(DEEP),
+    "no object": lambda run: (run / CONFIG).write_text("[1]"),
+    "no text": lambda run: (run / CONFIG).write_text("\x00\x1f"),
+    "odd names": lambda run: add(run, NAMES),
+    "odd prompts": lambda run: add(run, *(f'{{"update": 1, "context": {each}}}' for each in CONTEXTS)),
+    "fifo config": lambda run: os.mkfifo(replace(run / CONFIG)),  # to open it waits
+    "fifo log": lambda run: os.mkfifo(replace(run / "training_log.jsonl")),
+    "fifo lock": lambda run: os.mkfifo(replace(run / ".lock")),
+    "linked config": lambda run: link(run, CONFIG),
+    "linked log": lambda run: link(run, "training_log.jsonl"),
+    "linked completions": lambda run: link(run, "completions.jsonl"),
+    "folder as log": lambda run: replace(run / "events.jsonl").mkdir(),
+}
 
 
 def strict(text):

@@ -15,7 +15,7 @@ from runners.report.page import page
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.runs.report_runs import HOSTILE, make_run
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+from tests.support.tiny_runs import Notes, small
 
 
 def blobs(text: str) -> list:
@@ -81,15 +81,10 @@ def trained(tmp_path_factory):
     """The folder of a real run of two updates."""
     folder = tmp_path_factory.mktemp("run")
     config = folder / "train.toml"
-    (folder / "letters.py").write_text(LETTERS)
     config.write_text(
         small(
             run={"output_dir": str(folder)},
-            data={"nudge": "<reasoning>"},
             loss={"sync_every": 2},
-            reward=BY_LETTERS,
-            optim={"learning_rate": 1e-2},
-            rollout={"max_new_tokens": 24, "temperature": 2.0},
             eval={"at_start": True},
         )
     )
@@ -117,10 +112,8 @@ def test_a_run_writes_its_report_at_the_end(trained):
     assert run["state"] == "finished" and run["completions"]["rows"] == 16
 
 
-def test_a_report_that_cannot_be_written_is_a_line(tmp_path, monkeypatch):
+def test_a_report_that_cannot_be_written_is_a_line(tmp_path):
     """The run is finished all the same."""
-    from tests.support.tiny_runs import Notes
-
     config = tmp_path / "train.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}, optim={"max_steps": 1}))
     (tmp_path / "small" / "report.html").mkdir(parents=True)
