@@ -42,6 +42,7 @@ CALLS = {
     ],
     "chat": ["chat embedded"],
     "convert": ["convert model --out out"],
+    "doctor": ["doctor"],
     "init": ["init embedded prompts.jsonl"],
     "export": ["export model --out out"],
     "eval": ["eval embedded", "eval embedded --config quickstart --data prompts.jsonl"],
