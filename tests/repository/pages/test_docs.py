@@ -19,7 +19,7 @@ from runners import cli
 from runners.config.flat_keys import FLAT_KEYS, translate
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.config.reading import preset_names
-from runners.config.sections import SYSTEM_PROMPT
+from runners.config.sections import DataConfig
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import resolve_rewards
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
@@ -165,7 +165,7 @@ def test_named_keys_exist(page):
 def test_the_reference_shows_the_prompt_and_the_packaged_configs():
     """The default system prompt stands there word for word, and every packaged config is named."""
     texts = [snippet.text for snippet in snippets(DOCS / "config.md") if snippet.language == "text"]
-    assert texts == [f"{SYSTEM_PROMPT}\n"]
+    assert texts == [f"{DataConfig().system_prompt}\n"]
     assert set(preset_names()) <= set(codes("\n".join(prose(DOCS / "config.md"))))
 
 
@@ -219,7 +219,7 @@ def test_our_defaults_are_as_the_pages_for_movers_say(page, row):
         default = DEFAULTS[key].default
         if default is attrs.NOTHING or default is None:
             wanted.append("required" if default is attrs.NOTHING else "preset's")
-        elif default == SYSTEM_PROMPT:
+        elif default == DataConfig().system_prompt:
             wanted.append("[text](config.md#data)")
         else:
             wanted.append(list(default) if isinstance(default, tuple) else default)
