@@ -157,19 +157,6 @@ def test_a_trace_a_shape_and_a_dtype():
     assert f.traces == 5
 
 
-def test_disabled_runs_the_function_itself():
-    """No trace, the same value, and Python's side effects at every call."""
-    calls = []
-
-    def f(x):
-        calls.append(x)
-        return State({"y": x + 1}, None)
-
-    plain = g.compiled(f, enabled=False)
-    assert plain(one(1)).params["y"].item() == 2 and plain(one(4)).params["y"].item() == 5
-    assert plain.traces == 0 and len(calls) == 2
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_program_takes_the_arrays_in_their_order(enabled):
     """It computes what the call computes, from any arrays of these shapes; what is no array it keeps."""

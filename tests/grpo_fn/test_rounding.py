@@ -10,20 +10,9 @@ KEY = mx.random.key(11)
 LARGEST = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]
 # Between neighbours of many sizes: plain, around powers of two, subnormal, and the last gap of all.
 BETWEEN = [
-    1.003,
-    0.3,
-    1e-6,
-    12345.678,
-    np.nextafter(np.float32(2), np.float32(0)),
-    2 + 2.0**-20,
-    np.nextafter(np.float32(1), np.float32(0)),
-    1 + 2.0**-23,
-    3e-39,
-    1.2e-40,
-    1e-45,
-    np.nextafter(np.float32(2.0**-126), np.float32(0)),
-    np.nextafter(LARGEST, np.float32(0)),
-]
+    1.003, 0.3, 1e-6, 12345.678, 2 + 2.0**-20, 1 + 2.0**-23, 3e-39, 1.2e-40, 1e-45,
+    *(np.nextafter(np.float32(x), np.float32(0)) for x in (2, 1, 2.0**-126, LARGEST)),
+]  # fmt: skip
 
 
 def upper_half(array):

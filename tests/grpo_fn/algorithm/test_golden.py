@@ -248,28 +248,6 @@ def test_overlong_penalty():
 
 
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        (dict(aggregation="sequence_mean"), (-2 + 1) / 2),
-        (dict(aggregation="token_mean"), (-2 + 3 * 1) / 4),
-        (dict(aggregation="constant"), (-2 + 3 * 1) / (2 * 5)),
-        (dict(aggregation="sequence_sum_norm", level="sequence"), (-2 + 3 * 1) / 2),
-    ],
-)
-def test_aggregations(fields, wanted):
-    """On-policy ℓ = −A: a row of one token at −2 and a row of three at +1, L_max = 5."""
-    loss, _, stats = loss_and_grad(
-        g.LossSpec(**fields),
-        [[-1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]],
-        [2.0, -1.0],
-        mask=[[1, 0, 0], [1, 1, 1]],
-        max_completion_length=5,
-    )
-    assert loss == pytest.approx(wanted, rel=1e-6)
-    assert float(stats.num_tokens) == 4.0 and float(stats.num_sequences) == 2.0
-
-
-@pytest.mark.parametrize(
     ("spec", "logp", "old", "adv", "loss", "grad"),
     [
         # dapo, ε 0.2/0.28: r = 1.5 gains 1.28 on A = 1; r = 0.5 costs 0.8 on A = −1; nothing moves further

@@ -82,34 +82,6 @@ def test_masked_is_deleted(data, fields, seed):
     same_outcome(gathered, run_library(alone), alone)
 
 
-@settings(max_examples=examples(40))
-@given(case=loss_cases(rows=6), cuts=st.lists(st.integers(1, 5), min_size=1, max_size=3, unique=True))
-def test_split_is_whole(case, cuts):
-    """Parts of a batch, weighted by their denominators, give the whole's loss and gradients."""
-    edges = [0, *sorted(cuts), 6]
-    parts = [
-        attrs.evolve(changed(case, lambda a, s=s: a[s]), mask=case.mask[s], adv=case.adv[s])
-        for s in (slice(*pair) for pair in itertools.pairwise(edges))
-    ]
-    whole, pieces = run_library(case), [run_library(part) for part in parts]
-    weight = {
-        "token_mean": lambda part: part.mask.sum(),
-        "constant": lambda part: len(part.adv) * part.max_completion_length,
-    }.get(case.fields["aggregation"], lambda part: len(part.adv))
-    shares = np.array([weight(part) for part in parts], np.float64)
-    shares = shares / max(shares.sum(), 1.0)
-    total = sum(share * piece.loss for share, piece in zip(shares, pieces, strict=True))
-    parted = attrs.evolve(
-        whole,
-        loss=total,
-        grad=np.concatenate([s * piece.grad for s, piece in zip(shares, pieces, strict=True)]),
-        entropy_grad=np.concatenate(
-            [s * piece.entropy_grad for s, piece in zip(shares, pieces, strict=True)]
-        ),
-    )
-    same_outcome(parted, whole, case)
-
-
 @given(case=loss_cases(rows=6), cut=st.integers(1, 5))
 def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
     """`loss_sum` adds up, `merge_stats` of two parts equals the stats of both together."""
@@ -131,34 +103,6 @@ def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
     for name, value in g.merge_stats([part for _, part in parts])._asdict().items():
         slack = 1e-6 * scale if name == "loss" else 1e-5
         assert float(value) == pytest.approx(float(getattr(stats, name)), rel=1e-5, abs=slack), name
-
-
-@given(case=loss_cases(rows=6))
-def test_rows_without_advantage_can_be_left_out(case):
-    """Without KL and entropy terms, rows with A = 0 add nothing but their place in the denominator."""
-    case = attrs.evolve(case, fields=case.fields | {"beta": 0.0, "entropy_coef": 0.0})
-    active = case.adv != 0
-    part = attrs.evolve(changed(case, lambda a: a[active]), mask=case.mask[active], adv=case.adv[active])
-    whole, spec = run_library(case), g.LossSpec(**case.fields)
-    names = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "keep": "keep_bt"}
-
-    def of(logp):
-        arrays = losses.LossArrays(
-            logp,
-            mx.array(part.adv),
-            mx.array(part.mask),
-            num_sequences=mx.array(6),
-            num_tokens=mx.array(case.mask.sum()),
-            **{names[n]: mx.array(getattr(part, n)) for n in names if getattr(part, n) is not None},
-        )
-        total, stats = losses.loss_sum(arrays, spec, case.max_completion_length)
-        return total / mx.maximum(stats.denominator, 1.0)
-
-    if active.any():
-        loss, grad = mx.value_and_grad(of)(mx.array(part.logp))
-        assert float(loss) == pytest.approx(whole.loss, abs=1e-5 * run_reference(case).loss_scale)
-        np.testing.assert_allclose(np.array(grad), whole.grad[active], rtol=1e-6, atol=1e-12)
-    assert (whole.grad[~active] == 0).all()
 
 
 @given(case=loss_cases(drift="near", old_given=True))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.learner import deal, halve_batch, pieces_of_rank, shape_of, take_rows
+from grpo_fn.learner import deal, halve_batch, pieces_of_rank, take_rows
 from grpo_fn.learner.batch import AXES
 from grpo_fn.learner.packing import round_up
 from tests.support.tiny_policies import tiny_advantages, tiny_rollout
@@ -80,19 +80,6 @@ def test_a_row_is_prompt_completion_padding(prompts, generations, width, seed):
     assert batch.num_sequences.item() == len(lengths) and batch.num_tokens.item() == lengths.sum()
     assert batch.old_logp_bt is None and batch.ref_logp_bt is None and batch.keep_bt is None
     assert bool((batch.rollout_logp_bt == rollout.logp_bt).all())
-
-
-@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
-def test_the_most_uncertain_tokens_keep_their_policy_term(quantile):
-    """ρ of the counted tokens, those of largest entropy in the whole batch; never one that is masked."""
-    rollout = tiny_rollout(width=9, entropy=True)
-    batch = g.make_batch(rollout, tiny_advantages(rollout), top_entropy_quantile=quantile)
-    mask, entropy = np.array(batch.mask_bt), np.array(rollout.entropy_bt)
-    ranked = np.sort(entropy[mask])[::-1]
-    kept = max(1, round(quantile * mask.sum()))
-    assert np.array(batch.keep_bt).sum() == kept
-    assert (np.array(batch.keep_bt) == (mask & (entropy >= ranked[kept - 1]))).all()
-    assert batch.num_tokens.item() == mask.sum(), "the denominators keep them all"
 
 
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.99])
@@ -178,28 +165,6 @@ def test_a_split_conserves_rows_and_counts(prompts, generations, width, seed, ho
     assert sum(part.num_sequences.item() for part in parts) == batch.num_sequences.item()
     assert sum(part.num_tokens.item() for part in parts) == batch.num_tokens.item()
     assert all(part.num_sequences.item() >= 1 for part in parts)
-
-
-@given(
-    prompts=prompt_lengths,
-    generations=st.integers(1, 5),
-    width=st.integers(1, 20),
-    seed=st.integers(0, 999),
-    options=split_options,
-)
-def test_a_part_keeps_to_the_budget(prompts, generations, width, seed, options):
-    """rows × length ≤ max_tokens, or a single row; every array of a part has the part's own sizes."""
-    for part in g.split_batch(make(prompts, generations, width, seed=seed), **options):
-        rows, columns = part.mask_bt.shape
-        spent = shape_of(part).tokens
-        real = int(part.mask_bt.any(axis=1).sum().item())
-        assert spent <= options["max_tokens"] or real == 1
-        for array in (part.targets_bt, part.rollout_logp_bt):
-            assert array.shape == (rows, columns)
-        assert part.advantages_b.shape == (rows,)
-        assert part.prompt_lengths_b.shape == part.tokens_bl.shape[:1]
-        if not options["bucketed"]:
-            assert rows == real and part.mask_bt[:, -1].any().item()
 
 
 @given(

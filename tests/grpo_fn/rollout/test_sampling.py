@@ -48,35 +48,6 @@ def test_frequencies_of_a_truncated_distribution(options):
     assert chi2(counts[kept], softmax(LOGITS[kept])) < CHI2_999[3]
 
 
-@pytest.mark.parametrize("axis", ["step", "generation", "prompt", "seed", "seed and prompt"])
-def test_neighbouring_keys_draw_independently(axis):
-    """Draws of one step and the next, of one completion, prompt or seed and the next: no dependence."""
-    half = DRAWS // 2
-    logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (half, 8))
-    numbers, zero = mx.arange(half), mx.zeros((half,), mx.int32)
-    base = mx.random.key(5)
-    pairs = {
-        "step": (keys(half, step=0), keys(half, step=1)),
-        "generation": (completion_keys(base, numbers, zero), completion_keys(base, numbers, zero + 1)),
-        "prompt": (completion_keys(base, zero, numbers), completion_keys(base, zero + 1, numbers)),
-        "seed": (keys(half, seed=0), keys(half, seed=1)),
-        # Of the same exclusive or: what a mere XOR of the two would draw alike.
-        "seed and prompt": (
-            completion_keys(mx.random.key(0), numbers, zero),
-            completion_keys(mx.random.key(1), mx.bitwise_xor(numbers, mx.array(1, numbers.dtype)), zero),
-        ),
-    }
-    a, b = (np.array(sample(logits, k)[0]) for k in pairs[axis])
-    table = np.zeros((8, 8))
-    np.add.at(table, (a, b), 1)
-    p = softmax(LOGITS)
-    # One degree of freedom for each cell but one; cells of tiny expectation are pooled into one.
-    joint = np.outer(p, p).reshape(-1)
-    large = joint * half >= 5
-    counts = np.append(table.reshape(-1)[large], table.reshape(-1)[~large].sum())
-    assert chi2(counts, np.append(joint[large], joint[~large].sum())) < CHI2_999[63]
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 12),

@@ -7,7 +7,6 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.checks import check_token_ids
-from grpo_fn.learner import batch as batches
 from grpo_fn.learner import halve_batch
 from grpo_fn.policy.policy import _embedding_rows
 from tests.support.generating import roll
@@ -88,23 +87,6 @@ def test_rollouts_of_one_s_own_are_refused(token):
                 g.make_grad_step(policy, g.LossSpec(), compile=False)(make_state(policy), parts)
         with pytest.raises(ValueError, match=message):
             g.make_logprob_step(policy, compile=False)(policy.params, batch)
-
-
-@pytest.mark.parametrize("token", OUTSIDE)
-def test_prompts_of_a_rollout_are_looked_at_again(token):
-    """They may have been changed after `generate`."""
-    rollout = roll(tiny_policy(), [[1, 2], [3]])
-    with pytest.raises(ValueError, match=rf"prompt 0 has the token id {token}: expected"):
-        batch_of(attrs.evolve(rollout, prompts=((1, token), (3,))))
-
-
-def test_a_rollout_of_generate_costs_no_look_at_the_device(monkeypatch):
-    """What its completions are below is known: make_batch reads no array; after a join as well."""
-    rollout = roll(tiny_policy(), [[1, 2], [3]])
-    monkeypatch.setattr(batches, "on_host", lambda array: pytest.fail("an array was waited for"))
-    assert batch_of(rollout).vocabulary == VOCAB
-    assert batch_of(g.join_rollouts([rollout, rollout])).vocabulary == VOCAB
-    assert g.join_rollouts([rollout, attrs.evolve(rollout, vocabulary=None)]).vocabulary is None
 
 
 def test_the_largest_id_costs_no_trace():

@@ -1,28 +1,16 @@
 """What the kernel of CUDA's `prefix_attention` has to do, in NumPy: specification and stand-in."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 
-def attention(
-    q: mx.array,
-    new_k: mx.array,
-    new_v: mx.array,
-    prompt_k: mx.array,
-    prompt_v: mx.array,
-    own_k: mx.array,
-    own_v: mx.array,
-    prompt_of: Sequence[int],
-    lengths: Sequence[int],
-    used: int,
-    scale: float,
-) -> np.ndarray:
+def attention(*given: Any) -> np.ndarray:
     """The definition, row by row and head by head, float64 [B,H,1,D], of `append_and_attend`'s arguments."""
+    *arrays, prompt_of, lengths, used, scale = given
     q, new_k, new_v, prompt_k, prompt_v, own_k, own_v = (
-        np.array(a.astype(mx.float32), np.float64)
-        for a in (q, new_k, new_v, prompt_k, prompt_v, own_k, own_v)
+        np.array(a.astype(mx.float32), np.float64) for a in arrays
     )
     out = np.zeros(q.shape)
     repeats = q.shape[1] // own_k.shape[1]
@@ -49,38 +37,15 @@ class InPlaceKernel:
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int]] = []
 
-    def __call__(
-        self,
-        queries: mx.array,
-        new_keys: mx.array,
-        new_values: mx.array,
-        prompt_keys: mx.array,
-        prompt_values: mx.array,
-        own_keys: mx.array,
-        own_values: mx.array,
-        prompt_of_b: mx.array,
-        lengths_p: mx.array,
-        own_length: mx.array,
-        scale: float,
-    ) -> mx.array:
+    def __call__(self, *given: Any) -> mx.array:
         """As `append_and_attend`."""
+        *arrays, prompt_of_b, lengths_p, own_length, scale = given
+        _, new_keys, new_values, _, _, own_keys, own_values = arrays
         rows, _, room, _ = own_keys.shape
         used = int(own_length.item())
         assert prompt_of_b.shape == (rows,) and 0 <= used < room
         self.calls.append((rows, room, used))
-        found = attention(
-            queries,
-            new_keys,
-            new_values,
-            prompt_keys,
-            prompt_values,
-            own_keys,
-            own_values,
-            prompt_of_b.tolist(),
-            lengths_p.tolist(),
-            used,
-            scale,
-        )
+        found = attention(*arrays, prompt_of_b.tolist(), lengths_p.tolist(), used, scale)
         for buffer, new in ((own_keys, new_keys), (own_values, new_values)):
             held = np.array(buffer, copy=False)  # a view of the array's own memory
             assert held.flags.c_contiguous, "MLX would hand a kernel a copy of it"

@@ -98,25 +98,6 @@ def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeyp
         assert abs((moved - linear.weight.astype(mx.float32)).mean().item() - 1e-4) < 2e-5
 
 
-def test_a_rollout_of_adapters_draws_what_the_learner_would():
-    """The sampler's log-probs are those of a forward with adapters as they are."""
-    module = adapted("qwen2")
-    policy = g.Policy.from_module(module)
-    rollout = g.generate(
-        policy,
-        policy.params,
-        [[5, 6, 7]],
-        g.Sampling(num_generations=3, max_new_tokens=6),
-        key=mx.random.key(4),
-    )
-    rows = [[5, 6, 7, *row] for row in rollout.completions()]
-    logits = policy.logits(policy.params, mx.array(rows))
-    logp = nn.log_softmax(logits, axis=-1)[:, 2:-1]
-    wanted = mx.take_along_axis(logp, rollout.tokens_bt[..., None], axis=-1)[..., 0]
-    assert mx.abs(wanted - rollout.logp_bt).max().item() < 1e-4
-    assert "LoRALinear" in kinds(module)
-
-
 @pytest.mark.parametrize("max_batch, rows", [(0, 6), (5, 4), (1, 2), (64, 6)])
 def test_a_form_is_told_how_many_rows_are_decoded(max_batch, rows):
     """Of whole groups: three prompts with two completions each."""
