@@ -51,7 +51,6 @@ def test_two_runs_in_threads_are_as_one_alone(tmp_path):
 FORKED = """
 import os
 import signal
-import signal
 import sys
 
 import grpo_fn as g
