@@ -12,7 +12,7 @@ import numpy as np
 
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped, StopSignals
-from runners.ranks.connection import connect, introduce
+from runners.ranks.connection import connect
 from runners.ranks.messages import RankMessage
 from runners.ranks.rank_place import RankPlace
 from runners.ranks.scoreboard import ENDED, WORKING
@@ -48,8 +48,7 @@ class Ranks:
         self._wire: Wire | None = None
         if place:
             self._joining.enter_context(self._signals.deferred())
-            self._wire = connect(place, timeout, self._signals)
-            self.hosts = introduce(self._wire, self.number, self.count)
+            self._wire, self.hosts = connect(place, timeout, self._signals)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -224,7 +223,7 @@ class Ranks:
                 # If another rank has ended before, SIGTERM comes from the launcher; that rank is the cause.
                 return lost
             return error
-        wire.write(WORKING, line)
+        wire.watchdog.write(WORKING, line)
         if self._moving:
             return error
         try:
@@ -241,7 +240,7 @@ class Ranks:
         self.agreed_to_end()
         if self._wire:
             reported = error and not isinstance(error, RankError | KeyboardInterrupt)
-            self._wire.write(ENDED, error_line(error) if error and reported else "")
+            self._wire.watchdog.write(ENDED, error_line(error) if error and reported else "")
 
 
 def _line(error: BaseException) -> str:

@@ -11,41 +11,47 @@ from contextlib import suppress
 
 from runners.errors import one_line
 from runners.machine.signals import StopSignals
-from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
+from runners.ranks.scoreboard import ENDED, WAITING, WORKING, Scoreboard
 
 EXIT_CODE = 4  # of a run that ended because of a rank's fault
 _INTERVAL = 0.25  # seconds between two checks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
-_ASKED = (
-    25.0  # seconds after a signal, in a collective with ranks that cannot end: of other hosts, or stopped
-)
+# Seconds after a signal, in a collective with ranks that cannot end: of other hosts, or stopped.
+_ASKED = 25.0
 _STILL = 5.0  # seconds without a beat after which a process counts as stopped, as by SIGSTOP
 
 
 class Watchdog:
     """A thread that checks the other ranks, and how long this one has waited."""
 
-    def __init__(self, name: str, timeout: float, signals: StopSignals) -> None:
-        """`name` is this rank's in messages; `timeout` is in seconds a collective.
+    def __init__(self, rank: int, timeout: float, signals: StopSignals) -> None:
+        """`timeout` is in seconds a collective.
 
         A signal that comes to one rank of this host comes to the `signals` of all of them.
         """
-        self._name, self.timeout, self._signals = name, timeout, signals
-        self.board: Scoreboard | None = None
-        self.here: Sequence[int] = ()  # the other ranks of this host, in order
-        self.elsewhere = ""  # the ranks on other hosts, for messages; "": none
-        self.names: Sequence[str] = ()  # of all ranks
-        self.rank = 0
+        self.rank, self.timeout, self._signals = rank, timeout, signals
+        self.name = f"rank {rank} ({os.uname().nodename})"
+        self.names: Sequence[str] = ()  # of all ranks; with the next three see `see`
+        self.elsewhere = ""
+        self._here: Sequence[int] = ()
+        self._board: Scoreboard | None = None
         self.on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
         self._what = ""  # the main thread's current collective; "": none
         self._number = 0  # of collectives
-        self._gone_at: float | None = None
         self._parent = os.getppid()  # the launcher
         self._off = threading.Event()
 
     def start(self) -> None:
         """Begins to look."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def see(self, names: Sequence[str], here: Sequence[int], board: Scoreboard | None) -> None:
+        """From now on it knows the names of all ranks, and looks at the other ones of this host.
+
+        `here` are their numbers, and `board` shows them; None: there are none.
+        """
+        others = [name for rank, name in enumerate(names) if rank not in (*here, self.rank)]
+        self.names, self.elsewhere, self._here, self._board = names, ", ".join(others), here, board
 
     def stop(self) -> None:
         """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the reason."""
@@ -56,47 +62,50 @@ class Watchdog:
         """The main thread enters a collective."""
         self._number += 1
         self._what = what
+        self.write(WAITING)
 
     def ends(self) -> None:
         """The main thread has left it."""
         self._what = ""
+        self.write(WORKING)
+
+    def write(self, state: int, line: str = "") -> None:
+        """Updates this rank's state for the other ranks of this host."""
+        if self._board:
+            self._board.write(state, line)
 
     def gone(self) -> str | None:
         """A line about ranks of this host that have not ended in good order; None: there are none.
 
         Those with their own line are reported first, because the others may have ended for that reason.
         """
-        if self.board is None:
-            return None
-        lost = [rank for rank in self.here if self.board.is_gone(rank)]
-        found = [(rank, self.board.read(rank)) for rank in lost]
-        for rank, (_, _, line) in found:
-            if line:
-                return f"{self.names[rank]}: {line}"
-        for rank, (state, _, _) in found:
-            if state != ENDED:
-                return f"{self.names[rank]} is gone: it was killed, or has crashed"
-        return None
+        lost = [(rank, *board.read(rank)) for board, rank in self._others() if board.is_gone(rank)]
+        lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
+        dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
+        lines += [f"{name} is gone: it was killed, or has crashed" for name in dead]
+        return lines[0] if lines else None
 
     def is_reporter(self, hanging: Sequence[int] = ()) -> bool:
         """Whether this rank is the lowest remaining one of this host that is not `hanging`, and so has to
         report what happened."""
-        board = self.board
-        return board is None or all(
-            rank > self.rank or rank in hanging or board.is_gone(rank) for rank in self.here
+        return all(
+            rank > self.rank or rank in hanging or board.is_gone(rank) for board, rank in self._others()
         )
 
+    def _others(self) -> list[tuple[Scoreboard, int]]:
+        """The other ranks of this host, each with the board that shows it."""
+        return [(self._board, rank) for rank in self._here] if self._board else []
+
     def _watch(self) -> None:
-        last, number, waited, asked = time.monotonic(), 0, 0.0, 0.0
+        last, number, waited, asked, gone_at = time.monotonic(), 0, 0.0, 0.0, 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
             # Time for which the whole run was suspended (Ctrl-Z) does not count.
             passed, last = min(now - last, 2 * _INTERVAL), now
             self._share_signals()
-            line = self.gone()
-            if line:
-                self._gone_at = self._gone_at or now
-                if now - self._gone_at > _GRACE:
+            if line := self.gone():
+                gone_at = gone_at or now
+                if now - gone_at > _GRACE:
                     self._end(line)
             what = self._what
             if not what or number != self._number:
@@ -119,11 +128,10 @@ class Watchdog:
         """
         if os.getppid() != self._parent:
             self._signals.ask(signal.SIGTERM)
-        if self.board is None:
-            return
-        self.board.beat(self._signals.received or 0)
-        for asked in (self.board.pulse(rank)[1] for rank in self.here):
-            if asked:
+        if self._board:
+            self._board.beat(self._signals.received or 0)
+        for board, rank in self._others():
+            if asked := board.pulse(rank)[1]:
                 self._signals.ask(asked)
 
     def _missing(self) -> str:
@@ -138,20 +146,16 @@ class Watchdog:
 
     def _stopped(self) -> list[int]:
         """The ranks of this host whose processes are there, but do not run."""
-        board = self.board
-        return [
-            rank for rank in self.here if board and board.pulse(rank)[0] > _STILL and not board.is_gone(rank)
-        ]
+        others = self._others()
+        return [rank for board, rank in others if board.pulse(rank)[0] > _STILL and not board.is_gone(rank)]
 
     def _late(self) -> list[int]:
         """The ranks of this host that have not reached this rank's collective, or are stopped in it."""
-        late: list[int] = []
-        if self.board is not None:
-            number, stopped = self.board.read(self.rank)[1], self._stopped()
-            for rank in self.here:
-                state, begun, _ = self.board.read(rank)
-                if begun < number or state != WAITING or rank in stopped:
-                    late.append(rank)
+        late, stopped = [], self._stopped()
+        for board, rank in self._others():
+            state, begun, _ = board.read(rank)
+            if begun < board.read(self.rank)[1] or state != WAITING or rank in stopped:
+                late.append(rank)
         return late
 
     def _end(self, line: str, hanging: Sequence[int] = ()) -> None:
@@ -159,13 +163,13 @@ class Watchdog:
         if self._off.is_set():
             return
         if self.is_reporter(hanging):
-            text = one_line(f"{self._name} ends: {line}", os.environ)
             with suppress(OSError):
-                os.write(2, f"{text}\n".encode())
+                os.write(2, f"{one_line(f'{self.name} ends: {line}', os.environ)}\n".encode())
         with suppress(Exception):
             self.on_fault(line)
-        for rank in hanging:
-            if self.board and not self.board.is_gone(rank) and (process := self.board.pulse(rank)[2]):
+        for board, rank in self._others():
+            process = board.pulse(rank)[2]
+            if rank in hanging and process and not board.is_gone(rank):
                 with suppress(OSError):
                     os.kill(process, signal.SIGKILL)
         os._exit(EXIT_CODE)

@@ -10,7 +10,6 @@ import numpy as np
 
 from runners.errors import UserError
 from runners.ranks.messages import RankMessage, decode_message, encode_message
-from runners.ranks.scoreboard import WAITING, WORKING, Scoreboard
 from runners.ranks.watchdog import EXIT_CODE, Watchdog
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ class Wire:
     def __init__(self, collectives: Collectives, watchdog: Watchdog) -> None:
         """`watchdog`, already started, checks the others and the time of each collective."""
         self.collectives, self.watchdog = collectives, watchdog
-        self.board: Scoreboard | None = None  # of this host's ranks, after `introduce`
         self.closed = False  # whether the ranks have agreed to end
         self._seconds = {"waiting": 0.0, "reducing": 0.0}
 
@@ -58,6 +56,10 @@ class Wire:
             spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
             raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
         return messages
+
+    def gather_values(self, where: str, value: Any) -> list[Any]:
+        """Every rank's value, a plain JSON one; raises as `all_gather_object`."""
+        return [message.value for message in self.all_gather_object(RankMessage(where, value))]
 
     def exchange(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, without checks."""
@@ -87,11 +89,6 @@ class Wire:
         found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return found
 
-    def write(self, state: int, line: str = "") -> None:
-        """Updates this rank's state for the other ranks of this host."""
-        if self.board:
-            self.board.write(state, line)
-
     def name(self, rank: int) -> str:
         """A rank's name in messages, with its host if that is known."""
         names = self.watchdog.names
@@ -110,7 +107,6 @@ class Wire:
         """A collective under the watchdog. Raises RankError if a peer is gone."""
         started = time.monotonic()
         self.watchdog.begins(what)
-        self.write(WAITING)
         try:
             return act(x)
         except RuntimeError as error:
@@ -124,7 +120,6 @@ class Wire:
         finally:
             self.watchdog.ends()
             self._seconds[kind] += time.monotonic() - started
-            self.write(WORKING)
 
     def _who_is_gone(self, why: str) -> str:
         """The lost rank, if it becomes known within a moment."""

@@ -99,8 +99,8 @@ def test_the_scoreboard_knows_who_is_gone(path):
     other = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
     assert other.stdout is not None
     other.stdout.readline()
-    watchdog = Watchdog("rank 0 (here)", 10, StopSignals())
-    watchdog.board, watchdog.here, watchdog.names = board, [1], ["rank 0", "rank 1", "rank 2"]
+    watchdog = Watchdog(0, 10, StopSignals())
+    watchdog.see(["rank 0", "rank 1", "rank 2"], [1], board)
     assert not board.is_gone(1) and watchdog.gone() is None and board.pulse(1)[2] == other.pid
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
@@ -117,8 +117,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
         "import sys, time\nfrom runners.ranks.scoreboard import *\n"
         "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
-        "dog = Watchdog('rank 0 (a)', 0.2, StopSignals())\n"
-        "dog.board, dog.here, dog.names = board, [1], ['rank 0 (a)', 'rank 1 (a)']\n"
+        "dog = Watchdog(0, 0.2, StopSignals())\ndog.see(['rank 0 (a)', 'rank 1 (a)'], [1], board)\n"
         "board.pulse = lambda rank: (0.0, 0, 0)\ndog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
     )
     other = Scoreboard(path, 3, 1)
@@ -127,7 +126,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
         [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=HANGS, check=False
     )
     assert done.returncode == 4
-    assert "rank 0 (a) ends: no end of the rollout after" in done.stderr
+    assert f"rank 0 ({os.uname().nodename}) ends: no end of the rollout after" in done.stderr
     assert "waited for rank 1 (a)" in done.stderr
 
 
@@ -136,7 +135,7 @@ def two_ranks(inner, gone=None):
     signals = StopSignals()
     ranks = Ranks(signals=signals)
     ranks.count, ranks.hosts = 2, ["here", "here"]
-    ranks._wire = Wire(inner, Watchdog("rank 0 (here)", 10, signals))
+    ranks._wire = Wire(inner, Watchdog(0, 10, signals))
     ranks._wire.watchdog.names = ["rank 0 (here)", "rank 1 (here)"]
     ranks._wire.watchdog.gone = lambda: gone
     return ranks

@@ -79,5 +79,5 @@ def as_run_ranks(collectives: ThreadRanks) -> Ranks:
     ranks = Ranks()
     ranks.number, ranks.count = collectives.rank(), collectives.size()
     ranks.hosts = ["here"] * ranks.count
-    ranks._wire = Wire(collectives, Watchdog(ranks.name(ranks.number), 60, StopSignals()))
+    ranks._wire = Wire(collectives, Watchdog(ranks.number, 60, StopSignals()))
     return ranks
