@@ -19,6 +19,7 @@ class Started:
     done: int = 0  # the current update of a resumed run
     scores: Sequence[float] = ()  # its evaluations so far: exact match
     rewards: Sequence[float] = ()  # the same: the mean of its own rewards
+    waiting: bool = False  # a part of the next update's rollouts, or all of them, is in the checkpoint
 
 
 @attrs.frozen

@@ -40,6 +40,7 @@ class Progress:
         self._read_memory, self._clock = memory, clock
         self._started = self._last_step = clock()
         self._steps = 0  # of this process
+        self._shortened = False  # the first of them, by rollouts that a checkpoint had
         self._evaluating = 0.0  # seconds of evaluation since the last step
         self._intervals: deque[float] = deque(maxlen=20)
         self._status, self._status_began = Status(""), self._started
@@ -53,6 +54,7 @@ class Progress:
                 self.total, self.done = event.updates, event.done
                 self.scores, self.held_out = list(event.scores), list(event.rewards)
                 self._started = self._last_step = self._clock()
+                self._shortened = event.waiting
             case Status():
                 self._status, self._status_began, self._advanced = event, self._clock(), None
             case Advanced(what, done, _):
@@ -79,8 +81,7 @@ class Progress:
         self._last_step, self._evaluating = now, 0.0
         if self._steps == 1:
             self._intervals.clear()  # the first update compiles: it is slower than the others
-        # The first update after a resume may use a rollout that the checkpoint had.
-        if self._steps or metrics.get("time/rollout") != 0:
+        if self._steps or not self._shortened:
             self._intervals.append(interval)
         self._steps += 1
         self.metrics, self.done = metrics, int(metrics.get("update", self.done + 1))

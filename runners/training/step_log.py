@@ -21,7 +21,8 @@ def show_start(session: Session) -> None:
     """The run's header on the display."""
     run, data, state = session.run, session.run.data, session.state
     head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
-    session.shown.handle(Started(run.length.updates, head, state.update, state.scores, state.eval_rewards))
+    before = (state.update, state.scores, state.eval_rewards, bool(state.waiting))
+    session.shown.handle(Started(run.length.updates, head, *before))
 
 
 def show_summary(session: Session, final: Path) -> None:

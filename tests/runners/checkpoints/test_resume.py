@@ -99,7 +99,7 @@ class Start(Notes):
         """The run begins."""
         super().handle(event)
         if isinstance(event, Started):
-            self.done, self.scores = event.done, event.scores
+            self.done, self.scores, self.waiting = event.done, event.scores, event.waiting
 
 
 CONVERGES = """
@@ -125,4 +125,13 @@ def test_a_resumed_run_is_told_of_as_one_with_what_was_before(tmp_path):
     report = Start()
     result = run_training(config, report=report, resume=True)
     assert [line for line in report.lines if "nothing is learned from it" in line] == []
-    assert (report.done, report.scores) == (2, (result.first_em,))
+    assert (report.done, report.scores, report.waiting) == (2, (result.first_em,), False)
+
+
+def test_a_resume_says_that_a_rollout_waits_for_its_update(tmp_path):
+    """Of two batch steps an update, one was in the checkpoint: the update takes less time than the others."""
+    config = config_in(tmp_path, *SHORT, "optim.gradient_accumulation_steps=2", "optim.max_steps=2")
+    killed(config, "sampling", 2)
+    report = Start()
+    run_training(config, report=report, resume=True)
+    assert (report.done, report.waiting) == (0, True)
