@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.answers.forms import answer_form
+from runners.rewards import builtin
 from runners.rewards.builtin import REWARDS, built_in
 
 (
@@ -149,3 +150,8 @@ def test_hostile_texts_take_linear_time(unit: str) -> None:
     for function in REWARDS.values():
         function(completions(text, f"<answer>{text}</answer>"), answer=["12", "12"])
     assert time.thread_time() - start < 1.0
+
+
+def test_every_built_in_reward_can_be_imported_by_its_name():
+    """Also those that are made for a form of answers."""
+    assert all(getattr(builtin, name) is reward for name, reward in REWARDS.items())
