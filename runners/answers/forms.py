@@ -17,6 +17,7 @@ import attrs
 from runners.answers.values import answers_agree
 from runners.errors import UserError, did_you_mean, show
 from runners.machine.bounded_process import BoundedFunction
+from runners.sandbox.code_tests import extract_code, score_programs
 
 REASONING, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -50,6 +51,8 @@ class _Kind:
     what: str  # in words, for notices
     instruction: str = ""  # the system prompt that asks for it
     nudge: str = ""
+    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing, by meaning.
+    shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
 
 
 @attrs.frozen
@@ -70,6 +73,8 @@ class AnswerForm:
         """Whether two answers mean the same; None agrees with nothing."""
         if found is None or gold is None:
             return False
+        if self.kind.shares:
+            return self.kind.shares([found], [gold]) == [1.0]
         gold, letters = self.gold(gold), self.spec == "letter"
         how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
         if letters:
@@ -80,6 +85,12 @@ class AnswerForm:
         """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
+
+    def scores(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
+        """1 for each completion with its gold answer, else 0; of a program the share of its tests."""
+        if self.kind.shares is None:
+            return [float(self.is_right(text, gold)) for text, gold in zip(texts, golds, strict=True)]
+        return self.kind.shares([self.read(text) or "" for text in texts], golds)
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""
@@ -248,12 +259,22 @@ FORMS: dict[str, _Kind] = {
     "exact": _Kind(
         lambda text, _: text.strip(), PLACE, "a text", "Reply with the answer alone, without any other word."
     ),
+    "code": _Kind(
+        lambda text, _: extract_code(text),
+        "",
+        "a block of Python",
+        "Write a Python program that solves the task. Give the whole program in one block that begins with "
+        "```python and ends with ```.",
+        shares=score_programs,
+    ),
     "regex": _Kind(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": _Kind(_own("runners.rewards.own_answers:read", 2.0), "", "an answer that your function finds"),
 }
 """The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
 
-SPELLINGS = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "regex:PATTERN")
+SPELLINGS = (
+    *("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "code", "regex:PATTERN"),
+)
 NONE = "none"
 """No answer is read: the rewards alone measure."""
 

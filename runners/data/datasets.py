@@ -58,8 +58,16 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, rows: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`."""
+    """The config for these rows: without gold answers if no row has the column `data.answer`.
+
+    Raises UserError for lists and objects that are answers of another form than "code".
+    """
     if any(config.data.answer in row for row in rows):
+        column = [row.get(config.data.answer) for row in rows]
+        several = next((value for value in column if isinstance(value, list | dict)), None)
+        if several is not None and config.answer.form not in ("code", NONE):
+            what = f"{config.data.answer}: expected a text or a number, found {show(several)}"
+            raise UserError(f'{what}; the tests of a program need answer.form = "code"')
         return config
     data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
     return attrs.evolve(config, data=data, answer=answer)

@@ -1,5 +1,6 @@
 """From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
 
+import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
@@ -136,9 +137,11 @@ def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[st
 def gold_answer(value: object) -> str | None:
     """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None: no answer.
 
-    Texts and numbers can be answers; NaN, true and false, lists and objects cannot. A number, also one that
-    is a text with an exponent, is written in plain decimals.
+    Texts and numbers can be answers; NaN, true and false cannot. A number, also one that is a text with an
+    exponent, is written in plain decimals; lists and objects, the tests of a program, as JSON.
     """
+    if isinstance(value, list | dict):
+        return json.dumps(value, default=str) if value else None
     if isinstance(value, bool) or not isinstance(value, str | Real | Decimal):
         return None
     try:

@@ -68,7 +68,8 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
 
     Raises UserError for every fault that would end the run before its first step.
     """
-    form = form or (config.answer_form.right if config.answer_form else "") or ANSWER_FORM
+    form = form or (config.answer_form.right if config.answer_form else "")
+    known, form = bool(form), form or ANSWER_FORM
     if PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
     worker = start_worker(config)
@@ -120,7 +121,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         *rows[1].notices("eval", dropped_there, limit),
         *template_notices(tokenizer, config.data, config.rollout.stop),
         *faults,
-        *_judge(rewards, kinds, values_kan, read, tried),
+        *_judge(rewards, kinds, values_kan, read if known else None, tried),
     ]
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     return RewardCheck(

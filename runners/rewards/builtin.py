@@ -46,16 +46,17 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     ) -> list[float | None]:
         """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the gold is None.
 
-        Raises ValueError if the two lists differ in length.
+        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes. Raises
+        ValueError if the two lists differ in length.
         """
         if len(answer) != len(completions):
             raise ValueError(
                 f"answer: expected {len(completions)} entries, one a completion, found {len(answer)}"
             )
-        return [
-            None if gold is None else CORRECT * form.is_right(text, value_text(gold))
-            for text, gold in zip(_texts(completions), answer, strict=True)
-        ]
+        both = zip(_texts(completions), answer, strict=True)
+        asked = [(text, value_text(gold)) for text, gold in both if gold is not None]
+        scores = iter(form.scores([text for text, _ in asked], [gold for _, gold in asked]))
+        return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
         """0.5 if the completion's answer is a bare integer (``12``, ``-5``, ``1,234``), else 0.0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import Any
 from runners.errors import show
 from runners.sandbox.sandbox import DEFAULT, Limits, mechanism, run_program
 
+_MOST = 20_000  # characters of a text without a block that are read as Python
 _PYTHON = ("", "python", "py", "python3")
 
 # Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
@@ -37,9 +39,12 @@ grade(**task)
 """
 
 
-def extract_code(text: str) -> str:
-    """The program in a model's text: its last whole block of Python between ``` lines, else all of it."""
-    found, block, python = text, None, False
+def extract_code(text: str) -> str | None:
+    """The program in a model's text: its last whole block of Python between ``` lines, or all of it.
+
+    None: there is no such block, and the text as a whole is no Python.
+    """
+    found, block, python = None, None, False
     for line in text.splitlines(keepends=True):
         if not line.startswith("```"):
             if block is not None:
@@ -48,18 +53,20 @@ def extract_code(text: str) -> str:
             block, python = [], line.strip("` \t\r\n").lower() in _PYTHON
         else:
             found, block = "".join(block) if python else found, None
-    return found
+    return found if found is not None or not _is_python(text) else text
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
     """A problem's tests as its column has them: Python statements, or inputs with the output that each wants.
 
     Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
-    ``{"input": …, "output": …}``, or any of these as JSON. Raises ValueError for anything else.
+    ``{"input": …, "output": …}``, or these as JSON or Python. Raises ValueError for anything else.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        with suppress(ValueError):  # a Python statement may begin like this too
-            value = json.loads(value)
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # it may be a statement
+                value = read(value)
+                break
     if isinstance(value, str | dict):
         value = [value]
     tests = list(value) if isinstance(value, list | tuple) else []
@@ -77,7 +84,7 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     With inputs the program runs once for each, and what it prints is compared without white space at the ends
     of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
     """
-    code, cases = extract_code(text), read_tests(tests)
+    code, cases = extract_code(text) or "", read_tests(tests)
     statements = [case for case in cases if isinstance(case, str)]
     if not statements:
         return [_prints(code, case, limits) for case in cases if isinstance(case, dict)]
@@ -99,6 +106,14 @@ def score_programs(texts: Sequence[str], tests: Sequence[Any], limits: Limits = 
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return [sum(passed) / len(passed) for passed in results]
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text[:_MOST])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return bool(text.strip())
 
 
 def _prints(code: str, case: dict[str, str], limits: Limits) -> bool:

@@ -26,9 +26,10 @@ DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
         ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
         ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
         ("```python\nx = 1\n```\n```text\nhello\n```", "x = 1\n"),
-        ("```python\nx = 1", "```python\nx = 1"),
+        ("```python\nx = 1", None),
+        ("I cannot do that.", None),
     ],
-    ids=["bare", "one block", "the last", "another language", "cut off"],
+    ids=["bare", "one block", "the last", "another language", "cut off", "prose"],
 )
 def test_code_is_the_last_block_of_python(text, code):
     assert extract_code(text) == code
@@ -75,7 +76,7 @@ def test_a_program_prints_the_wanted_output(program, passed):
     assert passed_tests(program, DOUBLE) == passed
 
 
-@pytest.mark.parametrize("form", [TESTS, json.dumps(TESTS), tuple(TESTS)])
+@pytest.mark.parametrize("form", [TESTS, json.dumps(TESTS), repr(TESTS), tuple(TESTS)])
 def test_tests_may_be_json(form):
     assert read_tests(form) == TESTS
 

@@ -1,0 +1,57 @@
+"""`answer.form = "code"`: a program's answer is what its tests say."""
+
+import json
+
+import pytest
+
+from runners.answers.forms import answer_form
+from runners.config.loading import load_config
+from runners.data.datasets import load_rows, with_answers_of
+from runners.errors import UserError
+from runners.rewards.builtin import built_in
+from runners.sandbox.sandbox import mechanism
+
+try:
+    mechanism()
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+FORM = answer_form("code")
+TESTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
+RIGHT = "```python\ndef add(a, b):\n    return a + b\n```"
+HALF = "```python\ndef add(a, b):\n    return 0\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [(RIGHT, 1.0), (HALF, 0.5), ("I cannot.", 0.0), ("```python\nx", 0.0)]
+)
+def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
+    completion = [{"role": "assistant", "content": text}]
+    reward = built_in(FORM)["correctness_reward_func"]
+    assert reward([completion, completion], answer=[TESTS, None]) == [2 * score, None]
+    assert FORM.is_right(text, TESTS) is (score == 1.0)
+
+
+def test_a_text_without_a_program_lacks_the_form():
+    assert FORM.read("I cannot do that.") is None
+    assert FORM.read(RIGHT) == "def add(a, b):\n    return a + b\n"
+
+
+def config_of(tmp_path, form):
+    row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    settings = ["model.path=embedded", f"data.source={tmp_path / 'rows.jsonl'}", f"answer.form={form}"]
+    return load_config(None, settings).check()
+
+
+def test_tests_may_be_a_list_in_the_data(tmp_path):
+    config = config_of(tmp_path, "code")
+    assert with_answers_of(config, load_rows(config.data)[0]).data.answer == "answer"
+    assert config.reward.functions == ("correctness_reward_func",)
+    assert "```python" in config.data.system_prompt
+
+
+def test_lists_are_no_answers_of_other_forms(tmp_path):
+    config = config_of(tmp_path, "last_number")
+    with pytest.raises(UserError, match="the tests of a program"):
+        with_answers_of(config, load_rows(config.data)[0])
