@@ -93,6 +93,8 @@ def _first_rows(source: str) -> tuple[str, str, list[dict[str, Any]]]:
     place = DATA.get(source) or Path(source).expanduser()
     if place.is_file():
         return "train", "train", _sound(read_file(place))
+    if not place.exists() and (source.startswith((".", "/", "~")) or place.suffix.lower() in SUFFIXES):
+        raise UserError(f'DATA = "{source}": there is no such file or folder')
     config = DataConfig(source=source)
 
     @functools.cache

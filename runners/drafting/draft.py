@@ -45,14 +45,16 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
     rate: tuple[float, str] = (
         (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
     )
-    form = "xml" if about.answers_in_tags and found.form != "none" else found.form
+    form, why = found.form, found.why
+    if about.shipped and form != "none":
+        form, why, rate = "xml", "the shipped model answers in tags", (3e-4, "it is small")
     own: list[_Row] = [("functions", [f"{reward}:reward"], "an example stands there: write yours")]
     labels: list[_Row] = [("ignore_case", True, "")] if found.labels else []
     tables: dict[str, list[_Row]] = {
         "run": [("name", _name(model, data), "its files are in outputs/NAME")],
         "model": [("path", model, about.words), *([("tune", "lora", adapters)] if adapters else [])],
         "data": [("source", data, ""), *_columns(found, about), *_longest(found, about, form)],
-        "answer": [("form", form, found.why), *labels],
+        "answer": [("form", form, why), *labels],
         "reward": own if form == "none" else [],
         "rollout": [("num_generations", 8, "completions of each prompt"), *_length(found, about, form)],
         "optim": [
@@ -93,7 +95,9 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
         rows.append(("prompt", found.prompt, "messages"))
     elif found.question != "question":
         rows.append(("question", found.question, ""))
-    if found.labels and about.has_template and not found.prompt:
+    if about.shipped:
+        rows.append(("system_prompt", "", "the small model knows the form already"))
+    elif found.labels and about.has_template and not found.prompt:
         words = ", ".join(found.labels)
         rows.append(("system_prompt", f"Reply with one of these alone, without any other word: {words}", ""))
     if found.form == "none":
@@ -122,6 +126,8 @@ def _longest(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
 def _length(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
     """The limit of completions, where the answers show another one than the default."""
     ends = [] if about.has_template else [("stop", ["\n\n"], "where the next question would begin")]
+    if about.shipped:
+        return [("max_new_tokens", 40, "enough for it")]
     if form in _LENGTHS:
         return [("max_new_tokens", 16 if found.labels else _LENGTHS[form], ""), *ends]
     longest = max(map(about.count, found.answers), default=0)

@@ -26,7 +26,7 @@ class ModelSurvey:
     parameters: int
     bits: int | None  # of its packed weights; None: not packed
     tokenizer: Any
-    answers_in_tags: bool  # one of the shipped models, which were trained to
+    shipped: bool  # one of the small models in the package, which answer in tags
 
     @property
     def has_template(self) -> bool:

@@ -115,14 +115,15 @@ def test_the_shipped_model_and_data(grpo):
     assert grpo("init", "embedded", "embedded", "--out", "toy.toml").exit_code == 0
     config = load_config("toy.toml")
     assert (config.answer.form, config.run.name) == ("xml", "embedded")
-    assert grpo("check", "toy.toml").exit_code == 0
+    checked = grpo("check", "toy.toml", "--sample", "4", "--set", "rollout.temperature=0.01")
+    assert checked.exit_code == 0 and "(right)" in checked.stdout and "warning" not in checked.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
-        (["llama", "none.jsonl"], "none.jsonl"),
+        (["llama", "none.jsonl"], 'DATA = "none.jsonl": there is no such file or folder'),
         (["llama", "empty.jsonl"], "expected rows with a question, found none"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
