@@ -76,26 +76,28 @@ class PartMaker:
         return Part(len(records), packed(numbers), packed(texts))
 
 
-def read_evaluations(
-    lines: Iterable[Mapping[str, Any]], known: dict[int, list[tuple[tuple[str, ...], str, bool]]]
-) -> None:
+def read_evaluations(lines: Iterable[Mapping[str, Any]], known: dict[int, list[Mapping[str, Any]]]) -> None:
     """Adds the records of evaluations.jsonl to `known`, by update; the later ones of an update done twice."""
     for line in lines:
         update, problem = line.get("update"), line.get("problem")
         if isinstance(update, int):
             if problem == 0:
                 known[update] = []
-            row = (_asked(line), _text(line.get("completion")), line.get("correct") is True)
-            known.setdefault(update, []).append(row)
+            known.setdefault(update, []).append(line)
 
 
-def evaluation_piece(rows: Sequence[tuple[tuple[str, ...], str, bool]], *, first: bool) -> bytes:
-    """An evaluation's compressed JSON. Only the first one contains the problems."""
+def evaluation_piece(rows: Sequence[Mapping[str, Any]], *, first: bool) -> bytes:
+    """An evaluation's compressed JSON. Only the first one contains the problems.
+
+    `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
+    """
     piece: dict[str, Any] = {
-        "correct": [int(right) for *_, right in rows],
-        "completion": [completion for _, completion, _ in rows],
+        "correct": [row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows],
+        "reward": _column(rows, "reward"),
+        "extracted": [_text(row.get("extracted")) for row in rows],
+        "completion": [_text(row.get("completion")) for row in rows],
     }
-    return packed(piece | ({"problems": [asked for asked, *_ in rows]} if first else {}))
+    return packed(piece | ({"problems": [_asked(row) for row in rows]} if first else {}))
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Chart {
         y: { range: (plot, low, high) => this.rangeOf(low, high, stacked) },
       },
       axes: [
-        { ...axis, size: 24, gap: 4, values: (plot, ticks, at, space, step) => ticks.map((tick) => (view.axis === "update" && tick % 1 ? "" : tickText(tick, step))) },
+        { ...axis, size: 24, gap: 4, values: (plot, ticks, at, space, step) => ticks.map((tick) => (view.axis !== "update" ? tickText(tick, step) : tick % 1 ? "" : tickText(tick, Math.max(step, 1)))) },
         { ...axis, size: (plot, texts) => 16 + 6.6 * Math.max(4, ...(texts ?? []).map((text) => text.length)), gap: 6, values: (plot, ticks, at, space, step) => ticks.map((tick) => tickText(tick, step)) },
       ],
       hooks: {
@@ -279,13 +279,11 @@ function readings(run, each, spec) {
   const values = run.column(each.name);
   const axis = run.axis(view.axis);
   const scale = spec.unit === "%" ? 100 : 1;
-  const evaluated = run.column("em");
   const sparse = spec.sparse || values.filter((value) => value !== null).length * 2 < run.lines;
   const broken = new Set(run.nonfinite.filter(([, name]) => name === each.name).map(([line]) => line));
   const rows = [];
   for (let i = 0; i < run.lines; i++) {
-    const isEvaluation = evaluated[i] !== null && evaluated[i] !== undefined;
-    if (axis[i] === null || axis[i] === undefined || (!sparse && isEvaluation)) continue;
+    if (axis[i] === null || axis[i] === undefined || (!sparse && run.isEvaluation(i))) continue;
     if (values[i] !== null || broken.has(i) || !sparse) rows.push(i);
   }
   rows.sort((a, b) => axis[a] - axis[b] || a - b);

@@ -95,6 +95,11 @@ class Run {
     return this.column(name).find((value) => value !== null) ?? null;
   }
 
+  // Whether a line is of an evaluation.
+  isEvaluation(i) {
+    return (this.column("em")[i] ?? this.column("eval/reward")[i] ?? null) !== null;
+  }
+
   // Where each line stands on an axis: "update", "time" (hours) or "tokens".
   axis(kind) {
     if (this.cached.has(kind)) return this.cached.get(kind);

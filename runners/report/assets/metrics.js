@@ -8,8 +8,10 @@ const GROUPS = [
   { title: "Learning", charts: [
     chart("reward", "Reward", "", [one("reward", { spread: "reward_std" })], { wide: true }),
     chart("em", "Exact match", "%", [one("em", { interval: "em_subset" })], { wide: true, sparse: true }),
+    chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { wide: true, sparse: true, unless: "em" }),
   ] },
   { title: "Rewards", rewards: true, charts: [
+    chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { sparse: true, where: "em" }),
     chart("penalty", "Length penalty", "", [one("length_penalty")]),
     chart("flat", "Groups without variance", "%", [one("frac_reward_zero_std")]),
   ] },
@@ -67,7 +69,7 @@ function chartGroups(runs) {
     for (const { series } of charts) for (const each of series)
       for (const key of ["name", "spread", "interval", "low", "high"]) if (each[key]) used.add(each[key]);
     const filled = charts.map((chart) => ({ ...chart, series: chart.series.filter((each) => names.has(each.name)) }));
-    const found = filled.filter((chart) => chart.series.length);
+    const found = filled.filter((each) => each.series.length && (!each.where || names.has(each.where)) && !(each.unless && names.has(each.unless)));
     if (found.length) groups.push({ title: group.title, charts: found });
   }
   const others = [...names].filter((name) => !used.has(name)).sort();
@@ -104,11 +106,11 @@ function eventsOf(run) {
     if (skipped) found.push({ kind: "skipped", update: updates[i], text: "the update was skipped: its numbers were not finite" });
   });
   const sizes = run.column("em_subset");
-  run.column("em").forEach((share, i) => {
-    if (share === null) return;
+  for (let i = 0; i < run.lines; i++) if (run.isEvaluation(i)) {
+    const share = run.column("em")[i] ?? null;
     const of = sizes[i] ? ` of ${sizes[i]} problems` : "";
-    found.push({ kind: "evaluation", update: updates[i] ?? 0, text: `exact match ${percentText(share)}${of}` });
-  });
+    found.push({ kind: "evaluation", update: updates[i] ?? 0, text: share === null ? `held-out reward ${numberText(run.column("eval/reward")[i])}` : `exact match ${percentText(share)}${of}` });
+  }
   found.sort((a, b) => a.update - b.update);
   run.cached.set("events", found);
   return found;

@@ -11,18 +11,26 @@ function tile(label, value, more, attributes) {
   return h("div", { class: "tile", ...attributes }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), h("div", { class: "more" }, more ?? ""));
 }
 
+// What an evaluation is judged by: exact match, or the held-out reward where there are no gold answers.
+function headline(run) {
+  const name = run.last("em") === null && run.last("eval/reward") !== null ? "eval/reward" : "em";
+  const text = name === "em" ? percentText : numberText;
+  const after = run.last(name);
+  const range = name === "em" ? wilson(after, run.last("em_subset")) : null;
+  return tile(name === "em" ? "Exact match" : "Held-out reward", after === null ? "–" : text(after), after === null ? "not measured" : [
+    run.column(name).filter((value) => value !== null).length > 1 ? `from ${text(run.first(name))}` : "",
+    range ? h("span", { class: "whole", title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]);
+}
+
 function drawTiles(place, runs) {
   if (runs.length !== 1) return place.replaceChildren(comparison(runs));
   const [run] = runs;
   const updates = run.last("update") ?? 0;
   const planned = run.facts.updates;
-  const [before, after] = [run.first("em"), run.last("em")];
-  const range = wilson(after, run.last("em_subset"));
   const hours = run.axis("time").at(-1) ?? 0;
   const best = Math.max(...run.column("reward").filter((value) => value !== null));
   place.replaceChildren(
-    tile("Exact match", after === null ? "–" : percentText(after),
-      after === null ? "not measured" : [run.column("em").filter((v) => v !== null).length > 1 ? `from ${percentText(before)}` : "", range ? h("span", { class: "whole", title: "Wilson's 95 % interval" }, `${(100 * range[0]).toFixed(1)} – ${percentText(range[1])}`) : ""]),
+    headline(run),
     tile("Reward", numberText(run.last("reward")), `first ${numberText(run.first("reward"))} · best ${Number.isFinite(best) ? numberText(best) : "–"}`),
     tile("Updates", planned ? [numberText(updates), h("small", null, ` / ${numberText(planned)}`)] : numberText(updates),
       planned ? h("progress", { max: planned, value: updates, "aria-label": "Updates done" }) : ""),

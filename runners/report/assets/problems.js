@@ -1,5 +1,6 @@
 // Held-out problems: what became right or wrong between two evaluations.
 
+const REWARDED = { all: "all", gained: "reward rose", lost: "reward fell", same: "reward as before" }; // without gold answers
 const CHANGES = { all: "all", gained: "wrong → right", lost: "right → wrong", wrong: "still wrong", right: "still right" };
 
 class Problems {
@@ -37,7 +38,7 @@ class Problems {
     const options = this.evaluations.map(({ update }, i) => [String(i), `update ${update}`]);
     const pick = (name) => choice(options, String(this[name]), (value) => { this[name] = Number(value); this.open(); }, { "aria-label": name === "before" ? "Earlier evaluation" : "Later evaluation" });
     const counts = this.counts();
-    const changes = choice(Object.entries(CHANGES).map(([name, label]) => [name, `${label} (${counts[name]})`]), this.filter.change, (value) => { this.filter.change = value; this.apply(); }, { "aria-label": "Which problems", id: "filter-change" });
+    const changes = choice(Object.entries(this.changes).map(([name, label]) => [name, `${label} (${counts[name]})`]), this.filter.change, (value) => { this.filter.change = value; this.apply(); }, { "aria-label": "Which problems", id: "filter-change" });
     const query = h("input", { type: "search", placeholder: "Search problems", "aria-label": "Search problems", value: this.filter.query, oninput: (event) => { this.filter.query = event.target.value; this.apply(); } });
     this.count = h("span", { class: "muted", role: "status" });
     this.bar.replaceChildren("from", pick("before"), "to", pick("after"), changes, query, this.count);
@@ -46,11 +47,16 @@ class Problems {
 
   changeOf(i) {
     const { a, b } = this.shown;
+    if (b.correct[i] === null) return b.reward[i] > a.reward[i] ? "gained" : b.reward[i] < a.reward[i] ? "lost" : "same";
     return a.correct[i] ? (b.correct[i] ? "right" : "lost") : b.correct[i] ? "gained" : "wrong";
   }
 
+  get changes() {
+    return this.shown.b.correct.includes(null) ? REWARDED : CHANGES;
+  }
+
   counts() {
-    const found = { all: this.shown.problems.length, gained: 0, lost: 0, wrong: 0, right: 0 };
+    const found = { all: this.shown.problems.length, gained: 0, lost: 0, wrong: 0, right: 0, same: 0 };
     for (let i = 0; i < found.all; i++) found[this.changeOf(i)]++;
     return found;
   }
@@ -72,13 +78,20 @@ class Problems {
   item(index) {
     const i = this.items[index];
     const change = this.changeOf(i);
-    return h("div", { class: "item" }, h("div", { class: "head" }, h("span", { class: "muted" }, `problem ${i + 1}`), h("span", { class: `flag ${change}` }, CHANGES[change])), h("div", { class: "snippet", dir: "auto" }, visible(this.shown.problems[i][0].slice(0, 240).replace(/\s+/g, " "))));
+    return h("div", { class: "item" }, h("div", { class: "head" }, h("span", { class: "muted" }, `problem ${i + 1}`), h("span", { class: `flag ${change}` }, this.changes[change])), h("div", { class: "snippet", dir: "auto" }, visible(this.shown.problems[i][0].slice(0, 240).replace(/\s+/g, " "))));
   }
 
   choose(index) {
     const i = this.items[index];
     const { a, b, problems } = this.shown;
-    const card = (update, piece) => h("article", { class: "card" }, h("div", { class: "head" }, h("b", null, `update ${update}`), h("span", { class: `flag ${piece.correct[i] ? "right" : "wrong"}` }, piece.correct[i] ? "right" : "wrong")), textBlock(piece.completion[i] ?? ""));
+    const card = (update, piece) => {
+      const right = piece.correct[i] === null ? "" : piece.correct[i] ? "right" : "wrong";
+      return h("article", { class: "card" },
+        h("div", { class: "head" }, h("b", null, `update ${update}`), right ? h("span", { class: `flag ${right}` }, right) : "",
+          (piece.reward[i] ?? null) === null ? "" : h("span", { class: "muted" }, `reward ${numberText(piece.reward[i])}`)),
+        textBlock(piece.completion[i] ?? ""),
+        piece.extracted[i] ? h("div", { class: "muted" }, "read as: ", visible(piece.extracted[i]).slice(0, 200)) : "");
+    };
     this.detail.replaceChildren(
       h("button", { type: "button", class: "back", onclick: () => { this.place.classList.remove("open"); this.list.element.focus(); } }, "← back to the list"),
       h("div", { class: "asked" }, h("h3", null, `Problem ${i + 1}`), promptBlock(problems[i])),

@@ -165,7 +165,26 @@ def test_held_out_problems_that_became_right(tab, tmp_path):
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "problems")
     tab.select_option("#filter-change", "gained")
     assert "2 of 4 problems" in tab.inner_text("#problems")
-    assert tab.locator("#problems .card").all_inner_texts()[0].startswith("update 0")
+    first, last = tab.locator("#problems .card").all_inner_texts()
+    assert first.startswith("update 0") and "reward 0" in first and "read as: read True" in last
+    assert quiet(tab)
+
+
+def test_without_gold_answers_a_run_is_judged_by_its_rewards(tab, tmp_path):
+    """The first number, the chart, and what became of held-out prompts: nothing is called wrong."""
+    path = write_report([make_run(tmp_path / "run", gold=False)], tmp_path / "page.html").path
+    opened(tab, path)
+    assert tab.locator("#tiles .tile").first.inner_text().split("\n")[:3] == [
+        "Held-out reward",
+        "0.6",
+        "from 0",
+    ]
+    assert "from 0 to 0.6" in tab.get_attribute('[data-chart="held"]', "aria-label")
+    assert tab.locator('[data-chart="em"]').count() == 0
+    opened(tab, path, "problems")
+    tab.select_option("#filter-change", "gained")
+    shown = tab.inner_text("#problems")
+    assert "2 of 4 problems" in shown and "reward rose" in shown and "wrong" not in shown
     assert quiet(tab)
 
 

@@ -30,10 +30,11 @@ def make_run(
     nan_at: int | None = None,
     end: str | None = "finished",
     context: list | None = None,
+    gold: bool = True,
 ) -> Path:
     """Writes a run's files. `nan_at`: the update whose loss is NaN, and which has no KL. `end`: see Diary.
 
-    `context`: the prompts' other messages.
+    `context`: the prompts' other messages; `gold`: whether held-out problems have an answer.
     """
     folder.mkdir(parents=True)
     settings = {
@@ -52,7 +53,7 @@ def make_run(
     start = {"updates": updates, "about": about, "machine": {"backend": "cpu"}, "versions": {"mlx": "0"}}
     files["events"].write({"event": "start", "time": 1_700_000_001.5, "update": 0, "given": [], **start})
     for update in range(updates + 1):
-        write_update(files, update, prompts, group, texts, nan_at, context)
+        write_update(files, update, prompts, group, texts, nan_at, context, gold)
     if end:
         files["events"].write({"event": "end", "time": 1_700_000_061.5, "update": updates, "state": end})
     for file in files.values():
@@ -60,7 +61,7 @@ def make_run(
     return folder
 
 
-def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None, context=None):
+def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None, context=None, gold=True):
     """One update's lines; of number 0 the evaluation alone, which also follows each third one."""
     more = {"context": context} if context else {}
     if update:
@@ -91,13 +92,22 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
                 }
             )  # fmt: skip
     if update % 3 == 0:
-        files["training_log"].write({"update": update, "em": 0.1 * update, "em_subset": 4, "time/eval": 0.1})
+        found = (
+            {"em": 0.1 * update, "em_subset": 4}
+            if gold
+            else {"eval/reward": 0.1 * update, "eval/reward_std": 0.1}
+        )
+        files["training_log"].write({"update": update, **found, "time/eval": 0.1})
         for problem in range(4):
-            correct = problem < update // 3 + 1
-            record = {"prompt": f"problem {problem}", "completion": f"{correct}", "answer": "1"}
-            files["evaluations"].write(
-                {"update": update, "problem": problem, **record, "correct": correct, **more}
-            )
+            right = problem < update // 3 + 1
+            judged = {"answer": "1", "extracted": f"read {right}", "correct": right} if gold else {}
+            record = {
+                "update": update,
+                "problem": problem,
+                "prompt": f"problem {problem}",
+                "completion": f"{right}",
+            }
+            files["evaluations"].write({**record, **judged, "reward": float(right), **more})
 
 
 def mark_running(folder: Path) -> None:
