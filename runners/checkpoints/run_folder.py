@@ -13,7 +13,7 @@ from pathlib import Path
 import attrs
 
 from runners.errors import UserError
-from runners.files.durable import remove_folder, sweep
+from runners.files.durable import disk_errors, remove_folder, sweep
 from runners.files.json_lines import LineFile
 from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS
 
@@ -69,11 +69,9 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
 
 def _acquire(folder: Path, key: str) -> int:
     file, other = folder / LOCK, "or choose another run.name"
-    try:
+    with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UserError(f"{key}: {folder} cannot be written: {error.strerror or error}") from error
     owner = os.read(lock, 64)
     fault = None
     try:
@@ -125,11 +123,9 @@ def interrupted(folder: Path) -> str | None:
 
     Its last event tells, not a time stamp, which a copy changes; without events its final model.
     """
-    try:
+    with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
         ends = [event for event in LineFile(folder / EVENTS).read() if event.get("event") in ("start", "end")]
-    except OSError as error:
-        raise UserError(f"{folder} cannot be read: {error.strerror or error}") from error
     finished = not ends or (ends[-1]["event"], ends[-1].get("state")) == ("end", "finished")
     if not whole or (finished and (folder / "final" / "config.json").is_file()):
         return None
@@ -154,12 +150,10 @@ def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:
     The new name is NAME.aside, or NAME.aside-2 and so on if that exists: nothing is replaced.
     """
     moved = []
-    try:
+    with disk_errors(f"{folder} cannot be written"):
         for path in [path for step, path in checkpoint_folders(folder).items() if step > after]:
             names = (f"{path.name}.aside{f'-{i}' if i > 1 else ''}" for i in itertools.count(1))
             aside = next(name for name in names if not os.path.lexists(path.with_name(name)))
             path.rename(path.with_name(aside))
             moved.append((path.name, aside))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}") from error
     return moved

@@ -23,7 +23,7 @@ from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError, gigabytes
-from runners.files.durable import flush
+from runners.files.durable import disk_errors, flush
 
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
@@ -133,16 +133,12 @@ class Saver:
             )
 
     def _write(self, snapshot: Snapshot) -> Path:
-        try:
+        with disk_errors(f"{self._folder.path}: checkpoint-{snapshot.step} cannot be saved"):
             folder = self._folder.here()
             for log in self._logs:
                 flush(folder / log)
             path = write_checkpoint(folder, snapshot)
             self._prune()
-        except OSError as error:
-            raise UserError(
-                f"{self._folder.path}: checkpoint-{snapshot.step} cannot be saved: {error.strerror or error}"
-            ) from error
         return path
 
     def _prune(self) -> None:

@@ -19,7 +19,7 @@ from runners.checkpoints.run_folder import LATEST, TRAINER_STATE, list_checkpoin
 from runners.checkpoints.state_files import STATE_FILE, pack_state
 from runners.checkpoints.trainer_state import VERSION
 from runners.errors import UserError
-from runners.files.durable import new_folder, remove_folder, save_text
+from runners.files.durable import disk_errors, new_folder, remove_folder, save_text
 from runners.files.json_files import finite_number, read_json, to_json
 from runners.files.tensor_files import save_arrays
 from runners.models.loaded_model import LoadedModel
@@ -92,10 +92,8 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
         write_manifest(folder)
         if target.exists():  # for a moment there will be no folder of that name
             (run_dir / LATEST).unlink(missing_ok=True)
-    try:
+    with disk_errors(f"{run_dir / LATEST}: cannot be written"):
         save_text(run_dir / LATEST, target.name + "\n")
-    except OSError as error:
-        raise UserError(f"{run_dir / LATEST}: cannot be written: {error.strerror or error}") from error
     return target
 
 

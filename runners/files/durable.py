@@ -49,12 +49,19 @@ def check_target(target: Path, force: bool) -> None:
     """
     if target.name in ("", ".."):
         raise UserError(f"{target}: this folder cannot be replaced; expected the name of a new one")
-    try:
+    with disk_errors(f"{target}: cannot be written"):
         sweep(target.parent)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
     if os.path.lexists(target) and not force:
         raise UserError(_exists(target))
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turns an OSError inside the block into a UserError: `what`, and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
 
 
 @contextmanager
