@@ -39,7 +39,7 @@ def logged(folder, name, overrides):
     run_training(load_config(str(config), overrides), report=Quiet())
     lines = (folder / name / "training_log.jsonl").read_text().splitlines()
     names = {key for line in lines for key in json.loads(line)}
-    return {re.sub(r"^rewards/[^/]+/", "rewards/{name}/", key) for key in names}
+    return {re.sub(r"^(eval/)?rewards/[^/]+", r"\1rewards/{name}", key) for key in names}
 
 
 def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
