@@ -22,6 +22,8 @@ from runners.memory.shapes import (
     CHECKPOINTED,
     FLOAT,
     PREFILL,
+    SCAN_BACKWARD,
+    SCAN_SAVED,
     ModelShape,
     block_bytes,
     logit_bytes,
@@ -178,7 +180,9 @@ def _phases(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) 
     held_out = _decoding(config, sizes, rows, rows, prompt, new, GREEDY_ARRAYS, sizes.copy)
     shapes = _micro_batches(config, platform, prompt, sizes)
     accumulates = len(shapes) > 1 or optim.gradient_accumulation_steps > 1
-    gradients = [_gradient(sizes, shape, accumulates, config.system.grad_checkpoint) for shape in set(shapes)]
+    gradients = [
+        gradient_phase(sizes, shape, accumulates, config.system.grad_checkpoint) for shape in set(shapes)
+    ]
     lags = config.loss.sync_every > optim.gradient_accumulation_steps
     found = {
         **{name: {**rolled, **parts} for name, parts in _rollout(config, prompt, sizes).items()},
@@ -256,7 +260,9 @@ def _micro_batches(config: Config, platform: Platform, prompt: int, sizes: Model
     return [run.shape for run in planned]
 
 
-def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: bool) -> dict[str, float]:
+def gradient_phase(
+    sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: bool
+) -> dict[str, float]:
     """The larger of two moments of the backward pass: all activations saved, or all gradients computed."""
     shape, size = sizes.shape, sizes.compute
     passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
@@ -271,6 +277,10 @@ def _gradient(sizes: ModelSizes, batch: Shape, accumulates: bool, checkpointed: 
     activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
     logits, share = logit_bytes(shape, batch.rows * batch.width, size)
     logits += (1 - share) * working  # the other arrays in flight belong to the last block
+    if shape.scans:
+        states = FLOAT * shape.states * sum(rows * length for rows, length, _ in passes)
+        activations += 0 if checkpointed else SCAN_SAVED * states * shape.scans
+        working += (SCAN_BACKWARD + (2 * SCAN_SAVED if checkpointed else 0)) * states
     head = FLOAT * sizes.embedding
     base = {"compute copy": sizes.copy, "accumulated gradients": sizes.gradients if accumulates else 0}
     busy = {"logits": logits} if logits >= working else {"working set": working}
