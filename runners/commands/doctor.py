@@ -32,10 +32,11 @@ Examples:
 @flag("--json as as_json", "One JSON object, which names no file, folder, host or user.")
 @ends_with_a_line
 def doctor_command(as_json: bool) -> None:
-    """Show what this machine offers, what will be slow, and what mends it.
+    """Look at this machine: what will be slow.
 
-    Device, memory, BLAS, compiler, sandbox, versions against those that were tested, and the models that are
-    in the Hub's cache. Nothing is changed. The exit code is 2 where no run can start.
+    Shows what the machine offers, what will be slow, and what mends it: device, memory, BLAS, compiler,
+    sandbox, versions against those that were tested, and the models in the Hub's cache. Nothing is changed.
+    The exit code is 2 where no run can start.
     """
     found, problem = examine()
     if as_json:
