@@ -15,10 +15,8 @@ from runners.machine.terminal import aligned, echo
 if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
     from runners.evaluation.sampled_check import Sampled
-    from runners.evaluation.scripted_episode import ScriptedEpisode
     from runners.judges import Exchange
 
-TOKENS_SHOWN = 32  # of each part of an episode
 _NOTES = """\
 \b
 Examples:
@@ -28,9 +26,9 @@ Examples:
 
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
-form, the form without an answer, one cut off before the answer, and nothing. A judge's first questions and
-answers are shown. With an [env] one episode is played: a call of the first tool, then the gold answer. No
-weights are loaded, except a judge's, and with --sample the model's.
+form, the form without an answer, one cut off before the answer, and nothing. Where the form is not known
+(answer.form = "none") they score the bare gold answer. A judge's first questions and answers are shown. An
+environment's first episode is begun. No weights are loaded, except a judge's, and with --sample the model's.
 """
 
 
@@ -77,8 +75,6 @@ def _show(checked: RewardCheck) -> None:
         _show_rewards(checked)
     for name, exchange in checked.exchanges:
         _show_exchange(name, exchange)
-    if checked.episode is not None:
-        _show_episode(checked.episode)
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 
@@ -107,21 +103,6 @@ def _show_rewards(checked: RewardCheck) -> None:
     ]
     for line in aligned([("", *checked.kinds), *rows], right=range(1, len(checked.kinds) + 1)):
         echo(f"  {line}")
-
-
-def _show_episode(episode: ScriptedEpisode) -> None:
-    """Shows the episode as text, tokens and mask: what was given, and what counts as sampled."""
-    echo("an episode, played by a script: a call, then the gold answer")
-    for span in episode.spans:
-        sampled = span.kind == "sampled"
-        ids = " ".join(map(str, span.tokens[:TOKENS_SHOWN])) + (
-            f" … {span.tokens[-1]}" if len(span.tokens) > TOKENS_SHOWN else ""
-        )
-        echo(f"  {span.kind}, {len(span.tokens)} tokens, mask {int(sampled)}: {ids}")
-        for line in span.text.rstrip("\n").split("\n"):
-            echo(f"  {'+' if sampled else '|'} {line}")
-    for name, value in episode.rewards.items():
-        echo(f"  reward {name}  {'none' if value != value else f'{value:.3g}'}")
 
 
 def _show_exchange(name: str, exchange: Exchange) -> None:

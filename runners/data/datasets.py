@@ -7,7 +7,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from runners.answers.forms import NONE
+from runners.answers.forms import FORMS, NONE
+from runners.answers.values import parse_number
 from runners.config.loading import Config
 from runners.config.sections import TASKS, DataConfig
 from runners.config.user_functions import resolve_function
@@ -23,6 +24,7 @@ from runners.images.image_files import image_fault
 from runners.quickstart import DATA
 
 _MAX_HELD_OUT = 1000
+_LOOKED_AT = 100  # rows whose gold answers say what they are
 
 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
@@ -60,6 +62,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 def with_answers_of(config: Config, rows: Rows) -> Config:
     """The config for these rows: without gold answers if no row has the column `data.answer`.
 
+    The default system prompt, which asks for a number, asks for an answer if most gold ones are none.
+
     Raises UserError for lists and objects that are answers of another form than "code".
     """
     if any(config.data.answer in row for row in rows):
@@ -68,7 +72,12 @@ def with_answers_of(config: Config, rows: Rows) -> Config:
         if several is not None and config.answer.form not in ("code", NONE):
             what = f"{config.data.answer}: expected a text or a number, found {show(several)}"
             raise UserError(f'{what}; the tests of a program need answer.form = "code"')
-        return config
+        golds = [gold for value in column[:_LOOKED_AT] if (gold := gold_answer(value)) is not None]
+        prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
+        if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
+            return config
+        asked = prompt.replace("the final number", "the final answer")
+        return attrs.evolve(config, data=attrs.evolve(config.data, system_prompt=asked))
     data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
     return attrs.evolve(config, data=data, answer=answer)
 

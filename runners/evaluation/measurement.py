@@ -19,7 +19,7 @@ from runners.data.rows import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
 from runners.errors import UserError
-from runners.evaluation.completions import SUCCESS, Completion, Evaluator, is_cut
+from runners.evaluation.completions import SUCCESS, Completion, Evaluator, form_notice, is_cut
 from runners.evaluation.evaluation import held_out
 from runners.evaluation.results import Metric, ModelResult, row_means, shares
 from runners.inference.inference_model import InferenceModel
@@ -133,7 +133,16 @@ def measure(
             metrics |= shares([sum(map(bool, good[n : n + num])) for n in range(0, len(good), num)], num, ks)
         details |= _metrics(sampled, num, "sampled ")
         details.pop("sampled exact match", None)
-    faults = tuple(evaluator.problems)
+    limit = sampling.max_new_tokens
+    notice = form_notice(
+        evaluator.form,
+        [each.text for each in greedy],
+        [example.answer for example in chosen.values()],
+        [is_cut(each) for each in greedy],
+        [each.tokens for each in greedy],
+        limit,
+    )
+    faults = (*evaluator.problems, *filter(None, [notice]))
     seconds = 0.0 if environments is None else spent
     return ModelResult(name, tuple(chosen), metrics | details, tuple(json_rows), faults, seconds)
 

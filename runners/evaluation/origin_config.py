@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
+
+from runners.answers.forms import FORMS
+from runners.checkpoints.own_runs import is_own
 from runners.config.loading import Config, load_config
 from runners.config.recorded import read_recorded, run_of
 from runners.config.sections import CALCULATOR, JUDGE_PREFIX, REWARD_NAMES
-from runners.errors import UserError, show
+from runners.errors import ConfigError, UserError, show
 
 # What is taken of a run's config: no code, no address, no path but the data's.
 _TAKEN: dict[str, tuple[str, ...]] = {
@@ -20,6 +24,7 @@ _TAKEN: dict[str, tuple[str, ...]] = {
         "chat_template_kwargs", "prompt_form", "max_prompt_length", "on_bad_row", "image", "image_folder",
         "image_max_pixels",
     ),
+    "answer": ("form", "ignore_case", "ignore_spaces"),
     "rollout": ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
     "reward": ("functions", "weights"),
     "env": (
@@ -36,8 +41,8 @@ def config_of_runs(
 ) -> Config | None:
     """The config of the models' run, with `section.key=value` overrides; None if no model is from a run.
 
-    Built-in rewards are used. `note` gets a line that names the file, and one for custom rewards, which are
-    left out because they are code.
+    A config that this user has trained with counts as a whole. Of any other the built-in rewards are used.
+    `note` gets a line that names the file, and one for custom rewards, which are left out as they are code.
 
     Raises UserError if two models' runs are not measured in the same way, and if the data or the model cannot
     be read without code that the run's config names; ConfigError as `load_config` does.
@@ -45,14 +50,20 @@ def config_of_runs(
     files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
     if not files:
         return None
-    found = [_load(file, overrides, note if file == files[0] else lambda line: None) for file in files]
+    own = all(map(is_own, files))
+    found = [_load(file, overrides, note if file == files[0] else lambda line: None, own) for file in files]
     for file, config in zip(files[1:], found[1:], strict=True):
         _check_same(files[0], found[0], file, config)
     note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
     return found[0]
 
 
-def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> Config:
+def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None], own: bool) -> Config:
+    if own:
+        try:
+            return load_config(str(file), overrides)
+        except ConfigError as error:  # its files are looked up from this folder
+            note(f"{error.problems[0]}: taken as a config of somebody else's")
     recorded = read_recorded(file)
     for notice in recorded.notices:
         note(notice)
@@ -60,7 +71,11 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
     values = recorded.only(_TAKEN)
     reward = values.get("reward", {})
     names, weights = reward.get("functions", []), reward.get("weights", [])
-    code = {key: recorded.get(*key.split(".")) for key in ("data.transform", "model.loader", "env.tools")}
+    keys = ("data.transform", "model.loader", "env.tools")
+    code = {key: recorded.get(*key.split(".")) for key in keys}
+    form = values.get("answer", {}).get("form", "")
+    if ":" in form and form.partition(":")[0] not in FORMS:
+        code["answer.form"] = form
     if (factory := recorded.get("env", "factory")) != CALCULATOR:
         code["env.factory"] = factory
     asked = [text for text in overrides if text.partition("=")[0].strip() == "reward.functions"]
@@ -81,15 +96,18 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None]) -> 
         values.get(section, {}).pop(name, None)
     kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
     if len(kept) < len(names):
-        reward["functions"] = [names[i] for i in kept] or ["correctness_reward_func"]
-        reward["weights"] = [weights[i] for i in kept] if len(weights) == len(names) else []
+        reward["functions"] = [names[i] for i in kept] or [REWARD_NAMES[0]]
+        reward["weights"] = [weights[i] for i in kept] if len(weights) == len(names) and kept else []
         if "reward.functions" not in given:
             left_out = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
             note(
                 f"{file}: rewards left out, as code runs only if you name the config: {left_out}; "
                 f"--config {file} runs them"
             )
-    return load_config(None, overrides, recorded=values, label=str(file))
+    config = load_config(None, overrides, recorded=values, label=str(file))
+    if names and not kept and "reward.functions" not in given:  # none of its own is left to measure with
+        config = attrs.evolve(config, reward=attrs.evolve(config.reward, functions=(), weights=()))
+    return config
 
 
 def _check_same(first: Path, one: Config, second: Path, other: Config) -> None:

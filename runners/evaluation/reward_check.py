@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 import attrs
 import numpy as np
 
-from runners.answers.forms import AnswerForm
+from runners.answers.forms import PLACE, AnswerForm
 from runners.answers.values import parse_number
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.row_images import processor_of
-from runners.environments.environments import all_rewards, build_environments
+from runners.environments.environments import Environments, build_environments
 from runners.environments.own_code import loading, start_worker
 from runners.errors import UserError
 from runners.evaluation.evaluation import held_out
-from runners.evaluation.scripted_episode import ScriptedEpisode, play_script
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
@@ -32,10 +31,9 @@ from runners.rewards.functions import Reward, check_columns, check_judges, rewar
 from runners.rewards.scoring import Scorer, Scores
 from runners.tokenization.text import TextDecoder, encode
 
-ANSWER_FORM = "<reasoning>\nworking\n</reasoning>\n<answer>\n{answer}\n</answer>"
-PLACE = "{answer}"
-GOLD = "gold answer"
+GOLD, BARE = "gold answer", "gold without form"
 NO_ANSWER = "no-such-answer"
+_READ_ANSWERS = ("correctness_reward_func", "code_tests", "task_score")
 EXCHANGES = 2  # of each judge that are shown
 
 
@@ -54,7 +52,6 @@ class RewardCheck:
     values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
     warnings: tuple[str, ...]
     exchanges: tuple[tuple[str, Exchange], ...] = ()  # each judge's first questions and answers
-    episode: ScriptedEpisode | None = None  # an episode, if there are tools
     images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
 
 
@@ -63,14 +60,12 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
 
     Args:
         config: from `load_config`.
-        form: a right completion, with {answer} in place of the answer; empty: that of answer.form.
+        form: a right completion, with {answer} in place of the answer; empty: that of `answer.form`.
         problems: how many problems of the training data.
 
     Raises UserError for every fault that would end the run before its first step.
     """
-    form = form or (config.answer_form.right if config.answer_form else "")
-    known, form = bool(form), form or ANSWER_FORM
-    if PLACE not in form:
+    if form and PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
     worker = start_worker(config)
     rewards = rewards_of(config, worker)
@@ -96,8 +91,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     environments = build_environments(
         config.env, config.data, tokenizer, decoder, ends, config.folders, worker
     )
-    every = all_rewards(rewards, environments)
-    # Without an episode these have nothing to check.
+    # Without an episode there is nothing that these could score.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
     tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
@@ -106,13 +100,12 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     read, tried = config.answer_form, train[:problems]
     if read is not None:
         tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
-    kinds, values_kan, faults = _score(config, rewards, tried, form, decoder)
-    episode = None
+    right = form or (read.right if read else "")
+    kinds, values_kan, faults = _score(config, rewards, tried, right or PLACE, decoder)
     if environments is not None:
         try:
             environments.check_columns(columns)
-            episode = play_script(environments, train[0], _answers(train[0], form, "")[GOLD], every)
-            faults += episode.problems
+            faults += _begun(environments, train[0])
         except UserError as error:
             faults.append(str(error))
     limit = config.data.max_prompt_length
@@ -121,7 +114,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         *rows[1].notices("eval", dropped_there, limit),
         *template_notices(tokenizer, config.data, config.rollout.stop),
         *faults,
-        *_judge(rewards, kinds, values_kan, read if known else None, tried),
+        *_judge(rewards, kinds, values_kan, read, tried),
     ]
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     return RewardCheck(
@@ -134,7 +127,6 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
-        episode=episode,
         images=tuple((image.name, processor.count_tokens(image)) for image in train[0].images)
         if processor
         else (),
@@ -147,17 +139,31 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     )
 
 
+def _begun(environments: Environments, example: Example) -> list[str]:
+    """What is wrong with the start of an episode."""
+    begun = environments.begin([example])
+    (episode,) = begun.session.episodes
+    environments.release(begun)
+    if episode.fault:
+        return [f"the environment: {episode.fault}"]
+    if not environments.schemas and not environments.is_calculator:
+        return ["there are no tools: the environment has no public method besides reset"]
+    return []
+
+
 def median(lengths: Sequence[int]) -> int:
     """The middle length, a whole number."""
     return round(statistics.median(lengths))
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind."""
+    """Completions of one problem, by kind; without a known form there is the bare answer alone."""
+    if form == PLACE:
+        return {GOLD: example.answer, "wrong answer": _wrong(example.answer), "empty": nudge}
     return {
         GOLD: form.replace(PLACE, example.answer),
         "wrong answer": form.replace(PLACE, _wrong(example.answer)),
-        "gold without form": example.answer,
+        BARE: example.answer,
         "form without answer": form.replace(PLACE, ""),
         "cut off": form.partition(PLACE)[0],
         "empty": nudge,
@@ -165,7 +171,9 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
 
 
 def _wrong(answer: str) -> str:
-    """Another answer of the same kind: the next number, or a text that the data does not have."""
+    """Another answer of the same kind: the next number or letter, or a text that the data does not have."""
+    if len(answer) == 1 and answer.isalpha():
+        return "B" if answer in "Aa" else "A"
     number = parse_number(answer)
     return NO_ANSWER if number is None else str(number + 1)
 
@@ -239,11 +247,17 @@ def _judge(
     if form is None:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)
-    good = (GOLD, "gold without form") if alone else (GOLD,)
+    good = (GOLD, BARE) if alone else (GOLD,)
     weights = np.array([reward.weight for reward in rewards])
     totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
     gold = totals_a[list(kinds).index(GOLD)]
-    better = [kind for kind, total in zip(kinds, totals_a, strict=True) if kind not in good and total >= gold]
+    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right one.
+    reads = any(reward.name in _READ_ANSWERS for reward in rewards)
+    better = [
+        kind
+        for kind, total in zip(kinds, totals_a, strict=True)
+        if kind not in good and (total > gold or (reads and total == gold))
+    ]
     if better:
         found.append(f"the gold answer's total reward is not above: {', '.join(better)}")
     return found

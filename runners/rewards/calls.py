@@ -91,7 +91,7 @@ def run(
     try:
         return _read(finished(function(**arguments, **log.named(logs))), log, size, weight)
     except (Exception, SystemExit) as error:
-        return _failed(error, arguments)
+        return _failed(error, arguments, function)
 
 
 async def run_async(
@@ -102,7 +102,7 @@ async def run_async(
     try:
         return _read(await function(**arguments, **log.named(logs)), log, size, weight)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(error, arguments)
+        return _failed(error, arguments, function)
 
 
 def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
@@ -132,9 +132,13 @@ def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
     return {"values": [], "faults": [fault], "failures": size, **found}
 
 
-def _failed(error: BaseException, arguments: Mapping[str, Any]) -> Result:
+def _failed(error: BaseException, arguments: Mapping[str, Any], function: Callable[..., Any]) -> Result:
+    """The fault, with the last line of the reward's own file that it passed through."""
     index = _culprit(error, arguments.get("completions", []))
-    return {"error": error_line(error), "index": index, "exited": isinstance(error, SystemExit)}
+    file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+    line = error_line(error, file)
+    line = f"{Path(str(file)).name}, {line}" if line.startswith("line ") else line
+    return {"error": line, "index": index, "exited": isinstance(error, SystemExit)}
 
 
 def _python_value(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 
 from grpo_fn.backends import disabled
+from runners.checkpoints.own_runs import remember
 from runners.checkpoints.resume import (
     Origin,
     check_differences,
@@ -195,7 +196,7 @@ def _files(
             shown.note(f"{name} belongs to a later step: renamed to {aside}")
         keep = origin.facts.logs  # their bytes
     if writes:
-        write_resolved(config)
+        remember(write_resolved(config))
     for notice in run.notices:
         shown.note(notice)
     wanted.append(True)  # from now on there is something to report

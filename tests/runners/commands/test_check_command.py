@@ -119,7 +119,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
     assert "reward constant gave 0.25 to every answer, good or bad" in text
     assert "reward silent gave no reward to any answer" in text
     assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
-    assert "the gold answer's total reward is not above: wrong answer, gold without form" in text
+    assert "the gold answer's total reward is not above: gold without form, form without answer" in text
     assert "likes_nothing gave" not in text
     free = check("t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
     assert "constant gave 0.25 to every text here; --sample 4" in free and "the gold answer" not in free
@@ -145,6 +145,24 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check
     )
     own = check("t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
     assert own.count("  reward broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
+
+
+OWN = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
+
+
+@pytest.mark.parametrize("form", ["last_number", "boxed", "gsm8k", "exact", "regex:is ([0-9]+)", "none"])
+def test_a_right_completion_has_the_form_of_the_task(check, tmp_path, form):
+    """The form's own reward prefers it; a reward of one's own that does not look at answers is no fault."""
+    write_data(tmp_path / "d.jsonl", range(20))
+    (tmp_path / "mine.py").write_text(OWN)
+    functions = ["mine.py:long"] if form == "none" else ["correctness_reward_func", "mine.py:long"]
+    (tmp_path / "t.toml").write_text(
+        small(data={"source": "d.jsonl"}, answer={"form": form}, reward={"functions": functions})
+    )
+    result = check("t.toml")
+    assert result.exit_code == 0 and "warning: " not in result.stdout, result.output
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith("  ")}
+    assert form.startswith(("none", "regex")) or rows["correctness_reward_func"][:2] == ["2", "0"]
 
 
 def test_another_form_of_answers(check, tmp_path):
@@ -224,7 +242,7 @@ class Guess:
             word: Any.
         """
         self.right = str(number) == self.answer
-        return f"right: {self.right}, {loud}, {word}"
+        return str(self.right)
 
     def get_reward(self):
         """One for the right number."""
@@ -248,17 +266,6 @@ class Picky(Guess):
         """Begin."""
 
 
-class Fails(Guess):
-    def guess(self, number: int) -> str:
-        """
-        Guess it.
-
-        Args:
-            number: The guess.
-        """
-        raise ValueError("closed today")
-
-
 class Dumb:
     def reset(self, **row):
         """Begin."""
@@ -275,34 +282,12 @@ def env_config(name, **env):
     return small(reward={"functions": []}, data={"source": "rows.jsonl", "nudge": ""}, env=keys)
 
 
-def test_an_episode_is_played_with_the_gold_answer(check, tmp_path):
-    """Prompt, turns and answers with their tokens and mask; the environment's reward of them."""
-    write_data(tmp_path / "rows.jsonl", ["12"] * 8)
-    (tmp_path / "guess.py").write_text(ENVIRONMENT)
-    (tmp_path / "t.toml").write_text(env_config("Guess"))
-    result = check("t.toml", "--form", "It is {answer}.")
-    assert result.exit_code == 0, result.output
-    lines = [line.strip() for line in result.stdout.splitlines()]
-    heads = [line.split(",")[0] for line in lines if ", mask " in line]
-    masks = [line.partition(", mask ")[2][0] for line in lines if ", mask " in line]
-    assert heads == ["prompt", "sampled", "given", "sampled"] and masks == ["0", "1", "0", "1"]
-    (asked,) = (line for line in lines if line.startswith("+") and "<tool_call>" in line)
-    assert '{"name": "guess", "arguments": {"number": 12, "loud": true, "word": "12"}}' in asked
-    assert any(line.startswith("|") and "right: True, True, 12" in line for line in lines)
-    assert any(line.startswith("+ It is 12.") for line in lines)
-    assert any("Guess!" in line for line in lines) and "reward Guess  1" in lines
-    assert "warning" not in result.stdout
-    spelled = next(line for line in lines if line.startswith("sampled"))
-    assert int(spelled.split()[1]) >= len(spelled.partition(": ")[2].split()) - 2
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
         ("Raises", "the environment: reset: RuntimeError: no server at localhost:1"),
         ("Hangs", "the environment: reset: timed out after 0.5 s"),
         ("Picky", "its signature is reset(city), and it is called with the data's columns question, answer"),
-        ("Fails", "a call fails: {'error': 'closed today'}"),
         ("Dumb", "there are no tools: the environment has no public method besides reset"),
     ],
 )

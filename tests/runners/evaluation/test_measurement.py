@@ -269,7 +269,7 @@ def rows_of(folder):
 
 @pytest.mark.parametrize("place", ["final", "checkpoint-1", ""])
 def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, place):
-    """Its problems, prompts, limits and built-in rewards without --config; a line says where from."""
+    """Its problems, prompts, limits and rewards without --config; a line says where from."""
     config = run / "config.resolved.json"
     found = grpo_eval(str(run / place), "--out", "rows.jsonl")
     assert found.exit_code == 0, found.stderr
@@ -278,15 +278,21 @@ def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, pla
     assert len(rows) == 3 and all(row["completion"].startswith("<reasoning>") for row in rows)
     named = grpo_eval(
         str(run / place), "--config", str(config), "--out", "rows.jsonl",
-        "--set", 'reward.functions=["int_reward_func"]', "--set", "reward.weights=[2.0]",
     )  # fmt: skip
     assert named.exit_code == 0 and "as in the run" not in named.stderr
     assert rows_of(tmp_path) == rows
 
 
 def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run, tmp_path):
-    """Rewards are left out, which a line says; a transform or a loader ends the command."""
+    """Of a config that nobody has trained with here: rewards are left out, which a line says, and no other
+    comes in their place; a transform or a loader ends the command."""
     ran, config = run.parents[1] / "ran", run / "config.resolved.json"
+    assert "reward/mine" in grpo_eval(str(run)).stdout and ran.exists()
+    ran.unlink()
+    shutil.copytree(run, tmp_path / "theirs")
+    content = json.loads(config.read_text())
+    (tmp_path / "theirs" / "config.resolved.json").write_text(json.dumps(content))
+    run = tmp_path / "theirs"
     quiet = grpo_eval(str(run))
     assert (
         quiet.exit_code == 0
@@ -294,6 +300,11 @@ def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run,
         and "reward/mine" not in quiet.stdout
     )
     assert "rewards left out, as code runs only if you name the config" in quiet.stderr and not ran.exists()
+    content["reward"] |= {"functions": content["reward"]["functions"][:1], "weights": []}
+    (run / "config.resolved.json").write_text(json.dumps(content))
+    none = grpo_eval(str(run))
+    assert none.exit_code == 0, none.stderr
+    assert "reward" not in none.stdout and "exact match" in none.stdout
     loud = grpo_eval(str(run), "--config", str(config))
     assert loud.exit_code == 0 and "reward/mine" in loud.stdout and ran.exists()
     ran.unlink()
@@ -301,7 +312,7 @@ def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run,
         copy = tmp_path / section
         copy.mkdir()
         content = json.loads(config.read_text())
-        content[section][key] = f"{run.parents[1] / 'mine.py'}:mine"
+        content[section][key] = f"{ran.parent / 'mine.py'}:mine"
         (copy / "config.resolved.json").write_text(json.dumps(content))
         refused = grpo_eval(str(copy))
         assert refused.exit_code == 2 and f"{section}.{key} = " in refused.stderr

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -221,10 +222,11 @@ def test_exceptions_name_the_completion() -> None:
     scores = score(by_completion, by_helper, by_index)
     assert np.isnan(scores.values_kb).all()
     error = "ZeroDivisionError: float division by zero"
-    assert scores.problems == [
-        f'reward "f0" failed at completion 1, "beta": {error}',
-        f'reward "f1" failed at completion 1, "beta": {error}',
-        f'reward "f2" failed: {error}',
+    found = [re.sub(r"line \d+", "line N", problem) for problem in scores.problems]
+    assert found == [
+        f'reward "f0" failed at completion 1, "beta": test_scoring.py, line N: {error}',
+        f'reward "f1" failed at completion 1, "beta": test_scoring.py, line N: {error}',
+        f'reward "f2" failed: test_scoring.py, line N: {error}',
     ]
     with pytest.raises(UserError, match=r"completion 1.*ZeroDivisionError"):
         score(by_completion, on_error="raise")
@@ -240,7 +242,10 @@ def test_equal_completions_are_told_apart() -> None:
                 raise ValueError(text)
 
     scores = Scorer([Reward("f", fails)]).score(["same"] * 3, ["p"] * 3, {})
-    assert scores.problems == ['reward "f" failed at completion 1, "same": ValueError: same']
+    (line,) = scores.problems
+    assert re.fullmatch(
+        r'reward "f" failed at completion 1, "same": test_scoring\.py, line \d+: ValueError: same', line
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +267,9 @@ def test_a_note_is_one_line(error: BaseException, line: str) -> None:
         raise error
 
     scores = Scorer([Reward("f", fails), Reward("f", fails_later)]).score(["a\nb"], ["p"], {})
-    assert scores.problems == [f'reward "f" {line}'] * 2
+    where = re.compile(r"test_scoring\.py, line \d+: ")  # the line of the reward that raised
+    assert [where.sub("", problem) for problem in scores.problems] == [f'reward "f" {line}'] * 2
+    assert all(where.search(problem) for problem in scores.problems)
 
 
 def test_a_reward_that_fails_at_every_completion_is_named() -> None:
