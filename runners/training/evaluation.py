@@ -13,6 +13,7 @@ from runners.data.prompts import Example
 from runners.engines.settings import DEFAULT_ROWS
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
+from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.events import Evaluated, Status
 from runners.telemetry.progress import duration_text
@@ -51,7 +52,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
     evaluator = Evaluator(
         engine=engine,
-        scorer=run.collector.scorer,
+        scorer=_scorer_of_one(run.collector.scorer),
         form=config.answer_form,
         decoder=run.decoder,
         nudge=config.data.nudge,
@@ -85,6 +86,14 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result
+
+
+def _scorer_of_one(scorer: Scorer) -> Scorer | None:
+    """The scorer without judges that rank a group: a problem has one completion here."""
+    rewards = [reward for reward in scorer.rewards if not reward.grouped]
+    if len(rewards) == len(scorer.rewards):
+        return scorer
+    return attrs.evolve(scorer, rewards=rewards) if rewards else None
 
 
 def _few(session: Session, problems: int, limit: int) -> int:
