@@ -114,7 +114,8 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         *rows[1].notices("eval", dropped_there, limit),
         *template_notices(tokenizer, config.data, config.rollout.stop),
         *faults,
-        *_judge(rewards, kinds, values_kan, read, tried),
+        # What a pattern or a function of the user reads is not known here.
+        *(_judge(rewards, kinds, values_kan, read, tried) if right or read is None else []),
     ]
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     return RewardCheck(
