@@ -65,7 +65,7 @@ def train(folder: Path, name: str, tune: str, **model) -> Path:
         small(
             run={"name": name, "output_dir": str(folder / "outputs")},
             model={"path": str(base), "tune": tune, "lora": {"rank": 4, "scale": 8.0}},
-            data={"system_prompt": "Think first."},
+            data={"system_prompt": "Think first.", "nudge": "<reasoning>"},
             rollout={"launch": "eval"},
             reward=BY_LETTERS,
             optim={"learning_rate": 5e-3, "max_steps": 4},

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from runners.config.sections import ModelConfig
+from runners.config.sections import DataConfig, ModelConfig
 from runners.data.rendering import render, template_notices
 from runners.errors import UserError
 from runners.machine.startup import Platform
@@ -138,7 +138,7 @@ def test_without_turn_marks_there_is_no_template(tmp_path):
     text, tokens = render(plain, TALK)
     assert text == "System: Be brief.\n\nUser: How many?\n\nAssistant: 7\n\nUser: And now?\n\nAssistant: "
     assert tokens == tuple(plain.encode(text)) and tokens[0] == 320
-    assert "no chat template" in template_notices(plain)[0]
+    assert "no chat template" in template_notices(plain, DataConfig())[0]
 
 
 def test_load_model_finds_the_pickle_by_itself(loaded):
