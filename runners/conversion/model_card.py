@@ -28,6 +28,7 @@ _SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
 _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
 _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
+_MEASURED = {"em": ("exact match", ".1%"), "eval/reward": ("reward", ".4g")}
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
 
@@ -36,7 +37,7 @@ class RunFacts:
     """The facts about a model in its run's folder."""
 
     config: Mapping[str, Mapping[str, Any]]  # config.resolved.json without keys about the machine
-    evaluations: Sequence[Mapping[str, Any]]  # the log's lines with exact match
+    evaluations: Sequence[Mapping[str, Any]]  # the log's lines of held-out problems
     updates: Sequence[Mapping[str, Any]]  # the log's other lines
     notices: Sequence[str] = ()
 
@@ -61,8 +62,8 @@ def run_facts(model: Path) -> RunFacts | None:
     return RunFacts(
         config=shareable(recorded.values),
         notices=recorded.notices,
-        evaluations=[line for line in lines if finite_number(line.get("em")) is not None],
-        updates=[line for line in lines if "em" not in line],
+        evaluations=[line for line in lines if line.keys() & _MEASURED.keys()],
+        updates=[line for line in lines if not line.keys() & _MEASURED.keys()],
     )
 
 
@@ -153,11 +154,13 @@ def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
 
 def _results(facts: RunFacts) -> list[str]:
     rows = []
-    if facts.evaluations:
-        first, last = facts.evaluations[0], facts.evaluations[-1]
-        problems = f"exact match, {whole_number(last.get('em_subset')) or '?'} held-out problems"
-        before = f"{first['em']:.1%}" if first.get("update") == 0 else "–"
-        rows.append((problems, before, f"{last['em']:.1%}"))
+    for key, (name, form) in _MEASURED.items():
+        measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
+        if measured:
+            first, last = measured[0], measured[-1]
+            before = format(first[key], form) if first.get("update") == 0 else "–"
+            count = f"{number} held-out" if (number := whole_number(last.get("em_subset"))) else "held-out"
+            rows.append((f"{name}, {count} problems", before, format(last[key], form)))
     many = max(len(facts.updates) // _SHARE, 1)
     for name, key in (("reward", "reward"), ("completion length, tokens", "completions/mean_length")):
         found = (finite_number(line.get(key)) for line in facts.updates)

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
-from runners.conversion.model_card import shareable
+from runners.conversion.model_card import RunFacts, model_card, shareable
 from tests.support.services.hub import serving
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_runs import train
@@ -100,8 +100,8 @@ def test_the_card_describes_the_run_without_machine_or_user(export, runs, tmp_pa
     assert card.data.library_name == "mlx" and card.data.tags == ["mlx", "grpo"]
     assert "# my-model\n" in text and "GRPO (grpo, LoRA)" in text
     log = [json.loads(line) for line in (runs["lora"] / "training_log.jsonl").read_text().splitlines()]
-    scores, rewards = ([line[key] for line in log if key in line] for key in ("em", "reward"))
-    assert f"| exact match, 2 held-out problems | {scores[0]:.1%} | {scores[-1]:.1%} |" in text
+    scores, rewards = ([line[key] for line in log if key in line] for key in ("eval/reward", "reward"))
+    assert f"| reward, held-out problems | {scores[0]:.4g} | {scores[-1]:.4g} |" in text
     assert f"| reward | {rewards[0]:.4g} | {rewards[-1]:.4g} |" in text
     assert "4 updates" in text
     assert "learning_rate = 0.005" in text and "Think first." in text and '"letters.py:letters"' in text
@@ -126,6 +126,18 @@ def test_prompt_settings_are_copied(export, runs, tmp_path):
     prompt, use = text.split("## Prompt")[1].split("## Config")[0], text.split("## Use")[1]
     assert "Think first." in prompt and "<reasoning>" in prompt and "at most 8 tokens" in prompt
     assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
+
+
+def test_the_card_shows_exact_match_where_there_is_a_gold_answer():
+    """Beside the reward on the same problems, before and after; a first evaluation during training is no
+    result from before it."""
+    config = {"model": {"path": "a/b", "tune": "full"}, "data": {"source": "c/d"}, "loss": {"preset": "grpo"}}
+    lines = [{"update": n, "em": n / 8, "em_subset": 40, "eval/reward": n / 2} for n in (0, 4)]
+    for found, before in ((lines, "0.0%"), (lines[1:], "–")):
+        facts = RunFacts(config, found, [])
+        text = model_card("x", facts, None, quantized="", base="", plain_mlx=True)
+        assert f"| exact match, 40 held-out problems | {before} | 50.0% |" in text
+        assert "| reward, 40 held-out problems | " in text
 
 
 def test_a_config_is_shared_without_the_machines_paths():
