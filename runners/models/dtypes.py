@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
+from runners.errors import UserError
 
 if TYPE_CHECKING:
     from runners.machine.startup import Platform
@@ -33,9 +34,11 @@ def cast_leaves(module: nn.Module, leaves: dict[str, mx.array], dtype: mx.Dtype)
 
 
 def main_dtype(module: nn.Module) -> mx.Dtype:
-    """The dtype of most floating weights, counted by entries."""
+    """The dtype of most floating weights, counted by entries. Raises UserError where all are integers."""
     sizes: Counter[mx.Dtype] = Counter()
     for leaf in named_leaves(module.parameters()).values():
         if mx.issubdtype(leaf.dtype, mx.floating):
             sizes[leaf.dtype] += leaf.size
+    if not sizes:
+        raise UserError("the model's weights: expected floating point numbers, found integers alone")
     return sizes.most_common(1)[0][0]
