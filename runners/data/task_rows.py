@@ -34,7 +34,7 @@ def task_rows(config: DataConfig, split: str) -> list[RawRow]:
 
 def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[RawRow]:
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset
+        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
         raise UserError(
             f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
