@@ -84,7 +84,7 @@ def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
     done, sent = watched(tmp_path, "run", "quickstart", *sets, **secrets)
     assert done.returncode == 0, done.stderr
     assert sent == "[]"
-    assert 'reward "leak" failed: ValueError: cannot log in with $HF_TOKEN' in done.stdout
+    assert "failed: leak.py, line 4: ValueError: cannot log in with $HF_TOKEN" in done.stdout
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.resolved.json", "training_log.jsonl", "model.safetensors"} <= {
         path.name for path in files
