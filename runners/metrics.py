@@ -22,7 +22,7 @@ eval/reward | your rewards' | the weighted sum of the run's own rewards, mean ov
 eval/reward_std | your rewards' | its spread over the problems | – | –
 eval/rewards/{name} | your reward's | the mean of one reward function there | rises for what you care about | as `rewards/{name}/mean`
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
-em_subset | problems | how many problems `em` was measured on | `eval.samples` or all that are held out | –
+em_subset | problems | how many problems `em` and `eval/reward` were measured on | `eval.samples` or all that are held out | –
 
 # Rewards
 reward | your rewards' | mean over completions of what the advantage is computed from: the weighted sum, and the length penalty | rises, with noise from update to update | flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, easier prompts. Falling: a lower learning rate

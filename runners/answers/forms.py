@@ -242,7 +242,7 @@ FORMS: dict[str, _Kind] = {
         _marked,
         f"working\n#### {PLACE}",
         "#### and an answer",
-        "Work the problem out step by step. End with a line like this: #### 42",
+        "Work the problem out step by step. End with a line of #### and the final number.",
     ),
     "letter": _Kind(
         _letter,

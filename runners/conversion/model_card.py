@@ -16,6 +16,7 @@ import runners
 from runners.config.recorded import read_recorded
 from runners.config.sections import SHIPPED
 from runners.errors import spell, spell_tables
+from runners.evaluation.estimators import wilson
 from runners.files.json_files import finite_number, read_json, whole_number
 from runners.files.json_lines import LineFile
 from runners.files.run_files import METRICS, RESOLVED
@@ -28,7 +29,7 @@ _SECTIONS_LEFT_OUT = ("log", "system", "checkpoint")
 _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
 _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
-_MEASURED = {"em": ("exact match", ".1%"), "eval/reward": ("reward", ".4g")}
+_MEASURED = {"em": "exact match", "eval/reward": "reward"}
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
 
@@ -152,17 +153,35 @@ def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
     return f"{text}\n"
 
 
+def _figure(line: Mapping[str, Any], key: str) -> str:
+    """A measured mean with its 95 % interval, if the line has what it takes."""
+    mean, count = float(line[key]), whole_number(line.get("em_subset"))
+    spread = finite_number(line.get("eval/reward_std"))
+    if key == "em":
+        right = round(mean * count)
+        interval = wilson(right, count) if count and 0 <= right <= count else None
+        text = f"{mean:.1%}"
+        return text if interval is None else f"{text} [{interval.low:.1%}, {interval.high:.1%}]"
+    if not count or spread is None:
+        return f"{mean:.4g}"
+    half = 1.96 * spread / count**0.5
+    return f"{mean:.4g} [{mean - half:.4g}, {mean + half:.4g}]"
+
+
 def _results(facts: RunFacts) -> list[str]:
     rows = []
-    for key, (name, form) in _MEASURED.items():
+    for key, name in _MEASURED.items():
         measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
         if measured:
             first, last = measured[0], measured[-1]
-            before = format(first[key], form) if first.get("update") == 0 else "–"
+            before = _figure(first, key) if first.get("update") == 0 else "–"
             count = f"{number} held-out" if (number := whole_number(last.get("em_subset"))) else "held-out"
-            rows.append((f"{name}, {count} problems", before, format(last[key], form)))
+            rows.append((f"{name}, {count} problems", before, _figure(last, key)))
     many = max(len(facts.updates) // _SHARE, 1)
-    for name, key in (("reward", "reward"), ("completion length, tokens", "completions/mean_length")):
+    for name, key in (
+        ("training reward", "reward"),
+        ("completion length, tokens", "completions/mean_length"),
+    ):
         found = (finite_number(line.get(key)) for line in facts.updates)
         if values := [value for value in found if value is not None]:
             rows.append((name, f"{fmean(values[:many]):.4g}", f"{fmean(values[-many:]):.4g}"))
@@ -176,7 +195,7 @@ def _results(facts: RunFacts) -> list[str]:
     ]
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
-        note = f"{updates} updates; reward and length are means over the first and the last {many} of them."
+        note = f"{updates} updates; training reward and length are means over the first and the last {many}."
         table += ["", note]
     return [*table, ""]
 

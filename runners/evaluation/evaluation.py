@@ -53,7 +53,7 @@ class EvalResult:
         names = self.completions[0].rewards if self.completions else ()
         found: dict[str, Any] = {
             "em": self.score,
-            "em_subset": None if self.score is None else len(self.completions),
+            "em_subset": len(self.completions),
             "eval/reward": self.reward,
             "eval/reward_std": spread,
             "eval/truncated": _mean([is_cut(each) for each in self.completions]),

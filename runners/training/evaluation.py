@@ -82,7 +82,8 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         size = rows
     engine.load(None, state.update)
     result = joined(results)
-    notice = result.notice(config.answer_form, problems, limit) if state.evaluated_at < 0 else ""
+    first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
+    notice = result.notice(config.answer_form, problems, limit) if first else ""
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result

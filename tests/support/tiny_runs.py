@@ -15,6 +15,7 @@ SMALL = {
     "run": {"name": "small"},
     "model": {"path": "embedded"},
     "data": {"source": str(PROBLEMS), "eval_split": "valid", "system_prompt": ""},
+    "answer": {"form": "xml"},
     "rollout": {"num_generations": 4, "max_new_tokens": 8},
     "optim": {"learning_rate": 1e-3, "batch_size": 2, "max_steps": 2},
     "eval": {"samples": 2, "at_start": False},

@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
 from runners.conversion.model_card import RunFacts, model_card, shareable
+from runners.evaluation.estimators import wilson
 from tests.support.services.hub import serving
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_runs import train
@@ -100,9 +101,15 @@ def test_the_card_describes_the_run_without_machine_or_user(export, runs, tmp_pa
     assert card.data.library_name == "mlx" and card.data.tags == ["mlx", "grpo"]
     assert "# my-model\n" in text and "GRPO (grpo, LoRA)" in text
     log = [json.loads(line) for line in (runs["lora"] / "training_log.jsonl").read_text().splitlines()]
-    scores, rewards = ([line[key] for line in log if key in line] for key in ("eval/reward", "reward"))
-    assert f"| reward, held-out problems | {scores[0]:.4g} | {scores[-1]:.4g} |" in text
-    assert f"| reward | {rewards[0]:.4g} | {rewards[-1]:.4g} |" in text
+    scores, rewards = ([line[key] for line in log if key in line] for key in ("em", "reward"))
+    low, high = wilson(round(2 * scores[-1]), 2).low, wilson(round(2 * scores[-1]), 2).high
+    assert f"| exact match, 2 held-out problems | {scores[0]:.1%} [" in text
+    assert f"| {scores[-1]:.1%} [{low:.1%}, {high:.1%}] |" in text
+    (last,) = [line for line in log if "time/eval" in line][-1:]
+    half = 1.96 * last["eval/reward_std"] / 2**0.5
+    mean = last["eval/reward"]
+    assert f"| {mean:.4g} [{mean - half:.4g}, {mean + half:.4g}] |" in text
+    assert f"| training reward | {rewards[0]:.4g} | {rewards[-1]:.4g} |" in text
     assert "4 updates" in text
     assert "learning_rate = 0.005" in text and "Think first." in text and '"letters.py:letters"' in text
     home = (
@@ -136,7 +143,9 @@ def test_the_card_shows_exact_match_where_there_is_a_gold_answer():
     for found, before in ((lines, "0.0%"), (lines[1:], "–")):
         facts = RunFacts(config, found, [])
         text = model_card("x", facts, None, quantized="", base="", plain_mlx=True)
-        assert f"| exact match, 40 held-out problems | {before} | 50.0% |" in text
+        assert (
+            f"| exact match, 40 held-out problems | {before}" in text and "| 50.0% [35.2%, 64.8%] |" in text
+        )
         assert "| reward, 40 held-out problems | " in text
 
 

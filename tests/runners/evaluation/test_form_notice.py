@@ -1,0 +1,89 @@
+"""The line on completions that lack the form of an answer or are cut off, and a run without gold answers."""
+
+import json
+
+import pytest
+
+from runners.answers.forms import answer_form
+from runners.config.loading import load_config
+from runners.evaluation.completions import form_notice
+from runners.training.train import run_training
+from tests.support.tiny_runs import Notes, small
+
+PROSE = ["The answer is 18 dollars."] * 9
+
+
+@pytest.mark.parametrize(
+    ("form", "texts", "cut", "line"),
+    [
+        (
+            "xml",
+            [*PROSE, "<answer>18</answer>"],
+            0,
+            '9 of 10 completions lack <answer>…</answer>, which answer.form = "xml" reads; '
+            '10 fit answer.form = "last_number", 10 of them with the right answer',
+        ),
+        (
+            "boxed",
+            ["no"] * 10,
+            0,
+            '10 of 10 completions lack \\boxed{…}, which answer.form = "boxed" reads; '
+            "data.system_prompt and data.nudge ask for it",
+        ),
+        (
+            "xml",
+            [*PROSE, "x"],
+            9,
+            "9 of 10 completions are cut off at 64 tokens; those that end by themselves need up to 5: set a "
+            "longer rollout.max_new_tokens, such as 128",
+        ),
+        ("last_number", [*PROSE, "no"], 8, ""),
+        ("xml", [*PROSE[1:], "<answer>18</answer>", "<answer>1</answer>"], 0, ""),
+        ("none", PROSE, 0, ""),
+        ("xml", [], 0, ""),
+    ],
+)
+def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
+    """The form that most completions do have, or the length that the others need; fewer are worth none."""
+    count = len(texts)
+    cuts = [number < cut for number in range(count)]
+    lengths = [64 if each else 5 for each in cuts]
+    assert form_notice(answer_form(form), texts, ["18"] * count, cuts, lengths, 64) == line
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_run_says_it_once(tmp_path, monkeypatch, at_start):
+    """At its first evaluation, or at its first step if there is none before it."""
+    monkeypatch.chdir(tmp_path)
+    tables = {"answer": {"form": "regex:never"}, "optim": {"max_steps": 2}}
+    text = small(eval={"at_start": at_start, "samples": 2}, **tables)
+    (tmp_path / "t.toml").write_text(text)
+    shown = Notes()
+    run_training(load_config("t.toml"), report=shown)
+    assert len([line for line in shown.lines if "completions lack" in line or "are cut off" in line]) == 1
+
+
+def test_prompts_alone_are_data(tmp_path, monkeypatch):
+    """No exact match anywhere: the run's own reward on held-out prompts stops it and ranks checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {n}."} for n in range(20)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.py").write_text("def one(completions, **_):\n    return [1.0] * len(completions)\n")
+    text = small(
+        data={"source": "p.jsonl", "prompt": "prompt", "eval_split": "train"},
+        reward={"functions": ["mine.py:one"]},
+        eval={"every": 1, "samples": 2},
+        optim={"max_steps": 5},
+        checkpoint={"every": 1},
+        stop={"when": ["eval/reward >= 1 for 2"]},
+    )
+    (tmp_path / "t.toml").write_text(text)
+    config, shown = load_config("t.toml"), Notes()
+    result = run_training(config, report=shown)
+    log = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
+    assert result.updates < 5 and result.last_em is None and not any("em" in line for line in log)
+    assert [line["eval/reward"] for line in log if "time/eval" in line][-1] == 1.0
+    state = json.loads(max(result.folder.glob("checkpoint-*")).joinpath("trainer_state.json").read_text())
+    assert (state["em"], state["eval_reward"]) == (None, 1.0)
+    kept = [json.loads(line) for line in (result.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert kept[0]["rewards"] == {"one": 1.0} and not {"answer", "correct"} & kept[0].keys()
