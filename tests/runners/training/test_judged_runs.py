@@ -120,7 +120,7 @@ def test_a_ranking_judge_ranks_the_groups_of_a_run():
             url, ["judge.solver"], kind="ranking", prompt="", pattern="", scale=[0, 10], api_key_env=""
         )
         shown = CliRunner().invoke(cli.main, ["check", "t.toml", "--problems", "2"])
-        assert shown.exit_code == 0 and "Rank 3 responses" in shown.output, shown.output
+        assert shown.exit_code == 0 and "Rank 6 responses" in shown.output, shown.output
         before = len(asked)
         config = load_config("t.toml", ["rollout.temperature=2"])  # completions differ
         result = run_training(config, report=Notes())

@@ -338,6 +338,7 @@ def test_a_run_without_answers(tmp_path: Path) -> None:
     (tmp_path / "maze.jsonl").write_text("\n".join(rows))
     text = small(
         data={"source": str(tmp_path / "maze.jsonl"), "answer": ""},
+        answer={"form": "none"},
         rollout={"max_new_tokens": 4},
         optim={"learning_rate": 1e-3, "batch_size": 2, "max_steps": 1},
         reward={"functions": []},
