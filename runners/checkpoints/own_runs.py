@@ -7,17 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from runners.files.cache_folder import cache_folder
+from runners.files.durable import save_text
 
 _MOST = 10_000  # configs that are kept
 
 
 def remember(config: Path) -> None:
     """Notes a run's config.resolved.json by its content; without room in the cache nothing is noted."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         file = cache_folder() / "own-runs.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         known = [*dict.fromkeys([*_known(file), _digest(config)])]
-        file.write_text("".join(f"{each}\n" for each in known[-_MOST:]), encoding="ascii")
+        save_text(file, "".join(f"{each}\n" for each in known[-_MOST:]))
 
 
 def is_own(config: Path) -> bool:

@@ -79,6 +79,8 @@ def _acquire(folder: Path, key: str) -> int:
     except BlockingIOError:
         process = owner.decode("ascii", "replace").strip() or "unknown"
         fault = f"{folder} is in use by process {process}; wait for it, {other}"
+    except OSError as error:
+        fault = f"{key}: {folder} cannot be locked: {error.strerror}"
     if not _OWNER.fullmatch(owner):
         fault = f"{file}: found a file that is no run's lock; move it, {other}"
     if fault is not None:
@@ -87,8 +89,9 @@ def _acquire(folder: Path, key: str) -> int:
     if not _is_lock(file, lock):  # its owner has removed the file since it was opened here
         os.close(lock)
         return _acquire(folder, key)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    with suppress(OSError):  # a full disk: the number only tells others who holds the lock
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
 
 

@@ -302,7 +302,7 @@ class CheckpointConfig:
 
     every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
     keep_last: int = key(3, "how many of the newest stay; 0: all, whatever `keep_best` says", ">= 0")
-    keep_best: int = key(1, "how many of the best stay besides: by exact match, then by reward", ">= 0")
+    keep_best: int = key(1, "how many of the best stay besides: by exact match, then by the reward on held-out problems, then by reward", ">= 0")
     on_error: Literal["continue", "stop"] = key("continue", "if a checkpoint or a line of a log cannot be written: train on and try again, or stop")
 
 

@@ -22,6 +22,7 @@ from runners.data.task_rows import task_rows
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA
+from runners.sandbox.code_tests import read_tests
 
 _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
@@ -59,19 +60,19 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     return train, evaluation
 
 
-def with_answers_of(config: Config, rows: Rows) -> Config:
+def with_answers_of(config: Config, *parts: Rows) -> Config:
     """The config for these rows: without gold answers if no row has the column `data.answer`.
 
     The default system prompt, which asks for a number, asks for an answer if most gold ones are none.
 
-    Raises UserError for lists and objects that are answers of another form than "code".
+    Raises UserError for tests that no program can pass, and for lists that answer another form than "code".
     """
+    rows = [row for part in parts for row in part]
     if any(config.data.answer in row for row in rows):
         column = [row.get(config.data.answer) for row in rows]
-        several = next((value for value in column if isinstance(value, list | dict)), None)
-        if several is not None and config.answer.form not in ("code", NONE):
-            what = f"{config.data.answer}: expected a text or a number, found {show(several)}"
-            raise UserError(f'{what}; the tests of a program need answer.form = "code"')
+        for row, value in zip(rows, column, strict=True):
+            if fault := _form_fault(config.answer.form, value):
+                raise UserError(f"{row.place}: {config.data.answer}: {fault}")
         golds = [gold for value in column[:_LOOKED_AT] if (gold := gold_answer(value)) is not None]
         prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
         if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
@@ -80,6 +81,17 @@ def with_answers_of(config: Config, rows: Rows) -> Config:
         return attrs.evolve(config, data=attrs.evolve(config.data, system_prompt=asked))
     data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
     return attrs.evolve(config, data=data, answer=answer)
+
+
+def _form_fault(form: str, answer: object) -> str:
+    if form == "code":
+        try:
+            read_tests(answer)
+        except ValueError as error:
+            return str(error)
+    elif form != NONE and isinstance(answer, list | dict):
+        return f'expected a text or a number, found {show(answer)}; the tests of a program need form = "code"'
+    return ""
 
 
 def load_split(

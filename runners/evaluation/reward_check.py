@@ -72,7 +72,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     if tools := loading(config.env, config.folders):
         worker.load(*tools)
     rows = load_rows(config.data, config.folders)
-    config = with_answers_of(config, rows[0])
+    config = with_answers_of(config, *rows)
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     check_judges(rewards)

@@ -30,6 +30,7 @@ _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 # Smaller buffers hold less memory at the same speed, and a rollout's are launched sooner. The numbers are
 # operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
+_FILES = 4096  # mlx-lm sets this hard limit of open files, and fails if it cannot
 _ADDRESSES = (5 << 28, 1 << 27)  # bytes that the libraries map: once, and for each core's thread
 
 
@@ -65,6 +66,15 @@ def load_blas() -> Blas:
             f"expected {gigabytes(least)} of address space for {cores} cores, found the limit "
             f"{gigabytes(most)}; `ulimit -v unlimited` removes it"
         )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < _FILES:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _FILES))
+        except (ValueError, OSError):
+            raise UserError(
+                f"expected a hard limit of {_FILES:,} open files, as mlx-lm sets it, found {hard:,}; "
+                "`ulimit -Hn` shows it"
+            ) from None
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
             os.environ.setdefault(name, value)

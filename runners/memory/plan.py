@@ -77,6 +77,7 @@ def make_plan(
         f"largest batch {batch}",
         *of_them,
         f"assumes       prompts of {prompt} tokens ({source}), completions of {new}",
+        "time          grpo bench CONFIG measures some steps and says how long the run will take",
     ]), problem  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class RunTime:
         """From the seconds of loading, a first and a later step; `config` is that of the run itself."""
         length, every = RunLength.of(config, len(run.data.train)), config.eval.every
         steps = math.ceil(length.batch_steps / config.optim.gradient_accumulation_steps)
-        evaluations = config.eval.at_start + 1 + (length.updates // every if every else 0)
+        evaluations = config.eval.at_start + (math.ceil(length.updates / every) if every else 1)
         prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
         rows = prompts * config.rollout.num_generations
         longer = (config.eval.max_new_tokens or config.rollout.max_new_tokens) / config.rollout.max_new_tokens

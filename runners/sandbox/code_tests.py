@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import secrets
+import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +16,8 @@ from runners.errors import show
 from runners.sandbox.sandbox import DEFAULT, Limits, mechanism, run_program
 
 _MOST = 20_000  # characters of a text without a block that are read as Python
-_PYTHON = ("", "python", "py", "python3")
+_LONGEST = 120_000  # bytes of a program that is a word of a command
+_PYTHON = ("python", "py", "python3")
 
 # Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
 # The grader keeps its own names of what it calls: a program may put others in their place.
@@ -42,17 +44,23 @@ grade(**task)
 def extract_code(text: str) -> str | None:
     """The program in a model's text: its last whole block of Python between ``` lines, or all of it.
 
-    None: there is no such block, and the text as a whole is no Python.
+    A block without a language counts where none is called Python. None: there is no block, and the text as a
+    whole is no Python.
     """
-    found, block, python = None, None, False
+    tagged, untagged, block, language = None, None, None, ""
     for line in text.splitlines(keepends=True):
-        if not line.startswith("```"):
+        if not line.lstrip().startswith("```"):
             if block is not None:
                 block.append(line)
         elif block is None:
-            block, python = [], line.strip("` \t\r\n").lower() in _PYTHON
+            block, language = [], line.strip().strip("`").strip().lower()
         else:
-            found, block = "".join(block) if python else found, None
+            program, block = textwrap.dedent("".join(block)), None
+            if language in _PYTHON:
+                tagged = program
+            elif not language:
+                untagged = program
+    found = tagged if tagged is not None else untagged
     return found if found is not None or not _is_python(text) else text
 
 
@@ -84,7 +92,7 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     With inputs the program runs once for each, and what it prints is compared without white space at the ends
     of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
     """
-    code, cases = extract_code(text) or "", read_tests(tests)
+    code, cases = (extract_code(text) or "") if "```" in text else text, read_tests(tests)
     statements = [case for case in cases if isinstance(case, str)]
     if not statements:
         return [_prints(code, case, limits) for case in cases if isinstance(case, dict)]
@@ -117,6 +125,8 @@ def _is_python(text: str) -> bool:
 
 
 def _prints(code: str, case: dict[str, str], limits: Limits) -> bool:
+    if "\0" in code or len(code.encode()) > _LONGEST:
+        return False
     outcome = run_program(code, stdin=case["input"].encode(), limits=limits)
     printed = outcome.output.decode("utf-8", "replace")
     return outcome.code == 0 and not outcome.over and _lines(printed) == _lines(case["output"])

@@ -116,6 +116,9 @@ def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the program: its process namespace, or on macOS its session, ends with the first process."""
+    with suppress(OSError):  # the namespace's first process may have left the group
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for stream in (process.stdin, process.stdout):

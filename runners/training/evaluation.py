@@ -11,6 +11,7 @@ import attrs
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.engines.settings import DEFAULT_ROWS
+from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
 from runners.rewards.scoring import Scorer
@@ -36,7 +37,13 @@ def evaluate_if_due(session: Session) -> None:
 def evaluate(session: Session, name: str) -> None:
     """Measures exact match and the run's own rewards. A long evaluation before training is saved at once."""
     with session.steps.times.stopped():
-        problems, result = _measured(session)
+        try:
+            problems, result = _measured(session)
+        except RewardError as error:
+            if not session.ranks.is_alone:  # the others are within the evaluation
+                raise UserError(str(error)) from error
+            session.save_to_stop("before the reward failed: ")
+            raise
         with session.committing("the evaluation"):
             _log(session, name, problems, result)
     if session.state.batch_step == 0 and result.seconds >= LONG:
@@ -117,7 +124,8 @@ def _affordable(session: Session, first: EvalResult, problems: int, limit: int) 
     each = first.seconds / first.total
     run = _run_cost(session, limit) * each
     if state.batch_step:
-        run = session.elapsed() / state.batch_step * steps
+        elapsed = session.ranks.all_gather_object("the time", session.elapsed())[0].value  # one clock for all
+        run = elapsed / state.batch_step * steps
     share = session.config.eval.time_share
     if each * problems <= max(LONG, share * run):
         return problems

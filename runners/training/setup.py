@@ -100,7 +100,7 @@ def build_run(
         worker.load(*tools)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
-    config = with_answers_of(config, rows[0])
+    config = with_answers_of(config, *rows)
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)

@@ -21,7 +21,7 @@ from runners.checkpoints.resume import (
     earlier_decisions,
     find_origin,
 )
-from runners.checkpoints.run_folder import RunFolder, clear, locked, set_aside
+from runners.checkpoints.run_folder import RunFolder, checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, data_digest, report_differences, run_inputs
 from runners.checkpoints.saving import Saver, final_size, free_bytes
 from runners.config.loading import Config, write_resolved
@@ -184,7 +184,11 @@ def _files(
     config, folder, writes, keep = run.config, held.here(), run.ranks.is_rank_zero, None
     final = final_size(run.learner.outline or state.train, run.loaded) if writes else 0
     where = config.where("run.name")
-    if (free := free_bytes(folder)) < final:
+    free = free_bytes(folder)
+    if origin is None or _replaces(folder, origin):  # these are removed
+        old = [*checkpoint_folders(folder).values(), folder / "final"]
+        free += sum(file.stat().st_size for each in old for file in each.rglob("*") if file.is_file())
+    if free < final:
         raise UserError(
             f"{where}: {folder}: the final model takes {gigabytes(final)}, and the disk has "
             f"{gigabytes(free)} free; make room, or choose another run.output_dir"

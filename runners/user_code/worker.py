@@ -68,6 +68,7 @@ class _Process:
                 start_new_session=True,
             )
         os.close(stdout)
+        _PROCESSES.add(self)
         for act in (self._send, self._receive):
             threading.Thread(target=act, name="grpo-worker", daemon=True).start()
 
@@ -89,6 +90,12 @@ class _Process:
     def hanging(self) -> int:
         """How many calls were given up and go on."""
         return sum(call.done is None for call in list(self.calls.values()))
+
+    def close_in_child(self) -> None:
+        """In a forked child of the run: only the run itself holds the pipe whose end ends the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._connection.close()
 
     def kill(self, why: str = "the run has ended") -> None:
         """Ends the process and its children."""
@@ -132,6 +139,10 @@ class _Process:
     def _end_all(self) -> None:
         for number in list(self.calls):
             self._end(number, _ENDED)
+
+
+_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [each.close_in_child() for each in _PROCESSES])
 
 
 class Worker:

@@ -40,6 +40,18 @@ def once(completions, **_):
 """
 
 
+FAILS_THE_THIRD_TIME = """
+calls = []
+
+
+def third(completions, **_):
+    calls.append(1)
+    if len(calls) == 3:
+        raise ValueError("the third time")
+    return [float(i) for i in range(len(completions))]
+"""
+
+
 def prepared(folder, *overrides):
     """The config of a short run with these rewards."""
     config = config_in(folder, *SHORT, "checkpoint.every=0", *overrides)
@@ -71,6 +83,16 @@ def test_a_resumed_run_repeats_the_failed_step(tmp_path):
     resumed = run_training(config, report=Quiet(), resume=True)
     assert same_bits(resumed.state, straight.state)
     assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
+    """The evaluation after the first update is its third call: the update is saved before the run ends."""
+    (tmp_path / "third.py").write_text(FAILS_THE_THIRD_TIME)
+    reward = [f"reward.functions=['{tmp_path}/third.py:third']", "reward.on_error='raise'", "eval.every=1"]
+    config, notes = config_in(tmp_path / "a", *SHORT, *reward, "checkpoint.every=0"), Notes()
+    with pytest.raises(RewardError, match="the third time"):
+        run_training(config, report=notes)
+    assert any("before the reward failed: saved" in line for line in notes.lines)
 
 
 @pytest.mark.parametrize(("steps", "updates"), [("0 1 3 4", 5), ("1 2 3", None)])

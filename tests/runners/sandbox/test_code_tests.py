@@ -24,12 +24,14 @@ DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
     [
         ("x = 1", "x = 1"),
         ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
+        ("```py\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
         ("```python\nx = 1\n```\n```text\nhello\n```", "x = 1\n"),
         ("```python\nx = 1", None),
         ("I cannot do that.", None),
+        ("```python\nx = 1\n```\nOutput:\n```\n5\n```", "x = 1\n"),
+        ("1. So:\n   ```python\n   x = 1\n   ```", "x = 1\n"),
     ],
-    ids=["bare", "one block", "the last", "another language", "cut off", "prose"],
+    ids=["bare", "one block", "the last", "another language", "cut off", "prose", "output", "indented"],
 )
 def test_code_is_the_last_block_of_python(text, code):
     assert extract_code(text) == code
@@ -56,6 +58,12 @@ def test_code_is_the_last_block_of_python(text, code):
 def test_a_program_passes_the_tests_that_it_should(program, passed):
     """An object that equals everything passes: tests see only what the program shows them."""
     assert passed_tests(program, TESTS) == passed
+
+
+@pytest.mark.parametrize(("size", "right"), [(30_000, True), (200_000, False)])
+def test_a_long_program_is_run_up_to_a_bound(size, right):
+    program = "x = [\n" + "1,\n" * (size // 3) + "]\nprint(len(x) > 0)"
+    assert passed_tests(program, [{"input": "", "output": "True"}]) == [right]
 
 
 def test_tests_before_one_that_hangs_count():

@@ -201,10 +201,10 @@ def test_the_attempts_get_out_without_a_sandbox(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
-        local.bind("\0grpo-sandbox-outside")
+        local.bind(f"\0grpo-sandbox-outside-{os.getpid()}")
         local.listen()
         names = {"SECRET": str(secret), "FOLDER": str(tmp_path), "HOME": str(Path.home()), "PID": os.getpid()}
-        names |= {"PORT": server.getsockname()[1], "NAME": "grpo-sandbox-outside"}
+        names |= {"PORT": server.getsockname()[1], "NAME": f"grpo-sandbox-outside-{os.getpid()}"}
         for attempt in HARMLESS:
             text = "".join(f"{name} = {value!r}\n" for name, value in names.items()) + ATTEMPTS[attempt]
             text = text.replace("/tmp/new", str(tmp_path / "new"))
@@ -222,8 +222,10 @@ def test_the_attempts_get_out_without_a_sandbox(tmp_path):
         ("import signal\nsignal.pthread_sigmask(0, range(1, 65))\ntime.sleep(60)", {"seconds": 1.0}),
         ("while True: print('x' * 10_000, flush=True)", {}),
         ("if os.fork(): os._exit(0)\nos.setsid()\nwhile True: time.sleep(1)", {"seconds": 2.0}),
+        ("os.setsid()\ntime.sleep(60)", {"seconds": 2.0}),
+        ("CALL.prctl(1, 0, 0, 0, 0)\nos.setsid()\ntime.sleep(60)", {"seconds": 2.0}),
     ],
-    ids=["computing", "sleeping", "deaf to signals", "flooding", "left behind"],
+    ids=["computing", "sleeping", "deaf to signals", "flooding", "left behind", "out of the group", "alone"],
 )
 def test_a_program_ends_at_its_limit(program, limits, outside):
     """And nothing of it is left: its mark is on no command line of this machine."""
