@@ -28,7 +28,8 @@ _MOST = 20_000  # characters at a completion's end that patterns and functions o
 _OBJECTS = 64  # opening braces, from the last one back, at which JSON is tried
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 _LAST_NUMBER = re.compile(
-    r"\\[dt]?frac\{[0-9]+\}\{[0-9]+\}"
+    r"(?:(?<![\w)\].])[-+\u2212\u2013])?(?<![\w.,])[0-9]+[ \u00a0\u2009\u202f][0-9]+/[0-9]+(?![\w/])"
+    r"|\\[dt]?frac\{[0-9]+\}\{[0-9]+\}"
     r"|(?:(?<![\w)\].])[-+\u2212\u2013])?[$€£¥₹]?(?<![\w.])"
     r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:\s?/\s?[0-9]+|[eE][+-]?[0-9]{1,3}(?!\w))?(?:\s(?:hundred|thousand|million|billion|trillion|dozen)\b|\s?%)?"
@@ -64,9 +65,11 @@ class AnswerForm:
     argument: str = ""  # {argument} in the kind's texts
     ignore_case: bool = False
     ignore_spaces: bool = False
+    given: str = ""  # the nudge: the first words of each completion, which are no part of an exact answer
 
     def read(self, text: str) -> str | None:
-        """The answer in a completion; None: there is none."""
+        """The answer in a completion, the nudge in front; None: there is none."""
+        text = text.removeprefix(self.given) if self.spec == "exact" else text
         return self.kind.read(text, self.argument) or None
 
     def agree(self, found: str | None, gold: str | None) -> bool:
@@ -79,6 +82,8 @@ class AnswerForm:
         how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
         if letters:
             found, gold = (each.strip().strip("().:") for each in (found, gold))
+        elif self.ignore_case and self.spec == "exact":
+            found, gold = (each.strip().removesuffix(".") for each in (found, gold))
         return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
 
     def gold(self, text: str) -> str:
@@ -279,8 +284,14 @@ NONE = "none"
 """No answer is read: the rewards alone measure."""
 
 
-def answer_form(spec: str, *, ignore_case: bool = False, ignore_spaces: bool = False) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other."""
+def answer_form(
+    spec: str, *, ignore_case: bool = False, ignore_spaces: bool = False, given: str = ""
+) -> AnswerForm | None:
+    """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other.
+
+    Args:
+        given: the nudge, in front of each completion that is read.
+    """
     if spec == NONE:
         return None
     name, colon, argument = spec.partition(":")
@@ -290,11 +301,11 @@ def answer_form(spec: str, *, ignore_case: bool = False, ignore_spaces: bool = F
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        return AnswerForm(spec, FORMS[name], argument, ignore_case, ignore_spaces)
+        return AnswerForm(spec, FORMS[name], argument, ignore_case, ignore_spaces, given)
     if name in FORMS and name not in ("json", "regex", "own") and not colon:
-        return AnswerForm(spec, FORMS[name], "", ignore_case, ignore_spaces)
+        return AnswerForm(spec, FORMS[name], "", ignore_case, ignore_spaces, given)
     if colon and name not in FORMS:
-        return AnswerForm(spec, FORMS["own"], spec, ignore_case, ignore_spaces)
+        return AnswerForm(spec, FORMS["own"], spec, ignore_case, ignore_spaces, given)
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
 

@@ -27,6 +27,7 @@ _FIRST = (
 _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _PROMPT = 512  # tokens: the default of data.max_prompt_length
 _ASKS = "\nAnswer:"
+_ASKS_LABELS = "\nOne of {labels}.\nAnswer:"
 _LENGTHS = {"letter": 256, "exact": 64, "none": 256}
 _LEAST = 256  # tokens of a completion that works a problem out
 _Row = tuple[str, Any, str]  # key, value, comment
@@ -85,6 +86,7 @@ def _adapters(about: ModelSurvey, memory: int) -> str:
 
 def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
     rows: list[_Row] = []
+    words = ", ".join(found.labels)
     if found.split != "train":
         rows.append(("split", found.split, ""))
     if found.eval_split == found.split:
@@ -98,7 +100,6 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
     if about.shipped:
         rows.append(("system_prompt", "", "the small model knows the form already"))
     elif found.labels and about.has_template and not found.prompt:
-        words = ", ".join(found.labels)
         rows.append(("system_prompt", f"Reply with one of these alone, without any other word: {words}", ""))
     if found.form == "none":
         rows.append(("answer", "", found.why))
@@ -106,7 +107,8 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
         rows.append(("answer", found.answer, ""))
     if not about.has_template and not found.prompt:
         rows.append(("prompt_form", "raw", "a base model, without a chat template, continues the text"))
-        rows.append(("nudge", _ASKS, "so the prompt ends"))
+        nudge = _ASKS_LABELS.format(labels=words) if words else _ASKS
+        rows.append(("nudge", nudge, "so the prompt ends"))
     return rows
 
 
@@ -125,7 +127,8 @@ def _longest(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
 
 def _length(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
     """The limit of completions, where the answers show another one than the default."""
-    ends = [] if about.has_template else [("stop", ["\n\n"], "where the next question would begin")]
+    end = "\n" if form == "exact" else "\n\n"
+    ends = [] if about.has_template else [("stop", [end], "where the next question would begin")]
     if about.shipped:
         return [("max_new_tokens", 40, "enough for it")]
     if form in _LENGTHS:

@@ -158,9 +158,10 @@ def median(lengths: Sequence[int]) -> int:
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; without a known form there is the bare answer alone."""
+    """Completions of one problem, by kind; without a known form there is the nudge and the bare answer."""
     if form == PLACE:
-        return {GOLD: example.answer, "wrong answer": _wrong(example.answer), "empty": nudge}
+        right, wrong = (nudge + text for text in (example.answer, _wrong(example.answer)))
+        return {GOLD: right, "wrong answer": wrong, "empty": nudge}
     return {
         GOLD: form.replace(PLACE, example.answer),
         "wrong answer": form.replace(PLACE, _wrong(example.answer)),

@@ -21,6 +21,7 @@ CASES = {
     "last_number": [
         *(("The answer is 18 dollars.", "18"), ("so 1,234.50 total.", "1,234.50"), ("10-5=-5", "-5")),
         *(("10-5", "5"), ("a 3/4 share", "3/4"), ("$18", "$18"), ("is \\frac{3}{4}.", "\\frac{3}{4}")),
+        *(("It is 1 1/2.", "1 1/2"), ("so -2 3/4 m", "-2 3/4"), ("step 1\n1/2", "1/2"), ("v2 1/2", "1/2")),
         *(("about 12 million", "12 million"), ("x2 7 v1.2.", "7"), ("50 %", "50 %"), ("none", None)),
     ],
     "boxed": [
@@ -127,6 +128,8 @@ def test_spellings():
     assert answer_form("none") is None and len(SPELLINGS) == len(forms.FORMS) - 1
     assert answer_form("letter").is_right("b", "(B)") and not answer_form("exact").is_right("18.0", "18")
     assert answer_form("exact", ignore_case=True, ignore_spaces=True).is_right("New  York", "newyork")
+    assert answer_form("exact", ignore_case=True).is_right("Positive.", "positive")
+    assert not answer_form("exact").is_right("positive.", "positive")
     for wrong in ("json", "regex:", "boxed:x", "own", "xlm"):
         with pytest.raises(ValueError, match="one of xml, last_number"):
             answer_form(wrong)

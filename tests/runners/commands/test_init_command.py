@@ -98,6 +98,21 @@ def test_the_model_is_looked_at(grpo, tmp_path, options, keys):
     assert grpo("check", "train.toml").exit_code == 0
 
 
+def test_a_base_model_and_labels(grpo, tmp_path):
+    """The prompt names the labels; the nudge is no part of the answer, for rewards and for `grpo check`."""
+    make_model_folder(tmp_path / "base", chat_template=False)
+    write_rows(tmp_path / "rows.jsonl", ("problem", question), FORMS["labels"][0])
+    assert grpo("init", "base", "rows.jsonl").exit_code == 0
+    config = load_config("train.toml")
+    nudge = "\nOne of negative, positive.\nAnswer:"
+    assert (config.data.nudge, config.rollout.stop) == (nudge, ("\n",))
+    assert config.answer_form.is_right(f"{nudge} positive\n", "positive")
+    assert not config.answer_form.is_right(nudge, "positive")
+    checked = grpo("check", "train.toml")
+    (line,) = (row for row in checked.stdout.splitlines() if row.split()[:1] == ["correctness_reward_func"])
+    assert line.split()[1:] == ["2", "0", "0"], checked.stdout
+
+
 def test_lengths_follow_the_data(grpo, tmp_path):
     """Prompts and answers that are longer than the defaults."""
     write_rows(
