@@ -26,9 +26,10 @@ Examples:
 
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
-form, the form without an answer, one cut off before the answer, and nothing. Where the form is not known
-(answer.form = "none") they score the bare gold answer. A judge's first questions and answers are shown. An
-environment's first episode is begun. No weights are loaded, except a judge's, and with --sample the model's.
+form, the form without an answer, one cut off before the answer, and nothing. With answer.form = "none" they
+score the bare gold answer, and without gold answers neutral texts. A judge's first questions
+and answers are shown. An environment's first episode is begun. No weights are loaded, except a judge's, and
+with --sample the model's.
 """
 
 
@@ -50,14 +51,14 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     from runners.evaluation.reward_check import check_rewards
 
     loaded = loaded.check()
-    _show(check_rewards(loaded, form=form.replace("\\n", "\n"), problems=problems))
+    _show(check_rewards(loaded, form=form.replace("\\n", "\n"), problems=problems), sample)
     if sample:
         from runners.evaluation.sampled_check import sample_completions
 
         _show_sampled(sample_completions(loaded, machine, sample))
 
 
-def _show(checked: RewardCheck) -> None:
+def _show(checked: RewardCheck, sample: int) -> None:
     from runners.evaluation.reward_check import median
 
     low, high = checked.lengths[0], checked.lengths[-1]
@@ -71,8 +72,10 @@ def _show(checked: RewardCheck) -> None:
         echo(f"  | {line}")
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
-    if checked.rewards:
+    if checked.rewards and checked.knows_right:
         _show_rewards(checked)
+    elif checked.rewards:
+        echo(f"no right completion is known{'' if sample else '; --sample 4 shows real ones'}")
     for name, exchange in checked.exchanges:
         _show_exchange(name, exchange)
     for warning in checked.warnings:
@@ -90,7 +93,7 @@ def _show_sampled(sampled: Sampled) -> None:
             answer = "nothing" if one.answer is None else show(one.answer)
             echo(f"  read as the answer  {answer}  ({verdict})")
         for name, value in one.rewards.items():
-            echo(f"  reward {name}  {'none' if value is None else f'{value:.3g}'}")
+            echo(f"  {name}  {'none' if value is None else f'{value:.3g}'}")
     for warning in sampled.warnings:
         echo(f"warning: {warning}")
 

@@ -1,7 +1,8 @@
 """Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
 No weights are loaded. The rewards score the data's gold answers in the required form, and bad answers. If a
-reward cannot distinguish them, nothing can be learned from it.
+reward cannot distinguish them, nothing can be learned from it. Without gold answers, or where no right
+completion is known, they score neutral texts, which shows whether they run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from runners.tokenization.text import TextDecoder, encode
 
 GOLD, BARE = "gold answer", "gold without form"
 NO_ANSWER = "no-such-answer"
+SENTENCE = "This is a sentence."
 _READ_ANSWERS = ("correctness_reward_func", "code_tests", "task_score")
 EXCHANGES = 2  # of each judge that are shown
 
@@ -47,9 +49,10 @@ class RewardCheck:
     evaluation: int  # problems on which a run is evaluated
     held_out: int  # all problems that are not trained on
     lengths: tuple[int, ...]  # tokens of the training prompts in use, ascending
-    kinds: tuple[str, ...]  # kinds of scored answers
+    kinds: tuple[str, ...]  # kinds of scored texts
     rewards: tuple[str, ...]
-    values_kan: np.ndarray  # [reward, kind of answer, problem]; NaN: no reward
+    values_kan: np.ndarray  # [reward, kind of text, problem]; NaN: no reward
+    knows_right: bool  # False: the form reads answers, but no right completion is known
     warnings: tuple[str, ...]
     exchanges: tuple[tuple[str, Exchange], ...] = ()  # each judge's first questions and answers
     images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
@@ -101,7 +104,9 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     if read is not None:
         tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
     right = form or (read.right if read else "")
-    kinds, values_kan, faults = _score(config, rewards, tried, right or PLACE, decoder)
+    if not right and read is None and any(example.answer for example in tried):
+        right = PLACE  # rewards of one's own may look at the bare answer
+    kinds, values_kan, faults = _score(config, rewards, tried, right, decoder)
     if environments is not None:
         try:
             environments.check_columns(columns)
@@ -128,6 +133,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
+        knows_right=bool(right) or read is None,
         images=tuple((image.name, processor.count_tokens(image)) for image in train[0].images)
         if processor
         else (),
@@ -158,7 +164,11 @@ def median(lengths: Sequence[int]) -> int:
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; without a known form there is the nudge and the bare answer."""
+    """Completions of one problem, by kind; neutral texts where no right one is known (an empty form)."""
+    if not form:
+        words = example.messages[-1]["content"]
+        own = words if isinstance(words, str) else example.text
+        return {"prompt's words": nudge + own, "one sentence": nudge + SENTENCE, "empty": nudge}
     if form == PLACE:
         right, wrong = (nudge + text for text in (example.answer, _wrong(example.answer)))
         return {GOLD: right, "wrong answer": wrong, "empty": nudge}
@@ -234,7 +244,7 @@ def _judge(
 ) -> list[str]:
     """Rewards that give everything the same value, and wrong answers that the sum prefers to the gold one.
 
-    Without a form there is no gold answer to prefer: then only rewards that tell no texts apart are named.
+    Without a form no text is better than another: then only rewards that never speak are named.
     """
     found = []
     if not rewards:
@@ -242,10 +252,9 @@ def _judge(
     for reward, values_an in zip(rewards, values_kan, strict=True):
         known = values_an[~np.isnan(values_an)]
         if not known.size:
-            found.append(f"reward {reward.name} gave no reward to any answer")
-        elif np.all(known == known[0]):
-            what = "every answer, good or bad" if form else "every text here; --sample 4 shows real ones"
-            found.append(f"reward {reward.name} gave {known[0]:g} to {what}")
+            found.append(f"{reward.name} gave no reward to any answer")
+        elif form and np.all(known == known[0]):
+            found.append(f"{reward.name} gave {known[0]:g} to every answer, good or bad")
     if form is None:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)

@@ -9,6 +9,7 @@ import attrs
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples
+from runners.data.rendering import use_template
 from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
@@ -47,6 +48,7 @@ def sample_completions(config: Config, machine: Platform, count: int) -> Sampled
         images=bool(config.data.image),
         image_max_pixels=config.data.image_max_pixels,
     )
+    use_template(loaded.tokenizer, config.data.chat_template)
     ends, decoder = loaded.eos_ids, loaded.decoder
     environments = build_environments(
         config.env, config.data, loaded.tokenizer, decoder, ends, config.folders, worker

@@ -11,6 +11,8 @@ from runners.config.sections import DataConfig
 from runners.data.rendering import template_notices
 from runners.errors import UserError
 from runners.evaluation.reward_check import check_rewards
+from runners.evaluation.sampled_check import sample_completions
+from runners.machine import startup
 from runners.models.model_reader import load_tokenizer
 from runners.telemetry.events import Started
 from runners.training.train import run_training
@@ -116,13 +118,14 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
     assert result.exit_code == 0, result.stderr
     warnings = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
     text = "\n".join(warnings)
-    assert "reward constant gave 0.25 to every answer, good or bad" in text
-    assert "reward silent gave no reward to any answer" in text
+    assert "\nwarning: constant gave 0.25 to every answer, good or bad" in text
+    assert "silent gave no reward to any answer" in text
     assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
     assert "the gold answer's total reward is not above: gold without form, form without answer" in text
     assert "likes_nothing gave" not in text
     free = check("t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
-    assert "constant gave 0.25 to every text here; --sample 4" in free and "the gold answer" not in free
+    assert "  gold answer  wrong answer  empty\n" in free and "silent gave no reward" in free
+    assert "constant gave" not in free and "the gold answer" not in free
 
 
 def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check, tmp_path):
@@ -144,7 +147,7 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check
         small(reward={"functions": ["mine.py:broken"]}, data={"source": "d.jsonl"})
     )
     own = check("t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
-    assert own.count("  reward broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
+    assert own.count("  broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
 
 
 OWN = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
@@ -163,6 +166,42 @@ def test_a_right_completion_has_the_form_of_the_task(check, tmp_path, form):
     assert result.exit_code == 0 and "warning: " not in result.stdout, result.output
     rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith("  ")}
     assert form.startswith(("none", "regex")) or rows["correctness_reward_func"][:2] == ["2", "0"]
+
+
+@pytest.mark.parametrize(
+    ("row", "table"),
+    [
+        ({"question": "Name a sea."}, "  prompt's words  one sentence  empty\n"),
+        (
+            {"question": "Write f.", "answer": ["assert f(1) == 1"]},
+            "no right completion is known; --sample 4 ",
+        ),
+    ],
+)
+def test_what_has_no_right_completion_is_not_scored_as_one(check, tmp_path, row, table):
+    """Prompts alone have neutral texts, and of a program's tests no completion is made; failures are told."""
+    (tmp_path / "d.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    (tmp_path / "mine.py").write_text("def reward(prompts, **_): return [0.0] * len(prompts)\n")
+    (tmp_path / "bad.py").write_text("def broken(completions, **_): raise RuntimeError('oh')\n")
+    functions = ["mine.py:reward", "bad.py:broken"]
+    form = {"form": "code"} if "answer" in row else {}
+    data = {"source": "d.jsonl", "eval_split": "train"}
+    (tmp_path / "t.toml").write_text(small(data=data, answer=form, reward={"functions": functions}))
+    shown = check("t.toml").stdout
+    assert table in shown and "RuntimeError: oh (one sentence)" in shown, shown
+    assert "gold" not in shown and "wrong" not in shown and "reward gave" not in shown
+    real = check("t.toml", "--sample", "1", "--set", "rollout.max_new_tokens=4").stdout
+    assert "--sample" not in real and "  reward  0\n" in real
+
+
+def test_a_sample_has_the_chat_template_of_the_config(check, tmp_path):
+    """The prompt that is completed is the one that was shown."""
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m['content'] }}{% endfor %}")
+    (tmp_path / "t.toml").write_text(small())
+    keys = ["data.chat_template=own.jinja", "rollout.max_new_tokens=4"]
+    sampled = sample_completions(load_config("t.toml", keys).check(), startup.prepare(0.0), 1)
+    ((example, _),) = sampled.completions
+    assert example.text.startswith("OWN ") and example.text in check("t.toml", f"--set={keys[0]}").stdout
 
 
 def test_another_form_of_answers(check, tmp_path):
