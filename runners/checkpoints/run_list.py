@@ -35,6 +35,8 @@ class RunSummary:
     batch_step: int = 0
     first_em: float | None = None  # exact match, 0 to 1
     last_em: float | None = None
+    first_eval_reward: float | None = None  # the run's own rewards on held-out problems
+    last_eval_reward: float | None = None
     reward: float | None = None  # of the last update
     seconds: float = 0.0  # spent in updates and evaluations
     changed: float = 0.0  # when its log was written last, seconds since 1970
@@ -56,9 +58,11 @@ def summarize(folder: Path) -> RunSummary:
     for line in LineFile(folder / METRICS).read():
         step = whole_number(line.get("update"))
         if "time/eval" in line and "step_time" not in line:
-            em = finite_number(line.get("em"))
+            em, reward = finite_number(line.get("em")), finite_number(line.get("eval/reward"))
             run.first_em = em if run.first_em is None else run.first_em
             run.last_em = run.last_em if em is None else em
+            run.first_eval_reward = reward if run.first_eval_reward is None else run.first_eval_reward
+            run.last_eval_reward = run.last_eval_reward if reward is None else reward
             run.seconds += finite_number(line.get("time/eval")) or 0.0
         else:
             # With log.every above 1 a line also counts for the updates before it.

@@ -28,8 +28,9 @@ its first checkpoint).
 def runs_command(folder: str, as_json: bool) -> None:
     """List the runs of a folder [outputs].
 
-    Shows each run's state, updates, exact match at its first and last evaluation, last reward, time, and the
-    command that continues it. The run that changed last comes first. Nothing is changed.
+    Shows each run's state, updates, exact match at its first and last evaluation (the rewards there, if its
+    data has no gold answers), last reward, time, and the command that continues it. The run that changed last
+    comes first. Nothing is changed.
     """
     from pathlib import Path
 
@@ -54,17 +55,16 @@ def runs_command(folder: str, as_json: bool) -> None:
 
 
 def _lines(runs: Sequence[RunSummary]) -> list[str]:
-    from runners.telemetry.progress import duration_text, number_text, percent_text
+    from runners.telemetry.progress import duration_text, number_text
 
-    rows = [("run", "state", "updates", "exact match", "reward", "time", "last change")]
+    rows = [("run", "state", "updates", "evaluation", "reward", "time", "last change")]
     for run in runs:
-        first = f"{percent_text(run.first_em)} → " if run.first_em is not None else ""
         rows.append(
             (
                 run.folder,
                 run.state,
                 str(run.update),
-                f"{first}{percent_text(run.last_em)}",
+                _evaluated(run),
                 number_text(run.reward),
                 duration_text(run.seconds),
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
@@ -75,3 +75,13 @@ def _lines(runs: Sequence[RunSummary]) -> list[str]:
         if run.go_on:
             lines.insert(place + 1, f"  {run.go_on}")
     return lines
+
+
+def _evaluated(run: RunSummary) -> str:
+    """The first and the last exact match; of a run without gold answers the mean rewards."""
+    from runners.telemetry.progress import number_text, percent_text
+
+    first, last, text = run.first_em, run.last_em, percent_text
+    if first is None:
+        first, last, text = run.first_eval_reward, run.last_eval_reward, number_text
+    return "-" if first is None else f"{text(first)} → {text(last)}"

@@ -175,9 +175,20 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
                 hint = '; data.answer = "" if your own rewards measure'
+            if key == "question" and not hint and len(texts := _text_columns(raw_rows)) == 1:
+                hint = f"; data.question = {show(texts[0])}"
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
+
+
+def _text_columns(raw_rows: list[RawRow]) -> list[str]:
+    """The columns that hold only texts in the rows that have them."""
+    found: dict[str, bool] = {}
+    for raw in raw_rows:
+        for name, value in ({} if raw.fault else raw.values).items():
+            found[name] = found.get(name, True) and isinstance(value, str)
+    return [name for name, texts in found.items() if texts]
 
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:

@@ -41,10 +41,11 @@ class LiveRun:
         self._left_out: set[int] = set()  # the other updates
 
     def summary(self) -> tuple[str, str, list[float | None]]:
-        """The run's name, its state, and its last exact match, reward and update."""
+        """The run's name, its state, and its last exact match, reward and update, and the last
+        reward of an evaluation."""
         with self._guard:
             self.record.refresh()
-            last = [self.record.last(name) for name in ("em", "reward", "update")]
+            last = [self.record.last(name) for name in ("em", "reward", "update", "eval/reward")]
             return self.record.name, self.record.state(), last
 
     def signature(self) -> str:

@@ -106,13 +106,14 @@ def list_page(place: Path, found: dict[str, LiveRun]) -> str:
     for name, run in found.items():
         rows.append(f'<tr><td><a href="run/{quote(name, safe="")}/">{html.escape(name)}</a></td>')
         try:
-            _, state, (em, reward, update) = run.summary()
+            _, state, (em, reward, update, measured) = run.summary()
         except UserError as error:
             rows.append(f"<td colspan='4'>{html.escape(one_line(str(error), {}))}</td></tr>")
         else:
-            score, mean = "–" if em is None else f"{em:.1%}", "–" if reward is None else f"{reward:.4g}"
+            score, mean = (("–" if each is None else f"{each:.4g}") for each in (measured, reward))
+            score = score if em is None else f"{em:.1%}"  # without gold answers the rewards' mean is it
             rows.append(f"<td>{state}</td><td>{score}</td><td>{mean}</td><td>{update or 0:g}</td></tr>")
-    head = "".join(f"<th>{name}</th>" for name in ("run", "state", "exact match", "reward", "updates"))
+    head = "".join(f"<th>{name}</th>" for name in ("run", "state", "evaluation", "reward", "updates"))
     empty = "<p class='empty'>No run has begun here yet. This page looks again.</p>"
     table = (
         f"<table class='facts compare'><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

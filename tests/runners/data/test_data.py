@@ -309,6 +309,11 @@ def test_missing_fields(tmp_path: Path) -> None:
         assert (
             'no field named "question" (data.question); found qestion, gold; did you mean qestion?' in message
         )
+    prompts = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a", "id": 1}] * 3)
+    assert refused(prompts).endswith('(data.question); found prompt, id; data.question = "prompt"')
+    assert refused(prompts, question="a", answer="").endswith('data.question = "prompt"')
+    several = jsonl(tmp_path / "several.jsonl", [{"prompt": "a", "gold": "1"}] * 3)
+    assert refused(several).endswith("found prompt, gold")
     assert '"golt" (data.answer); found qestion, gold; did' in refused(
         path, question="qestion", answer="golt"
     )
