@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import attrs
+import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
 from runners.data.messages import Message, conversation
@@ -137,12 +138,15 @@ def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[st
 def gold_answer(value: object) -> str | None:
     """The answer in a row's field: the text after its last ``####``, or all of it; stripped. None: no answer.
 
-    Texts and numbers can be answers; NaN, true and false cannot. A number, also one that is a text with an
-    exponent, is written in plain decimals; lists and objects, the tests of a program, as JSON.
+    Texts, numbers and truth values can be answers; NaN cannot. A number, also one that is a text with an
+    exponent, is written in plain decimals, a truth value as ``true`` or ``false``; lists and objects, the
+    tests of a program, as JSON.
     """
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
     if isinstance(value, list | dict):
         return json.dumps(value, default=str) if value else None
-    if isinstance(value, bool) or not isinstance(value, str | Real | Decimal):
+    if not isinstance(value, str | Real | Decimal):
         return None
     try:
         text = value_text(value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from runners.answers.values import parse_number
 from runners.config.sections import DataConfig
 from runners.data.hub_rows import hub_rows
 from runners.data.messages import prompt_fault
@@ -19,11 +20,14 @@ from runners.data.row_files import SUFFIXES, find_split, read_file
 from runners.data.value_text import value_text
 from runners.errors import UserError, listed
 from runners.quickstart import DATA
+from runners.sandbox.code_tests import read_tests
 
 LOOKED = 500
 """Rows that are looked at, from the first."""
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "input", "text", "sentence")
 _ANSWERS = (
+    "tests",
+    "test_list",
     *("answer", "final_answer", "solution", "label", "target", "gold", "ground_truth", "reference_answer"),
     *("output", "response", "completion", "chosen", "expected"),
 )
@@ -31,7 +35,7 @@ _ENOUGH = 0.95  # of the answers have to have a form
 _LABELS = "a few labels"
 _MOST_LABELS = 20
 _LABEL_LENGTH = 40  # characters
-_NUMBER = re.compile(r"[$€£]?\s?[-+−]?\s?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d+)?\s?%?")
+_ASSERT = re.compile(r"(?m)^[ \t]*assert\b")
 _LETTER = re.compile(r"\(?[A-Ja-j]\)?[.:]?")
 
 
@@ -52,7 +56,7 @@ class DataSurvey:
     @property
     def answers(self) -> list[str]:
         """The answers that were looked at, as texts."""
-        return [value_text(row[self.answer]) for row in self.rows if row.get(self.answer) is not None]
+        return [_text(row[self.answer]) for row in self.rows if row.get(self.answer) is not None]
 
 
 def survey_data(source: str) -> DataSurvey:
@@ -72,9 +76,11 @@ def survey_data(source: str) -> DataSurvey:
         raise UserError(f"{source}: expected a column of questions, found {listed(list(columns))}")
     asked = (question, *talks[:1])
     others = [name for name in columns if name not in asked and all(map(gold_answer, columns[name]))]
-    answer = _named(others, _ANSWERS)
-    values = list(map(value_text, columns[answer])) if answer else []
-    form, why = _form(values)
+    coded = _named([name for name in others if all(map(_has_tests, columns[name]))], _ANSWERS)
+    plain = [name for name in others if not any(isinstance(value, list | dict) for value in columns[name])]
+    answer = coded or _named(plain, _ANSWERS)
+    values = list(map(_text, columns[answer])) if answer else []
+    form, why = ("code", "tests of a program") if coded else _form(values)
     return DataSurvey(
         split=split,
         eval_split=eval_split,
@@ -129,6 +135,20 @@ def _sound(found: Sequence[Any]) -> list[dict[str, Any]]:
     return [raw.values for raw in found[:LOOKED] if not raw.fault]
 
 
+def _text(value: Any) -> str:
+    """An answer as text: true and false as they are compared, in small letters."""
+    return (gold_answer(value) or "") if isinstance(value, bool) else value_text(value)
+
+
+def _has_tests(value: Any) -> bool:
+    """Whether these are tests of a program: statements with `assert`, or inputs and outputs."""
+    try:
+        tests = read_tests(value)
+    except ValueError:
+        return False
+    return any(isinstance(test, dict) or _ASSERT.search(test) for test in tests)
+
+
 def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and not prompt_fault(value)
 
@@ -156,7 +176,7 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     labels = {text.lower() for text in texts}
     if share(lambda text: "####" in text):
         behind = [text.rpartition("####")[2].strip() for text in texts]
-        if sum(map(bool, map(_NUMBER.fullmatch, behind))) >= _ENOUGH * len(texts):
+        if sum(parse_number(text) is not None for text in behind) >= _ENOUGH * len(texts):
             return "last_number", "numbers behind ####"  # which a model that does not write #### has, too
         return "gsm8k", "answers behind ####"
     if share(lambda text: "\\boxed{" in text):
@@ -166,7 +186,7 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
         return (f"json:{field}", f"JSON objects with {field}") if field else ("none", "various JSON objects")
     if len(labels) > 1 and share(_LETTER.fullmatch):
         return "letter", f"the letters {', '.join(sorted({text.strip('(). :').upper() for text in texts}))}"
-    if share(_NUMBER.fullmatch):
+    if share(lambda text: parse_number(text) is not None):
         return "last_number", "numbers"
     if len(labels) <= min(_MOST_LABELS, len(texts) // 2) and max(map(len, texts)) <= _LABEL_LENGTH:
         return "exact", _LABELS

@@ -26,9 +26,10 @@ _FIRST = (
 )
 _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _PROMPT = 512  # tokens: the default of data.max_prompt_length
-_ASKS = "\nAnswer:"
-_ASKS_LABELS = "\nOne of {labels}.\nAnswer:"
-_LENGTHS = {"letter": 256, "exact": 64, "none": 256}
+_ASKS = {"code": "\n```python\n"}  # how a base model's prompt ends; else as the next line
+_ASKS_ANSWER, _ASKS_LABELS = "\nAnswer:", "\nOne of {labels}.\nAnswer:"
+_LENGTHS = {"letter": 256, "exact": 64, "none": 256, "code": 512}
+_ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else an empty line
 _LEAST = 256  # tokens of a completion that works a problem out
 _Row = tuple[str, Any, str]  # key, value, comment
 
@@ -47,7 +48,7 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
         (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
     )
     form, why = found.form, found.why
-    if about.shipped and form != "none":
+    if about.shipped and form not in ("none", "code"):
         form, why, rate = "xml", "the shipped model answers in tags", (3e-4, "it is small")
     own: list[_Row] = [("functions", [f"{reward}:reward"], "an example stands there: write yours")]
     labels: list[_Row] = [("ignore_case", True, "")] if found.labels else []
@@ -71,7 +72,7 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
 
 def _written(rows: list[_Row]) -> str:
     lines = [f"{key} = {spell(value)}" for key, value, _ in rows]
-    width = max(map(len, lines))
+    width = max((len(line) for line, (_, _, why) in zip(lines, rows, strict=True) if why), default=0)
     comments = [f"  # {why}" if why else "" for _, _, why in rows]
     return "\n".join(f"{line:<{width}}{why}".rstrip() for line, why in zip(lines, comments, strict=True))
 
@@ -107,8 +108,8 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
         rows.append(("answer", found.answer, ""))
     if not about.has_template and not found.prompt:
         rows.append(("prompt_form", "raw", "a base model, without a chat template, continues the text"))
-        nudge = _ASKS_LABELS.format(labels=words) if words else _ASKS
-        rows.append(("nudge", nudge, "so the prompt ends"))
+        asks = _ASKS_LABELS.format(labels=words) if words else _ASKS_ANSWER
+        rows.append(("nudge", _ASKS.get(found.form, asks), "" if words else "so the prompt ends"))
     return rows
 
 
@@ -127,8 +128,7 @@ def _longest(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
 
 def _length(found: DataSurvey, about: ModelSurvey, form: str) -> list[_Row]:
     """The limit of completions, where the answers show another one than the default."""
-    end = "\n" if form == "exact" else "\n\n"
-    ends = [] if about.has_template else [("stop", [end], "where the next question would begin")]
+    ends = [] if about.has_template else [("stop", [_ENDS.get(form, "\n\n")], "where the answer ends")]
     if about.shipped:
         return [("max_new_tokens", 40, "enough for it")]
     if form in _LENGTHS:

@@ -1,6 +1,7 @@
 """`grpo init`: from a model and data of each form to a config that loads, checks and says what was seen."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -35,11 +36,15 @@ FORMS = {
     "#### and texts": (("answer", lambda n: f"So:\n#### x{n}y"), "gsm8k", {"answer": "answer"}),
     "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", {"answer": "solution"}),
     "numbers": (("answer", lambda n: 2 * n), "last_number", {"answer": "answer"}),
+    "lengths": (("answer", lambda n: (f"{n} cm", f"{n} 1/2")[n % 2]), "last_number", {"answer": "answer"}),
+    "truth": (("answer", lambda n: n % 2 == 0), "exact", {"answer": "answer"}),
+    "tests": (("answer", lambda n: [f"assert f({n}) == {2 * n}"]), "code", {"answer": "answer"}),
     "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
     "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", {"answer": "label"}),
     "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", {}),
     "JSON": (("output", lambda n: json.dumps({"sum": 2 * n, "x": n})), "json:sum", {"answer": "output"}),
     "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", {"answer": ""}),
+    "lists": (("answer", lambda n: [f"{n}", f"{n}.0"]), "none", {"answer": ""}),
     "nothing": (("source", lambda n: True), "none", {"answer": ""}),
 }
 
@@ -63,6 +68,7 @@ def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
     assert not [line for line in lines if "reward" in line and form != "none"], lines
     text = (tmp_path / "train.toml").read_text()
     assert len(text.splitlines()) < 45 and "  # " in text
+    assert re.search('eval_split = "train" {1,9}#', text), "lines without a comment widen no column"
 
 
 def test_messages_and_splits_are_found(grpo, tmp_path):
@@ -111,6 +117,18 @@ def test_a_base_model_and_labels(grpo, tmp_path):
     checked = grpo("check", "train.toml")
     (line,) = (row for row in checked.stdout.splitlines() if row.split()[:1] == ["correctness_reward_func"])
     assert line.split()[1:] == ["2", "0", "0"], checked.stdout
+
+
+def test_a_base_model_and_programs(grpo, tmp_path):
+    """The nudge begins a block of Python, and the stop string ends it."""
+    make_model_folder(tmp_path / "base", chat_template=False)
+    tests = [{"input": "1", "output": "2"}]
+    write_rows(tmp_path / "rows.jsonl", ("text", question), ("test_list", lambda n: tests))
+    assert grpo("init", "base", "rows.jsonl").exit_code == 0
+    config = load_config("train.toml")
+    assert (config.data.answer, config.answer.form) == ("test_list", "code")
+    text = f"{config.data.nudge}print(2){config.rollout.stop[0]}"
+    assert config.answer_form.read(text).strip() == "print(2)"
 
 
 def test_lengths_follow_the_data(grpo, tmp_path):
