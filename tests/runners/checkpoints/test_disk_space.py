@@ -49,14 +49,15 @@ def test_the_size_of_the_final_model_is_known_before_it_is_made(tmp_path, model,
 
 
 def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_path, disk):
-    """One line with both sizes; what an earlier run left is still there."""
+    """One line with both sizes. A run that replaces another has the room of that one's files as well."""
     config = config_in(tmp_path / "a", *SHORT, "run.overwrite=true")
-    finished = run_training(config, report=Quiet())
-    before = outcome(finished.folder)
-    disk.free = size_of(finished.folder / "final") // 2
+    final = run_training(config, report=Quiet()).folder / "final"
+    disk.free = size_of(final) // 2
     with pytest.raises(UserError, match=r"run\.name: .*tiny: the final model takes .* free; make room, or"):
-        run_training(config, report=Quiet())
-    assert outcome(finished.folder) == before
+        run_training(config_in(tmp_path / "b", *SHORT), report=Quiet())
+    assert not (tmp_path / "b" / "tiny" / "training_log.jsonl").exists()
+    before = size_of(final)
+    assert size_of(run_training(config, report=Quiet()).folder / "final") == before
 
 
 class Asked(Killer):
