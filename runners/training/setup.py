@@ -117,7 +117,7 @@ def build_run(
     rewards = all_rewards(rewards, environments)
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
-    config, memory_key, expected = memory_outlook(config, platform, sizes, longest)
+    config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
     length = RunLength.of(config, len(data.train))

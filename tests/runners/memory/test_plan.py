@@ -186,6 +186,14 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
+def test_an_evaluation_has_no_more_rows_than_there_are_problems(config):
+    """24 are held out."""
+    plans = [config("data.max_samples=8", f"eval.samples={samples}") for samples in (4, 24, 200, 0)]
+    few, *all_of_them = (json.loads(plan.make_plan(each, CPU, as_json=True)[0])["phases"] for each in plans)
+    assert all(phases["evaluation"] == all_of_them[0]["evaluation"] for phases in all_of_them)
+    assert few["evaluation"]["total"] < all_of_them[0]["evaluation"]["total"]
+
+
 def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
     """A data set on the Hub is not fetched for a plan: data.max_prompt_length stands for its prompts."""
     checked = config("data.source=somebody/something", "data.max_prompt_length=77")
