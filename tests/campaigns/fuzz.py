@@ -37,6 +37,7 @@ from runners.machine.startup import load_blas
 load_blas()
 
 from runners.checkpoints.manifest import MANIFEST, write_manifest  # noqa: E402
+from runners.checkpoints.trainer_state import VERSION  # noqa: E402
 from runners.errors import UserError  # noqa: E402
 from tests.campaigns.fuzz_families import FAMILIES  # noqa: E402
 from tests.campaigns.fuzz_inputs import JSON, FolderTarget, Target, changed_json, dumped, mutated, packed  # noqa: E402
@@ -167,8 +168,15 @@ class Checkpoint(FolderTarget):
         save_arrays(self.place / STATE_FILE, *pack_state(state, weights, run.trees()))
         tables = {name: {} for name in ("config", "inputs", "arithmetic", "logs")}
         decided = {"launch": "eval", "max_batch": 1}
-        self.facts = {"version": 3, "step": 1, "em": 0.25, "reward": 1.5, "data": "x", **tables}
-        self.facts |= {"decided": decided, "loop": run.plain()}
+        self.facts = {
+            "version": VERSION,
+            "step": 1,
+            "em": 0.25,
+            "eval_reward": 0.5,
+            "reward": 1.5,
+            "data": "x",
+        }
+        self.facts |= tables | {"decided": decided, "loop": run.plain()}
         (self.place / "trainer_state.json").write_bytes(dumped(self.facts))
         write_manifest(self.place)
         self.keep()
