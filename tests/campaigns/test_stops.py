@@ -23,6 +23,7 @@ PACE = [
     "eval.at_start=true",
     "checkpoint.every=2",
     "log.report=true",
+    "answer.form=exact",
 ]
 LOOP = "runners.training.evaluation:"
 STAGES = {
@@ -35,11 +36,11 @@ STAGES = {
     "the forecast": ("runners.training.setup:memory_outlook", 1, LONG, 0),
     "the folder's clearing": ("runners.training.start:clear", 1, LONG, 0),
     "the evaluation before training": (LOOP + "evaluate_on_ranks", 1, LONG, 0),
-    "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 2, LONG, 0),
+    "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 3, LONG, 0),
     "a rollout": ("runners.training.rollout:Collector.collect", 2, LONG, 1),
     "a completion's text": ("runners.tokenization.text:TextDecoder.decode", 22, LONG, 1),
-    "a reward": ("runners.rewards.scoring:Scorer.score", 2, LONG, 1),
-    "a reward's answer": ("runners.user_code.calls:Calls.collect", 2, LONG, 1),
+    "a reward": ("runners.rewards.scoring:Scorer.score", 3, LONG, 1),
+    "a reward's answer": ("runners.user_code.calls:Calls.collect", 3, LONG, 1),
     "its batch": ("runners.training.steps:TrainSteps.cut", 2, LONG, 1),
     "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
     "the learner": ("runners.training.gradients:MicroBatches.gradients", 1, LONG, 2),
