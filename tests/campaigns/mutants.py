@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("grpo_fn", "runners")
-COPIED = (*PACKAGES, "tests", "benchmarks", "configs", "docs", "pyproject.toml")
+COPIED = (*PACKAGES, "tests", "benchmarks", "configs", "docs", "pyproject.toml", "grpo_entry.py")
 # After this the key has its default, whatever is set.
 FORGETS = """
 

@@ -18,7 +18,9 @@ from runners.ranks.ranks import Ranks
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 from runners.ranks.watchdog import Watchdog
 from runners.ranks.wire import RankError, Wire
+from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS
+from tests.support.resuming import config_in
 
 
 @pytest.mark.parametrize(
@@ -204,3 +206,11 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     alive = two_ranks(Echo())
     alive.alert(said.append)("Saving after this step.")
     assert said == ["Saving after this step."]
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_config_says(tmp_path, monkeypatch):
+    """Each run tells its ranks."""
+    asked = []
+    monkeypatch.setattr(Ranks, "wait_for", lambda _, seconds: asked.append(seconds))
+    run_training(config_in(tmp_path / "a", "system.collective_timeout=7", "optim.max_steps=1"))
+    assert asked == [7.0]
