@@ -86,6 +86,13 @@ class AnswerForm:
             found, gold = (each.strip().removesuffix(".") for each in (found, gold))
         return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
 
+    def agreements(self, found: Sequence[str | None], golds: Sequence[str]) -> list[bool]:
+        """`agree` of each pair; programs run side by side."""
+        if self.kind.shares is None:
+            return [self.agree(each, gold) for each, gold in zip(found, golds, strict=True)]
+        shares = self.kind.shares([each or "" for each in found], golds)
+        return [each is not None and share == 1 for each, share in zip(found, shares, strict=True)]
+
     def gold(self, text: str) -> str:
         """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")

@@ -23,6 +23,7 @@ from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA
 from runners.sandbox.code_tests import read_tests
+from runners.sandbox.sandbox import mechanism
 
 _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
@@ -65,8 +66,11 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
 
     The default system prompt, which asks for a number, asks for an answer if most gold ones are none.
 
-    Raises UserError for tests that no program can pass, and for lists that answer another form than "code".
+    Raises UserError where programs have no sandbox, for tests that no program can pass, and for lists that
+    answer another form than "code".
     """
+    if config.answer.form == "code":
+        mechanism()  # before a model is loaded
     rows = [row for part in parts for row in part]
     if any(config.data.answer in row for row in rows):
         column = [row.get(config.data.answer) for row in rows]

@@ -104,10 +104,16 @@ class Evaluator:
         weighted_b = weighted_sum(values_kb, [reward.weight for reward in rewards])
         own = self.environments.reward if self.environments else None
         place = rewards.index(own) if own in rewards else None
+        answers = [self._read(text) for text in batch.texts]
+        rights: list[bool | None] = [None] * len(answers)
+        if self.form:
+            known = [row for row, example in enumerate(asked) if example.answer]
+            given = [answers[row] for row in known]
+            agreed = self.form.agreements(given, [asked[row].answer for row in known])
+            for row, right in zip(known, agreed, strict=True):
+                rights[row] = right
         found = []
-        for row, (text, example) in enumerate(zip(batch.texts, asked, strict=True)):
-            answer = self._read(text)
-            right = self.form.agree(answer, example.answer) if self.form and example.answer else None
+        for row, (text, answer, right) in enumerate(zip(batch.texts, answers, rights, strict=True)):
             one = Completion(
                 text=text,
                 answer=answer,

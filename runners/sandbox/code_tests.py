@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import secrets
@@ -13,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from runners.errors import show
-from runners.sandbox.sandbox import DEFAULT, Limits, mechanism, run_program
+from runners.sandbox.sandbox import DEFAULT, Limits, end_programs, mechanism, run_program
 
 _MOST = 20_000  # characters of a text without a block that are read as Python
 _LONGEST = 120_000  # bytes of a program that is a word of a command
@@ -102,18 +103,26 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     return [f"{mark} {number}" in printed for number in range(len(statements))]
 
 
-def score_programs(texts: Sequence[str], tests: Sequence[Any], limits: Limits = DEFAULT) -> list[float]:
+def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT) -> list[float]:
     """The share of its tests that each text's program passes, as many at a time as there are processors.
 
     Raises UserError where there is no sandbox, ValueError as `read_tests`.
     """
     mechanism()
-    pool = ThreadPoolExecutor(os.cpu_count())
-    try:
-        results = list(pool.map(lambda text, wanted: passed_tests(text, wanted, limits), texts, tests))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            results = list(pool.map(lambda text, wanted: _known(text, wanted, limits), texts, tests))
+        except BaseException:  # an interrupt: nobody waits for what still runs
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_programs()
+            raise
     return [sum(passed) / len(passed) for passed in results]
+
+
+@functools.lru_cache(maxsize=4096)
+def _known(text: str, tests: str, limits: Limits) -> list[bool]:
+    """`passed_tests`, once for a program that rewards and evaluation both ask about."""
+    return passed_tests(text, tests, limits)
 
 
 def _is_python(text: str) -> bool:

@@ -44,6 +44,7 @@ class Limits:
 
 
 DEFAULT = Limits()
+_running: set[subprocess.Popen[bytes]] = set()  # the programs of all threads
 
 
 @attrs.frozen
@@ -71,10 +72,18 @@ def run_program(program: str, *, stdin: bytes = b"", limits: Limits = DEFAULT) -
             cwd="/",
             start_new_session=True,
         )
+        _running.add(process)
         try:
             return _collect(process, stdin, limits)
         finally:
+            _running.discard(process)
             _kill(process)
+
+
+def end_programs() -> None:
+    """Ends all programs that other threads of this process run; they return at once."""
+    for process in list(_running):
+        _end(process)
 
 
 def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
@@ -115,16 +124,21 @@ def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> 
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the program: its process namespace, or on macOS its session, ends with the first process."""
+    """Ends the program, and waits for its end."""
+    _end(process)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a program: its process namespace, or on macOS its session, ends with the first process."""
     with suppress(OSError):  # the namespace's first process may have left the group
         for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-    process.wait()
 
 
 def _python(limits: Limits, program: str) -> list[str]:

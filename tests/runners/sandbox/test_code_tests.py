@@ -1,13 +1,16 @@
 """Programs in a model's text against their tests."""
 
 import json
+import signal
+import threading
 import time
 
 import pytest
 
 from runners.errors import UserError
+from runners.sandbox import code_tests
 from runners.sandbox.code_tests import extract_code, passed_tests, read_tests, score_programs
-from runners.sandbox.sandbox import Limits, mechanism
+from runners.sandbox.sandbox import Limits, mechanism, run_program
 
 try:
     mechanism()
@@ -100,8 +103,26 @@ def test_other_values_are_refused(value):
         read_tests(value)
 
 
+def test_an_interrupt_ends_the_programs_that_run():
+    """Nobody waits for their limit; the threads that held them are done."""
+    start = time.monotonic()
+    threading.Timer(2.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        score_programs(["import time; time.sleep(60)"] * 4, [json.dumps(TESTS)] * 4, Limits(seconds=20.0))
+    assert time.monotonic() - start < 10
+
+
+def test_a_program_runs_once_for_the_same_tests(monkeypatch):
+    """The reward and the evaluation both ask about a completion."""
+    runs = []
+    monkeypatch.setattr(code_tests, "run_program", lambda *a, **k: runs.append(1) or run_program(*a, **k))
+    text = ADD + f"\n# {time.time_ns()}"
+    assert score_programs([text], [json.dumps(TESTS)]) == score_programs([text], [json.dumps(TESTS)])
+    assert len(runs) == 1
+
+
 def test_many_programs_run_side_by_side():
     start = time.monotonic()
-    scores = score_programs(["import time; time.sleep(1)\n" + ADD] * 2 + ["x"] * 2, [TESTS] * 4)
+    scores = score_programs(["import time; time.sleep(1)\n" + ADD] * 2 + ["x"] * 2, [json.dumps(TESTS)] * 4)
     assert scores == [2 / 3, 2 / 3, 0.0, 0.0]
     assert time.monotonic() - start < 30

@@ -179,7 +179,7 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
         MetricsLog(tmp_path, settings, name="mine", **more).close()
         return {call[0]: call[1] for call in calls if len(call) > 1}
 
-    first, resumed, anew = started(), started(keep={}, update=4), started()
+    first, resumed, other = started(), started(keep={}, update=4), started()
     wandb, trackio = first["wandb init"], first["trackio init"]
     assert (wandb["project"], wandb["entity"], wandb["name"]) == ("p", "team", "shown")
     assert (trackio["project"], trackio["name"], trackio["resume"]) == ("p", "shown", "never")
@@ -188,7 +188,7 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
     assert (again["id"], again["resume"]) == (wandb["id"], "allow")
     assert resumed["trackio init"]["resume"] == "allow"
     assert resumed["writer"] == 5  # later updates are replaced
-    assert anew["wandb init"]["id"] != wandb["id"]
+    assert other["wandb init"]["id"] != wandb["id"]
 
 
 REAL = """
