@@ -109,10 +109,13 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_without_end(folder, monkeypatch, name):
-    """What a template asks for is seen in a process that can be ended: in time, here after half a second."""
+    """What a template asks for is seen in a process that can be ended: in time, here after half a second.
+
+    Those that fill the memory have the time for it on a busy machine too.
+    """
     template, line = TEMPLATES[name]
     changed(folder / "tokenizer_config.json", chat_template=template)
-    monkeypatch.setattr(tokenizer_check, "_SECONDS", 0.5)
+    monkeypatch.setattr(tokenizer_check, "_SECONDS", 10.0 if "MB" in line else 0.5)
     with pytest.raises(UserError, match=f"its chat template ?{line}"):
         check_tokenizer(folder)
 
