@@ -18,6 +18,7 @@ from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
+from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.functions import Reward
 
@@ -49,6 +50,9 @@ def run_inputs(
     named |= {"the file of env.factory": config.env.factory, "the file of model.loader": config.model.loader}
     for what, name in named.items():
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
+    if adapters := config.model.adapters:
+        for name in (ADAPTER_CONFIG, ADAPTERS):
+            files[f"the {name} of model.adapters"] = Path(adapters) / name
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     found[HELD_OUT] = data_digest(held_out)
     found["the model's config.json"] = _digest(

@@ -89,7 +89,14 @@ class _Paths:
         path = self.source(model.path, "model.path", EXPECTED_MODEL, (".safetensors",))
         if path not in SHIPPED and os.path.isfile(path):
             self.fault("model.path", f"expected the folder of a model, found the file {path}")
-        return {"path": path, "loader": self.function(model.loader, "model.loader")}
+        adapters = self.existing(model.adapters) if model.adapters else ""
+        if adapters is None:
+            self.fault("model.adapters", f"no such folder: {show(model.adapters)}")
+        return {
+            "path": path,
+            "adapters": adapters or model.adapters,
+            "loader": self.function(model.loader, "model.loader"),
+        }
 
     def data(self, data: Any) -> dict[str, Any]:
         folder = self.existing(data.image_folder) if data.image_folder else ""
@@ -245,6 +252,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         if mixes:
             cause = f"loss.ref_quantization = {show(reference)}, which keeps nothing to mix with"
             expect("loss.ref_mixup", f"1.0, or loss.ref_sync_every = 0, with {cause}")
+    if value("model.adapters") and value("model.tune") == "full":
+        expect("model.tune", '"lora" or "dora" with model.adapters')
     if value("optim.shard") and mixes:
         expect("loss.ref_mixup", "1.0 with optim.shard = true")
     for cause, only in _ONLY_WITH.items():

@@ -31,7 +31,7 @@ from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.memory.shapes import FLOAT, ModelShape, model_shape
-from runners.models.adapters import new_adapters
+from runners.models.adapters import add_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import custom_loader, load_module
@@ -106,7 +106,7 @@ def model_sizes(
         raise UserError(f"{settings.path}: {reason}; its memory cannot be predicted") from error
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
-        new_adapters(module, settings.tune, settings.lora, config.run.seed)
+        add_adapters(module, settings, config.run.seed)
     patch_layers(module)
     trained, frozen = split_leaves(module)
     count = sum(leaf.size for leaf in trained.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import mlx.nn as nn
 
 from grpo_fn import prng
 from grpo_fn.trees import named_leaves, on_host
-from runners.config.sections import LoraConfig
+from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError, did_you_mean, first_lines, show
 from runners.files.json_files import read_json
 from runners.files.links import check_links
@@ -21,6 +22,31 @@ from runners.models.model_reader import check_finite
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
+
+
+def add_adapters(module: nn.Module, settings: ModelConfig, seed: int) -> dict:
+    """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new ones.
+
+    Returns mlx-lm's num_layers and lora_parameters. Raises UserError as `new_adapters` does, and for a folder
+    whose adapters are broken, of another `tune`, or do not fit.
+    """
+    if not settings.adapters:
+        return new_adapters(module, settings.tune, settings.lora, seed)
+    folder = Path(settings.adapters).expanduser()
+    stated, tensors = read_folder(folder)
+    tune = stated.get("fine_tune_type") or "lora"
+    if tune != settings.tune:
+        raise UserError(
+            f'model.adapters: {folder} holds adapters of fine_tune_type "{tune}"; expected model.tune = '
+            f'"{tune}", found "{settings.tune}"'
+        )
+    module.freeze()
+    _put(module, stated, tensors, folder, settings.path)
+    # The learner has no dropout.
+    return {
+        "num_layers": stated["num_layers"],
+        "lora_parameters": {**stated["lora_parameters"], "dropout": 0.0},
+    }
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
@@ -66,26 +92,72 @@ def check_adapters(folder: Path) -> None:
     check_adapter_config(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
 
 
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """A folder's adapters in mlx-lm's form: the object in adapter_config.json, and the tensors by name.
+
+    Raises UserError if they are missing, not floating or not finite.
+    """
+    check_adapters(folder)
+    file = folder / ADAPTERS
+    tensors, _ = load_arrays(file)
+    for name, leaf in tensors.items():
+        if not mx.issubdtype(leaf.dtype, mx.floating):
+            raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
+    check_finite(tensors, file)
+    return read_json(folder / ADAPTER_CONFIG), tensors
+
+
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
     """Puts a folder's adapters into the newly read module of `path`; returns lines on what was not checked.
 
     Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
     """
-    from mlx_lm.tuner.utils import load_adapters
-
-    check_adapters(folder)
-    settings = read_json(folder / ADAPTER_CONFIG)
-    notices = _check_base(module, settings, folder, path)
-    try:
-        load_adapters(module, str(folder))
-    except Exception as error:  # mlx-lm may fail in any way for an untrusted config
-        raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
-    _check_tensors(module, folder / ADAPTERS)
+    stated, tensors = read_folder(folder)
+    notices = check_base(stated, lambda: base_digest(named_leaves(module.parameters())), folder, path)
+    _put(module, stated, tensors, folder, path)
     return notices
 
 
-def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path: Path) -> tuple[str, ...]:
-    """Raises UserError if the adapters were made for other weights; returns a line if that is unknown."""
+def _put(
+    module: nn.Module, stated: dict[str, Any], tensors: dict[str, mx.array], folder: Path, path: Path | str
+) -> None:
+    """Puts what `read_folder` gives into the module. Raises UserError if it is not all that is needed."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    tune, parameters = stated.get("fine_tune_type"), {**stated["lora_parameters"], "dropout": 0.0}
+    try:
+        linear_to_lora_layers(module, stated["num_layers"], parameters, use_dora=tune == "dora")
+    except Exception as error:  # mlx-lm may fail in any way for an untrusted config
+        raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
+    wanted = {
+        f"{name}.{leaf}": part[leaf].shape
+        for name, part in module.named_modules()
+        if "lora_a" in part
+        for leaf in ("lora_a", "lora_b", "m")
+        if leaf in part
+    }
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise UserError(
+            f"{folder / ADAPTERS}: {len(missing)} of {len(wanted)} tensors are missing, the first is "
+            f"{missing[0]}"
+        )
+    for name, leaf in tensors.items():
+        if (shape := wanted.get(name)) != leaf.shape:
+            expected = f"the shape {list(shape)}" if shape else "no such tensor"
+            raise UserError(
+                f"{folder}: the adapters do not fit {path}: {show(name)}: expected {expected}, found "
+                f"{list(leaf.shape)}"
+            )
+    module.load_weights(list(tensors.items()), strict=False)
+
+
+def check_base(
+    settings: dict[str, Any], digest: Callable[[], str], folder: Path, path: Path
+) -> tuple[str, ...]:
+    """Raises UserError if the adapters were made for other weights; returns a line if that is unknown.
+
+    `settings`: the object in their adapter_config.json; `digest` gives the `base_digest` of the weights.
+    """
     stated, named = settings.get(BASE_DIGEST), settings.get("model")
     named = named if isinstance(named, str) else ""
     if stated is None:
@@ -94,33 +166,13 @@ def _check_base(module: nn.Module, settings: dict[str, Any], folder: Path, path:
             f"{folder}: {ADAPTER_CONFIG}{base}, has no {BASE_DIGEST}: that the adapters are for {path} is "
             "known by their shapes alone",
         )
-    if stated != base_digest(named_leaves(module.parameters())):
+    if stated != digest():
         raise UserError(
             f"{folder}: the adapters were made for other weights than {path} has"
             + (f"; their base model is {named}" if named else "")
             + f" (without {BASE_DIGEST} in {ADAPTER_CONFIG} they are applied to any model of these shapes)"
         )
     return ()
-
-
-def _check_tensors(module: nn.Module, file: Path) -> None:
-    """The same rules as for whole models: every tensor is there, floating and finite."""
-    found, _ = load_arrays(file)
-    wanted = {
-        f"{name}.{leaf}"
-        for name, part in module.named_modules()
-        if "lora_a" in part
-        for leaf in ("lora_a", "lora_b", "m")
-        if leaf in part
-    }
-    if missing := sorted(wanted - found.keys()):
-        raise UserError(
-            f"{file}: {len(missing)} of {len(wanted)} tensors are missing, the first is {missing[0]}"
-        )
-    for name, leaf in found.items():
-        if not mx.issubdtype(leaf.dtype, mx.floating):
-            raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
-    check_finite(found, file)
 
 
 def base_of(folder: Path) -> str:

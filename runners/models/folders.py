@@ -73,7 +73,9 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     if is_adapter_folder(folder):
         base = read_json(folder / "adapter_config.json").get("model")
         raise UserError(
-            f"{folder}: these are adapters, not a model" + (f"; their base model is {base}" if base else "")
+            f"{folder}: these are adapters, not a model"
+            + (f"; their base model is {base}" if base else "")
+            + "; a run goes on from them with model.adapters = this folder, and the base as model.path"
         )
     if "config.json" not in names:
         raise UserError(f"{folder}: config.json is missing; expected an mlx-lm model folder")

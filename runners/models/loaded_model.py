@@ -16,7 +16,7 @@ from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.images.families import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
-from runners.models.adapters import new_adapters
+from runners.models.adapters import ADAPTER_CONFIG, add_adapters, check_base
 from runners.models.base_digest import base_digest
 from runners.models.dtypes import cast_floating, cast_leaves, choose_dtype, main_dtype
 from runners.models.folders import resolve_model
@@ -74,7 +74,8 @@ def load_model(
 
     Raises UserError: the folder is incomplete, the architecture unknown, weights are missing, unexpected or
     not finite, the tokenizer's vocabulary exceeds the embedding, the weights are packed with `tune = "full"`,
-    or `lora.keys` or `lora.layers` name missing layers; with `images`, as `prepare_vision` does.
+    `lora.keys` or `lora.layers` name missing layers, or `adapters` do not fit; with `images`, as
+    `prepare_vision` does.
     """
     from mlx_lm.utils import get_total_parameters
 
@@ -101,7 +102,10 @@ def load_model(
         digest = base_digest(named_leaves(module.parameters()))
         # Before the adapters, because DoRA measures the weights in the compute dtype.
         cast_floating(module, compute_dtype)
-        adapter = new_adapters(module, settings.tune, settings.lora, seed)
+        adapter = add_adapters(module, settings, seed)
+        if settings.adapters:
+            folder = Path(settings.adapters)
+            notices += check_base(read_json(folder / ADAPTER_CONFIG), lambda: digest, folder, path)
     elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '

@@ -56,7 +56,9 @@ def check_model(
         "blas": platform.blas,
         "versions": [g.__version__, *(importlib.metadata.version(name) for name in ("mlx", "mlx-lm"))],
         "model": hashlib.sha256(shape.encode()).hexdigest()[:16],
-        "tune": [config.model.tune, attrs.asdict(config.model.lora) if config.model.tune != "full" else None],
+        "tune": [config.model.tune, config.model.adapters, attrs.asdict(config.model.lora)]
+        if config.model.tune != "full"
+        else [config.model.tune],
         "compute": str(policy.compute_dtype),
         "quantization": [config.rollout.quantization, config.rollout.storage],
         "grad_checkpoint": config.system.grad_checkpoint,

@@ -9,17 +9,21 @@ from click.testing import CliRunner
 
 from grpo_fn.trees import named_leaves
 from runners import cli
+from runners.config.loading import load_config
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.conversion.export import export
 from runners.conversion.packing import QuantizationOptions
-from runners.errors import UserError
+from runners.errors import ConfigError, UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.models.adapters import new_adapters
 from runners.models.base_digest import SAMPLED, WHOLE, base_digest
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import small
 
 CPU = Platform(backend="cpu")
 
@@ -192,3 +196,29 @@ def test_a_model_that_was_adapted_has_the_digest_of_its_base(base):
     assert loaded.base_digest == base_digest(named_leaves(plain.parameters()))
     new_adapters(plain, "lora", LoraConfig(rank=2), 0)
     assert loaded.base_digest != base_digest(named_leaves(plain.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"tune": "full"}, 'model.tune: expected "lora" or "dora" with model.adapters, found "full"'),
+        ({"tune": "dora"}, 'holds adapters of fine_tune_type "lora"; expected model.tune = "lora"'),
+        ({"adapters": "nosuch"}, 'model.adapters: no such folder: "nosuch"'),
+        ({"adapters": "base"}, "adapter_config.json is missing; expected a folder of adapters"),
+        ({"path": "other"}, "the adapters were made for other weights than .*other has"),
+        ({"adapters": "wide"}, r'wide: the adapters do not fit .*base: ".*lora_[ab]": expected the shape'),
+        ({"path": "deep"}, r"adapters.safetensors: \d+ of \d+ tensors are missing, the first is"),
+        ({"path": "adapter"}, "not a model; their base model is .*; a run goes on from them with model"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(*value.items()),
+)
+def test_adapters_that_a_run_cannot_go_on_from(base, adapter, tmp_path, change, line):
+    """Each is refused before the first step, in a line with the folder and what was expected."""
+    make_model_folder(tmp_path / "other", seed=1)
+    shutil.copytree(adapter, tmp_path / "wide")
+    edit(tmp_path / "wide", lora_parameters={"rank": 3, "scale": 1.0, "dropout": 0.0})
+    make_model_folder(tmp_path / "deep", layers=3)
+    model = {"path": "base", "tune": "lora", "adapters": "adapter", **change}
+    (tmp_path / "run.toml").write_text(small(model=model))
+    with pytest.raises((UserError, ConfigError), match=line):
+        run_training(load_config("run.toml"), report=Quiet())

@@ -137,3 +137,31 @@ def test_adapters_over_a_base_that_the_sampler_rounds(tmp_path):
     log = log_of(run_training(config, report=Quiet()))
     assert all(entry["rollout/quantization"] == "affine-8" for entry in log)
     assert all(1e-5 < entry["sampling/sampling_logp_difference/mean"] < 0.3 for entry in log)
+
+
+@pytest.mark.parametrize("tune", ["lora", "dora"])
+def test_a_run_goes_on_from_the_adapters_of_another(trained, tmp_path, tune):
+    """model.adapters: the folder's settings replace model.lora, its tensors are the first state, and the
+    reference; final/ holds them on, for mlx-lm as well."""
+    from mlx_lm import load
+
+    config, folder, first = trained(tune, None)
+    more = [f"model.adapters={first.folder / 'final'}", "model.lora.rank=2", "run.name=second"]
+    second = load_config(str(first.folder.parents[1] / "train.toml"), [*overrides(config), *more])
+    run = build_run(second.check(), CPU)
+    saved = named_leaves(first.state.params)
+    for role in (run.learner.state.params, run.learner.state.ref_params):
+        assert all(mx.array_equal(leaf, saved[name]) for name, leaf in named_leaves(role).items())
+    result = run_training(second, report=Quiet())
+    assert log_of(result)[0]["kl"] == pytest.approx(0, abs=1e-6) and log_of(result)[-1]["kl"] > 1e-7
+    settings = json.loads((result.folder / "final" / "adapter_config.json").read_text())
+    assert settings["lora_parameters"] == {"rank": 4, "scale": 8.0, "dropout": 0.0}
+    adapted, _ = load(str(folder), adapter_path=str(result.folder / "final"))[:2]
+    model, _ = load(str(result.folder / "final"))[:2]
+    assert mx.abs(adapted(TOKENS) - model(TOKENS)).max().item() < 2e-3
+
+
+def overrides(config):
+    """What `config_of` set over its file."""
+    found = {"run.output_dir": config.run.output_dir, "model.path": config.model.path}
+    return [f"{key}={value}" for key, value in {**found, "model.tune": config.model.tune}.items()]
