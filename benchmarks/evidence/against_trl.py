@@ -36,7 +36,8 @@ def side_settings(config: Config) -> dict[str, Any]:
     from runners.data.prompts import build_examples
     from runners.evaluation.evaluation import held_out
 
-    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_DIR))
+    model = MODEL_DIR if config.model.path == "embedded" else config.model.path
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
     train, test = (build_examples(rows, config.data, tokenizer)[0] for rows in load_rows(config.data))
     optim, loss = config.optim, config.loss_spec()
 
@@ -47,11 +48,12 @@ def side_settings(config: Config) -> dict[str, Any]:
         ]
 
     return {
-        "model": str(MODEL_DIR),
+        "model": str(model),
         "train": plain(train),
         "test": plain(held_out(test, config.eval.samples)),
         "nudge": config.data.nudge,
         "rewards": list(config.reward.functions),
+        "form": config.answer.form,
         "eval_every": config.eval.every,
         "batch_size": optim.batch_size,
         "trl": {
@@ -132,7 +134,8 @@ def _ours(work: Path, seed: int, overrides: Sequence[str]) -> Trial:
     return Trial(case=OURS, seed=seed, command=command, read=lambda: learning(read_log(read)))
 
 
-def _side(*words: str) -> list[str]:
+def side(*words: str) -> list[str]:
+    """The command of TRL's process."""
     return [sys.executable, "-m", "benchmarks.evidence.trl_side", *words]
 
 
@@ -141,7 +144,7 @@ def _theirs(work: Path, told: Path, seed: int) -> Trial:
     return Trial(
         case=THEIRS,
         seed=seed,
-        command=_side("train", str(told), str(folder), str(seed)),
+        command=side("train", str(told), str(folder), str(seed)),
         read=lambda: learning(read_log(folder)),
         environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")},
     )
@@ -155,7 +158,7 @@ def _logits(work: Path, told: Path) -> Trial:
         note = f"{found['tokens']:,} tokens of prompts, logits from {found['low']:.1f} to {found['high']:.1f}"
         return [Figure(name=LARGEST_DIFFERENCE, value=found["difference"], note=note, at_most=SAME_LOGITS)]
 
-    return Trial(case=LOGITS, seed=0, command=_side("logits", str(told), str(out)), read=read)
+    return Trial(case=LOGITS, seed=0, command=side("logits", str(told), str(out)), read=read)
 
 
 if __name__ == "__main__":

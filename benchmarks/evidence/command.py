@@ -36,7 +36,16 @@ from benchmarks.harness.report import refresh
 from runners.errors import UserError
 from runners.machine import startup
 
-SAME_WORK = ("jobs", "seeds", "cases", "minutes", "models", "teach")  # options that do not change a trial
+SAME_WORK = (
+    "jobs",
+    "seeds",
+    "cases",
+    "minutes",
+    "models",
+    "teach",
+    "sums",
+    "gsm8k",
+)  # options that do not change a trial
 ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the trials
 EVIDENCE = RESULTS / "evidence"
 

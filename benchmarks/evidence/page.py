@@ -14,7 +14,10 @@ from benchmarks.evidence import NAMES
 from benchmarks.evidence.readings import (
     AFTER,
     BEFORE,
+    HELD_OUT_AFTER,
+    HELD_OUT_BEFORE,
     MISMATCH,
+    PEAK,
     RESIDENT,
     REWARD,
     SAMPLE_SIZE,
@@ -70,6 +73,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(REWARD, REWARD),
         Column("weights moved", "weights moved, ‰ of their norm"),
     ),
+    "real_model": (
+        Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
+        Column(HELD_OUT_AFTER, "after"),
+        Column(REWARD, REWARD),
+        Column("seconds of training", "training, s"),
+        Column(STEP, "a step, s"),
+        Column(SECONDS, "from command to end, s"),
+        Column(PEAK, "peak memory, GB"),
+    ),
 }
 
 
@@ -102,7 +114,7 @@ def overview(record: Record) -> str:
     columns = COLUMNS[record.name]
     lines = Table("case", "seeds", *(column.title for column in columns), box=MARKDOWN)
     for case, seeds in trials(record).items():
-        if any(BEFORE in figures for figures in seeds.values()):  # not what compares logits alone
+        if any(columns[0].figure in figures for figures in seeds.values()):  # not what compares logits alone
             lines.add_row(case, str(len(seeds)), *(cell(column, seeds) for column in columns))
     return markdown(lines)
 
@@ -161,7 +173,10 @@ TITLES = {
     "samplers": "Exact match of runs with few-bit samplers, means and ranges, by depth and correction",
     "presets": "Exact match and reward of the nine presets on the hard problems, means and ranges",
     "masters": "Reward of runs with weights in float32 and in bfloat16, means and ranges, by learning rate",
+    "real_model": "A pretrained model's reward over seconds of training, here and in TRL, means and ranges",
 }
+SECONDS_BELOW = ("real_model",)
+"""Commands whose curves are over seconds; the others' are over updates."""
 
 
 def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
@@ -176,6 +191,9 @@ def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, st
         elif name == "masters":
             rate, master = case.split(", ", 1)
             panels.setdefault(f"learning rate {rate}: reward", []).append((case, REWARD, master))
+        elif name == "real_model":
+            task, who = case.rsplit(", ", 1)
+            panels.setdefault(f"{task}: reward", []).append((case, REWARD, who))
         else:
             panels.setdefault("reward", []).append((case, REWARD, case))
             panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))

@@ -16,10 +16,12 @@ from runners.errors import UserError
 POINTS = 20  # of a curve in a result
 ENOUGH = 80.0  # per cent exact match: the updates that it takes to get there are a figure
 BEFORE, AFTER = "exact match before", "exact match after"
+HELD_OUT_BEFORE, HELD_OUT_AFTER = "held-out reward before", "held-out reward after"
 REWARD = "reward, last tenth"
 TO_ENOUGH = f"updates to {ENOUGH:.0f} %"
 SECONDS, STEP, RESIDENT = "from command to end", "step", "resident memory"
 TOKENS = "tokens sampled"
+PEAK = "peak memory of the GPU"
 MISMATCH, SAMPLE_SIZE, MASKED = "mismatch", "effective sample size", "masked tokens"
 _SAMPLER = {  # the log's name -> figure, unit, factor
     "sampling/sampling_logp_difference/mean": (MISMATCH, "nats", 1.0),
@@ -38,7 +40,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} is not there: the run did not get as far as its first line")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    evaluations = sum("em" in line for line in lines)
+    evaluations = sum("em_subset" in line for line in lines)
     if evaluations < 2 or not any("reward" in line for line in lines):
         raise UserError(f"{path} has {evaluations} evaluations: wanted one before and one after training")
     return lines

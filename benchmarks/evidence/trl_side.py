@@ -3,8 +3,8 @@
     python -m benchmarks.evidence.trl_side train SETTINGS.json FOLDER SEED
     python -m benchmarks.evidence.trl_side logits SETTINGS.json OUT.json
 
-The first trains, and writes a log like that of a run of ours into FOLDER. The second compares the logits that
-transformers and mlx-lm compute from the model folder.
+The first trains, and writes a log like that of a run of ours into FOLDER; seconds are from its start. The
+second compares the logits that transformers and mlx-lm compute from the model folder.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runners.answers.forms import FORMS, AnswerForm
-from runners.rewards.builtin import REWARDS
+from runners.answers.forms import answer_form
+from runners.config.user_functions import resolve_function
+from runners.rewards.builtin import built_in
 
+STARTED = time.perf_counter()
 EVALUATED_TOGETHER = 200  # problems
 
 
@@ -39,14 +41,17 @@ def opened(settings: dict[str, Any]) -> tuple[Any, Any]:
     return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32), tokenizer
 
 
-def as_rewards(names: Sequence[str], nudge: str) -> list[Any]:
-    """The shipped rewards for TRL's completions, which are texts without the prompt's last words."""
+def as_rewards(names: Sequence[str], nudge: str, form: str = "xml") -> list[Any]:
+    """Rewards, as a config names them, for TRL's completions: texts without the prompt's last words."""
+    shipped = built_in(answer_form(form))
 
     def made(name: str) -> Callable[..., list[float | None]]:
+        function = shipped.get(name) or resolve_function(name, key="reward.functions")
+
         def reward(completions: Sequence[str], **columns: Any) -> list[float | None]:
-            columns.pop("prompts")
+            columns.pop("prompts", None)
             said = [[{"role": "assistant", "content": nudge + text}] for text in completions]
-            return REWARDS[name](said, **columns)
+            return function(said, **columns)
 
         reward.__name__ = name
         return reward
@@ -54,11 +59,13 @@ def as_rewards(names: Sequence[str], nudge: str) -> list[Any]:
     return [made(name) for name in names]
 
 
-def exact_match(model: Any, tokenizer: Any, settings: dict[str, Any]) -> float:
-    """The share of held-out problems whose greedy completion has the right answer."""
+def evaluation(model: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, float]:
+    """Greedy completions of the held-out problems: the mean of their rewards, the share of right answers."""
     import torch  # pyright: ignore
 
-    problems, right = settings["test"], 0
+    problems, right, total = settings["test"], 0, 0.0
+    form = answer_form(settings["form"], given=settings["nudge"])
+    rewards = as_rewards(settings["rewards"], settings["nudge"], settings["form"])
     was_training = model.training
     model.eval()
     for start in range(0, len(problems), EVALUATED_TOGETHER):
@@ -68,22 +75,27 @@ def exact_match(model: Any, tokenizer: Any, settings: dict[str, Any]) -> float:
         )
         with torch.no_grad():
             tokens = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
+                input_ids=inputs["input_ids"].to(model.device),
+                attention_mask=inputs["attention_mask"].to(model.device),
                 do_sample=False,
                 max_new_tokens=settings["trl"]["max_completion_length"],
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
             )
         texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        for problem, text in zip(part, texts, strict=True):
-            right += AnswerForm("xml", FORMS["xml"]).is_right(settings["nudge"] + text, problem["answer"])
+        golds = [problem["answer"] for problem in part]
+        total += sum(value or 0.0 for reward in rewards for value in reward(texts, answer=golds))
+        if form is not None:
+            pairs = zip(texts, golds, strict=True)
+            right += sum(form.is_right(settings["nudge"] + text, gold) for text, gold in pairs)
     model.train(was_training)
-    return right / len(problems)
+    found = {"eval/reward": total / len(problems), "em_subset": len(problems)}
+    return found if form is None else {**found, "em": right / len(problems)}
 
 
 def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
-    """TRL's GRPOTrainer: one update a rollout, the whole batch at once; each update is logged."""
+    """TRL's GRPOTrainer: one update a rollout; each is logged. On a GPU products are in bfloat16."""
+    import torch  # pyright: ignore
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
@@ -92,16 +104,17 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
     model, tokenizer = opened(settings)
     rows = settings["batch_size"] * settings["trl"]["num_generations"]
     last = settings["trl"]["max_steps"]
+    on_gpu = torch.cuda.is_available()
 
     with (folder / "training_log.jsonl").open("w", encoding="utf-8") as log:
 
         def write(**line: Any) -> None:
+            line["time/elapsed"] = time.perf_counter() - STARTED
             log.write(json.dumps(line) + "\n")
             log.flush()
 
         def evaluated(update: int) -> None:
-            score = exact_match(model, tokenizer, settings)
-            write(update=update, em=score, em_subset=len(settings["test"]))
+            write(update=update, **evaluation(model, tokenizer, settings))
 
         class Watch(TrainerCallback):
             """Logs every update and evaluates as the config says."""
@@ -118,8 +131,15 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
                 if "reward" not in logs:  # the summary at the end
                     return
                 seconds = time.perf_counter() - self.started
-                write(update=state.global_step, reward=logs["reward"], step_time=seconds)
-                if state.global_step == last or not state.global_step % settings["eval_every"]:
+                taken = {"memory/peak_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {}
+                write(
+                    update=state.global_step,
+                    reward=logs["reward"],
+                    step_time=seconds,
+                    num_tokens=logs["num_tokens"],
+                    **taken,
+                )
+                if state.global_step == last or not state.global_step % (settings["eval_every"] or last):
                     evaluated(state.global_step)
 
         options = {
@@ -127,8 +147,8 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
             "per_device_train_batch_size": rows,
             "gradient_accumulation_steps": 1,
             "seed": seed,
-            "bf16": False,
-            "use_cpu": True,
+            "bf16": on_gpu,
+            "use_cpu": not on_gpu,
             "gradient_checkpointing": False,
             "logging_steps": 1,
             "report_to": [],
@@ -140,7 +160,7 @@ def train(settings: dict[str, Any], folder: Path, seed: int) -> None:
         trainer = GRPOTrainer(
             model=model,
             args=GRPOConfig(**options),
-            reward_funcs=as_rewards(settings["rewards"], settings["nudge"]),
+            reward_funcs=as_rewards(settings["rewards"], settings["nudge"], settings["form"]),
             processing_class=tokenizer,
             train_dataset=Dataset.from_list(data),
             callbacks=[Watch()],

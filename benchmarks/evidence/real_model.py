@@ -1,0 +1,136 @@
+"""A real pretrained model, here and in TRL's GRPOTrainer, over the seconds that training takes.
+
+The model is the folder in GRPO_REAL_MODEL. Both sides get the same prompts as the same tokens, the same
+rewards and settings: all weights, kept in float32, with products in bfloat16 on a GPU. Each draws its own
+batches and completions. TRL generates by transformers' own `generate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.evidence.against_trl import OURS, THEIRS, side, side_settings
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
+from benchmarks.evidence.readings import (
+    HELD_OUT_AFTER,
+    HELD_OUT_BEFORE,
+    PEAK,
+    REWARD,
+    STEP,
+    read_log,
+)
+from benchmarks.evidence.real_tasks import TASKS
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import Curve, Figure
+from runners.config.loading import load_config
+from runners.errors import UserError
+
+CONFIG = Path(__file__).with_suffix(".toml")
+MODEL = "GRPO_REAL_MODEL"
+CASES = tuple(f"{task}, {who}" for task in TASKS for who in (OURS, THEIRS))
+QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=4", "rollout.max_new_tokens=16")
+GRID = 2.0  # seconds between two points of a curve over time
+TRAINED = "seconds of training"
+
+
+def summary(figures: Sequence[Figure]) -> list[Figure]:
+    """How much longer TRL takes for each task."""
+    result = []
+    for task in TASKS:
+        for name in (TRAINED, STEP):
+            ours, theirs = (
+                [
+                    figure.value
+                    for figure in figures
+                    if figure.name.startswith(f"{task}, {who}: seed") and figure.name.endswith(f": {name}")
+                ]
+                for who in (OURS, THEIRS)
+            )
+            if ours and theirs:
+                ratio = statistics.fmean(theirs) / statistics.fmean(ours)
+                title = f"{ALL_SEEDS}: {task}: {name}: {THEIRS} / {OURS}"
+                result.append(Figure(name=title, value=ratio, unit="x"))
+    return result
+
+
+@evidence(
+    "real_model",
+    cases=CASES,
+    quick_cases=CASES[:1],
+    seeds="0,1,2",
+    summary=summary,
+    packages=("trl", "transformers", "torch"),
+)
+@click.option("--sums", default="reasoning-gym:chain_sum", show_default=True, help="Data of the task `sums`.")
+@click.option("--gsm8k", default="openai/gsm8k", show_default=True, help="Data of the task `GSM8K`.")
+def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
+    """A pretrained model (GRPO_REAL_MODEL) here and in TRL's GRPOTrainer: rewards over seconds."""
+    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
+    if not folder:
+        raise UserError(f"{MODEL} is not set: expected the folder of a pretrained model")
+    trials = []
+    for case in plan.cases:
+        task, who = case.rsplit(", ", 1)
+        data = {"sums": sums, "GSM8K": gsm8k}.get(task, "embedded")
+        settings = [
+            f"model.path={folder}",
+            f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+            f"data.source={data}",
+            *TASKS[task],
+            *(QUICK if plan.quick else ()),
+        ]
+        told = plan.work / f"{task}.json"
+        if who == THEIRS:
+            told.write_text(json.dumps(side_settings(load_config(CONFIG, settings))), encoding="utf-8")
+        for seed in plan.seeds:
+            name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
+            log = run_folder(plan.work, name)
+            ours = run_command(CONFIG, plan.work, name, (f"run.seed={seed}", *settings))
+            command = ours if who == OURS else side("train", str(told), str(log), str(seed))
+            trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+    return trials
+
+
+def _reading(folder: Path) -> Callable[[], list[Figure]]:
+    return lambda: over_time(read_log(folder))
+
+
+def at_grid(seconds: Sequence[float], values: Sequence[float]) -> Curve:
+    """The values on straight lines between their seconds, at every multiple of GRID seconds."""
+    points = np.arange(seconds[-1] // GRID + 1) * GRID
+    return tuple(zip(points.tolist(), np.interp(points, seconds, values).round(4).tolist(), strict=True))
+
+
+def over_time(lines: Sequence[dict[str, Any]]) -> list[Figure]:
+    """The held-out reward before and after, the reward over seconds, the median step, the peak of memory.
+
+    Seconds are those of training: without start and evaluations, which are no part of `TRAINED` either.
+    """
+    scores = [(line["update"], line["eval/reward"]) for line in lines if "eval/reward" in line]
+    steps = [line for line in lines if "reward" in line]
+    seconds = [sum(step["step_time"] for step in steps[: place + 1]) for place in range(len(steps))]
+    rewards = [step["reward"] or 0.0 for step in steps]
+    last = rewards[-max(len(rewards) // 10, 1) :]
+    problems = min(line["em_subset"] for line in lines if "em_subset" in line)
+    found = [
+        Figure(name=HELD_OUT_BEFORE, value=scores[0][1], note=f"{problems} problems"),
+        Figure(name=HELD_OUT_AFTER, value=scores[-1][1], note=f"{scores[-1][0]} updates"),
+        Figure(name=REWARD, value=statistics.fmean(last), curve=at_grid(seconds, rewards)),
+        Figure(name=STEP, value=statistics.median(step["step_time"] for step in steps), unit="s"),
+        Figure(name=TRAINED, value=seconds[-1], unit="s"),
+    ]
+    if peaks := [step["memory/peak_gb"] for step in steps if "memory/peak_gb" in step]:
+        found.append(Figure(name=PEAK, value=max(peaks), unit="GB"))
+    return found
+
+
+if __name__ == "__main__":
+    main()

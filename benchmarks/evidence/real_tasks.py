@@ -1,0 +1,37 @@
+"""The tasks of `real_model` as changes of real_model.toml, and the reward that is in no package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_RIGHT = ('reward.functions=["correctness_reward_func"]', "answer.form=last_number")
+TASKS: dict[str, tuple[str, ...]] = {
+    "JSON form": (
+        'data.system_prompt=Reply with one line of JSON, nothing else: {"working": "...", "answer": number}',
+        "data.nudge=",
+        'reward.functions=["benchmarks.evidence.real_tasks:one_line_json"]',
+        "answer.form=none",
+        "rollout.max_new_tokens=128",
+        "optim.max_steps=24",
+    ),
+    "sums": (*_RIGHT, "rollout.max_new_tokens=64", "optim.max_steps=40"),
+    "GSM8K": (*_RIGHT, "data.eval_split=test", "rollout.max_new_tokens=200", "optim.max_steps=40"),
+}
+"""Name -> overrides; the data of `sums` and `GSM8K` are options of the command."""
+
+
+def one_line_json(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 for one line with a JSON object that has a number in `answer`, 0.2 for another object, else 0."""
+    return [_form(completion[-1]["content"].strip()) for completion in completions]
+
+
+def _form(text: str) -> float:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0.0
+    if not isinstance(found, dict):
+        return 0.0
+    return 1.0 if "\n" not in text and type(found.get("answer")) in (int, float) else 0.2
