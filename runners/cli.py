@@ -150,23 +150,21 @@ def run_command(
     again = ["--overwrite"] if overwrite else ["--resume", *([resume] if resume not in (None, _LAST) else [])]
     again += ["--allow-config-change"] * allow_config_change
 
-    def advise(saved: bool) -> str:
-        return f"to continue: {command} {shlex.join(['--resume'] if saved else again)}"
-
     let_launcher_sleep()
     place = read_rank_place()
     try:
         if dry_run:
             if place is None or place.rank == 0:
                 _show_resolved(config, overrides)
-        elif place is None:
-            with StopSignals(advise=advise) as signals:
-                _run_alone(config, overrides, signals, watch, how)
-        else:  # ranks save together, in their main threads
-            with StopSignals(to_stderr if place.rank == 0 else lambda text: None) as signals:
-                _run_rank(config, overrides, signals, watch, how, place)
+        else:
+            with StopSignals(to_stderr if place is None or place.rank == 0 else lambda text: None) as signals:
+                if place is None:
+                    _run_alone(config, overrides, signals, watch, how)
+                else:
+                    _run_rank(config, overrides, signals, watch, how, place)
     except Stopped as stopped:
-        stopped.advice = stopped.advice or advise(stopped.saved)
+        go_on = shlex.join(["--resume"] if stopped.saved else again)
+        stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
         if stopped.exit_code == INTERRUPTED and not getattr(stopped, "reported", True):
             to_terminal(stopped.advice)  # of several ranks: after Ctrl-C mlx.launch shows nothing more
         raise

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import attrs
-
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
 from runners.files.json_lines import LineFile
@@ -20,32 +18,10 @@ from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS
 LATEST = "latest"  # a file with the name of the newest checkpoint
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_OWNER = re.compile(rb"\d{0,20}\n?")  # the content of a lock file
-
-
-@attrs.define
-class RunFolder:
-    """A run's folder, locked for this process."""
-
-    path: Path
-    lock: int  # the descriptor of its lock file
-
-    def here(self) -> Path:
-        """The folder's path. If the folder was renamed or deleted, a new one is made and locked.
-
-        Raises UserError if another run has the path by then, and if it cannot be written to.
-        """
-        if not _is_lock(self.path / LOCK, self.lock):
-            if name := run_file_in(self.path):
-                raise UserError(f"{self.path}: the run's folder is gone, and another run is there ({name})")
-            lock = _acquire(self.path, "the run's folder")
-            os.close(self.lock)
-            self.lock = lock
-        return self.path
 
 
 @contextmanager
-def locked(folder: Path, key: str) -> Iterator[RunFolder]:
+def locked(folder: Path, key: str) -> Iterator[Path]:
     """The folder, created if missing, for this process alone; `key` is its name in messages.
 
     The lock is the kernel's and ends with the process, however it ends: a file left by a dead process locks
@@ -54,39 +30,42 @@ def locked(folder: Path, key: str) -> Iterator[RunFolder]:
     Raises UserError if another process uses it, or if it cannot be written to.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    held = RunFolder(folder, _acquire(folder, key))
+    lock = _acquire(folder, key)
     try:
         sweep(folder)  # what a killed run left incomplete
-        yield held
+        yield folder
     finally:
         with suppress(OSError):  # a folder that is not empty stays
-            if _is_lock(folder / LOCK, held.lock):
+            if _is_lock(folder / LOCK, lock):
                 (folder / LOCK).unlink()
                 for path in made:
                     path.rmdir()
-        os.close(held.lock)
+        os.close(lock)
 
 
 def _acquire(folder: Path, key: str) -> int:
-    file, other = folder / LOCK, "or choose another run.name"
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    owner = os.read(lock, 64)
-    fault = None
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        process = owner.decode("ascii", "replace").strip() or "unknown"
-        fault = f"{folder} is in use by process {process}; wait for it, {other}"
-    except OSError as error:
-        fault = f"{key}: {folder} cannot be locked: {error.strerror}"
-    if not _OWNER.fullmatch(owner):
-        fault = f"{file}: found a file that is no run's lock; move it, {other}"
-    if fault is not None:
+        with disk_errors(f"{key}: {folder} cannot be locked"):
+            owner = os.read(lock, 64).decode("ascii", "replace").strip()
+            if owner and not owner.isdigit():
+                raise UserError(
+                    f"{folder / LOCK}: found a file that is no run's lock; choose another run.name"
+                )
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{folder} is in use by process {owner or 'unknown'}; wait for it, or choose another "
+                    "run.name"
+                ) from None
+        held = _is_lock(folder / LOCK, lock)
+    except UserError:
         os.close(lock)
-        raise UserError(fault)
-    if not _is_lock(file, lock):  # its owner has removed the file since it was opened here
+        raise
+    if not held:  # its owner has removed the file since it was opened here
         os.close(lock)
         return _acquire(folder, key)
     with suppress(OSError):  # a full disk: the number only tells others who holds the lock

@@ -15,18 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import mlx.core as mx
-
 from grpo_fn.backends import enabled
-from grpo_fn.trees import named_leaves, nbytes
-from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError, gigabytes
 from runners.files.durable import disk_errors, flush
 
 if TYPE_CHECKING:
-    from grpo_fn.learner import TrainState
     from runners.models.loaded_model import LoadedModel
 
 SavePoint = tuple[int, int]  # batch step, update
@@ -44,7 +39,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: Path,
         settings: CheckpointConfig,
         logs: Sequence[str],
         note: Callable[[str], None],
@@ -124,32 +119,31 @@ class Saver:
         return seconds
 
     def _check_room(self, snapshot: Snapshot, reserved: int) -> None:
-        free = free_bytes(self._folder.path)
+        free = free_bytes(self._folder)
         if free < snapshot.nbytes + reserved:
             final = f" and the final model {gigabytes(reserved)}" if reserved else ""
             raise UserError(
-                f"{self._folder.path}: checkpoint-{snapshot.step} is not saved: it takes "
+                f"{self._folder}: checkpoint-{snapshot.step} is not saved: it takes "
                 f"{gigabytes(snapshot.nbytes)}{final}, and the disk has {gigabytes(free)} free"
             )
 
     def _write(self, snapshot: Snapshot) -> Path:
-        with disk_errors(f"{self._folder.path}: checkpoint-{snapshot.step} cannot be saved"):
-            folder = self._folder.here()
+        with disk_errors(f"{self._folder}: checkpoint-{snapshot.step} cannot be saved"):
             for log in self._logs:
-                flush(folder / log)
-            path = write_checkpoint(folder, snapshot)
+                flush(self._folder / log)
+            path = write_checkpoint(self._folder, snapshot)
             self._prune()
         return path
 
     def _prune(self) -> None:
         keep = self._settings
-        prune_checkpoints(self._folder.path, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        prune_checkpoints(self._folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
 
     def __enter__(self) -> Saver:
         try:  # a run that was killed before it pruned may have nothing left to save
             self._prune()
         except OSError as error:
-            self.failed(UserError(f"{self._folder.path}: old checkpoints cannot be removed: {error}"))
+            self.failed(UserError(f"{self._folder}: old checkpoints cannot be removed: {error}"))
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
@@ -167,23 +161,6 @@ def free_bytes(folder: Path) -> int:
         return sys.maxsize
 
 
-def final_size(state: TrainState, loaded: LoadedModel) -> int:
-    """Bytes of the final model's arrays, which have the dtypes of the source's files; at most, where adapters
-    are merged into packed weights.
-    """
-    weights = named_leaves(state.params) | loaded.frozen
-    size = sum(
-        array.size * loaded.source_dtypes.get(name, loaded.source_dtype).size
-        if mx.issubdtype(array.dtype, mx.floating)
-        else array.nbytes
-        for name, array in weights.items()
-    )
-    if loaded.adapter is not None:
-        size += nbytes(state.params)  # the adapters are saved beside the merged weights
-    if loaded.adapter is not None and loaded.quantized:  # merged layers are stored unpacked
-        for name in [name for name in weights if name.endswith("lora_a")]:
-            a, b = weights[name], weights[f"{name.removesuffix('a')}b"]
-            # [I, r] · [r, O], or for E experts [E·r, I] and [E, O, r]
-            entries = a.shape[0] * b.shape[1] if b.ndim == 2 else b.shape[0] * b.shape[1] * a.shape[1]
-            size += loaded.source_dtype.size * entries
-    return size
+def final_size(loaded: LoadedModel) -> int:
+    """About the bytes of the final model: every parameter, unpacked, in the dtype of the source's files."""
+    return loaded.num_parameters * loaded.source_dtype.size

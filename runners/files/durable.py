@@ -1,16 +1,13 @@
 """Files and folders that are there as a whole or not at all, whenever the process is killed.
 
 Each is made in a staging folder beside its target (a rename works only within one file system), flushed to
-the disk, and renamed. A staging folder has a name with random digits and a marker file with the target's
-name, which its owner keeps locked. Only a folder with such a name and marker, whose owner is gone, is ever
-removed.
+the disk, and renamed. The staging folder's name holds random digits and the target's name; its owner keeps it
+locked. Only folders with such a name and content, whose owner is gone, are ever removed.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -19,15 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runners.errors import UserError, first_line
+from runners.errors import UserError
 
-PREFIX, MARKER = ".grpo_fn-", "grpo_fn.staging.json"
+PREFIX = ".grpo_fn-"
 NEW, OLD = "new", "old"  # in a staging folder: what will have the target's name, and what had it before
-_NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}")
-_LONGEST = 4096  # bytes of a marker
-# How Rust libraries, which name the reason, and MLX, which does not, say that a disk has refused.
-_REFUSED = re.compile(r"\(os error (\d+)\)|\[write\] Unable to write")
-_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}-(.+)", re.DOTALL)
 
 
 def save_text(file: Path, text: str) -> None:
@@ -78,8 +71,14 @@ def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _staging(target) as stage:
             (stage / NEW).mkdir()
-            with _os_errors(stage / NEW):
+            try:
                 yield stage / NEW
+            except OSError:
+                raise
+            except Exception:
+                # MLX and Rust libraries do not raise OSError: if the disk refuses, this write has the reason.
+                (stage / NEW / "probe").write_bytes(bytes(1 << 16))
+                raise
             for path in (*(stage / NEW).rglob("*"), stage / NEW):
                 flush(path)
             if replace and os.path.lexists(target):
@@ -100,7 +99,7 @@ def remove_folder(folder: Path) -> None:
 
 def flush(path: Path) -> None:
     """Flushes a file, or a folder's list of names, to the disk. OSError if the disk refuses."""
-    with _opened(path, os.O_RDONLY) as descriptor:
+    with _opened(path) as descriptor:
         os.fsync(descriptor)
 
 
@@ -110,33 +109,28 @@ def sweep(parent: Path) -> None:
     Folders that cannot be removed stay: they may belong to another user, and nothing depends on them.
     """
     for stage in parent.iterdir() if parent.is_dir() else ():
-        if not _NAME.fullmatch(stage.name) or stage.is_symlink():
-            continue
-        with suppress(OSError), _opened(stage / MARKER, os.O_RDWR | os.O_NOFOLLOW) as marker:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-            target = _target(os.read(marker, _LONGEST))
-            if target is not None:
-                _clear(stage, parent / target)
+        name = _NAME.fullmatch(stage.name)
+        if name and not stage.is_symlink():
+            with suppress(OSError), _opened(stage) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
+                if os.listdir(stage):  # an empty one may be about to be locked
+                    _clear(stage, parent / name[1])
 
 
 @contextmanager
 def _staging(target: Path) -> Iterator[Path]:
-    """A staging folder for the target, cleared away at the end. OSError if the disk refuses."""
+    """A locked staging folder for the target, cleared away at the end. OSError if the disk refuses."""
     sweep(target.parent)
-    stage = target.parent / f"{PREFIX}{secrets.token_hex(6)}"
+    stage = target.parent / f"{PREFIX}{secrets.token_hex(6)}-{target.name}"
     stage.mkdir(0o700)
-    try:
-        with _opened(stage / MARKER, os.O_RDWR | os.O_CREAT | os.O_EXCL) as marker:
-            # The lock is taken before the content is written: an empty marker is left alone by others.
+    with _opened(stage) as lock:
+        try:
             with suppress(OSError):  # a file system without locks: there nothing is ever swept
-                fcntl.flock(marker, fcntl.LOCK_EX)
-            content = {"format": "grpo_fn.staging", "version": 1, "target": target.name}
-            os.write(marker, json.dumps(content, indent=1).encode())
-            os.fsync(marker)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield stage
-    finally:
-        with suppress(OSError):  # the first error is the one to report; the next start tries again
-            _clear(stage, target)
+        finally:
+            with suppress(OSError):  # the first error is the one to report; the next start tries again
+                _clear(stage, target)
 
 
 def _clear(stage: Path, target: Path) -> None:
@@ -144,7 +138,7 @@ def _clear(stage: Path, target: Path) -> None:
 
     If something else has that name by then, or if the folder has foreign files, all stays as it is.
     """
-    if not {NEW, OLD, MARKER}.issuperset(os.listdir(stage)):
+    if not {NEW, OLD}.issuperset(os.listdir(stage)):
         return
     if os.path.lexists(stage / NEW) and os.path.lexists(stage / OLD):
         if os.path.lexists(target):
@@ -155,46 +149,16 @@ def _clear(stage: Path, target: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    (stage / MARKER).unlink(missing_ok=True)  # last, because it identifies the folder
     stage.rmdir()
 
 
-def _target(content: bytes) -> str | None:
-    """The target's name in a marker; None: it is no marker."""
-    try:
-        found = json.loads(content)
-        known = found["format"] == "grpo_fn.staging" and found["version"] == 1
-        target = found["target"] if known else None
-    except (ValueError, RecursionError, TypeError, KeyError):
-        return None
-    plain = isinstance(target, str) and target not in ("", ".", "..") and not set(target) & set("/\0")
-    return target if plain else None
-
-
 @contextmanager
-def _opened(file: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)  # a named pipe would wait
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a named pipe would wait
     try:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _os_errors(folder: Path) -> Iterator[None]:
-    """Turns a disk's refusal in the words of MLX or of a Rust library into an OSError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        found = _REFUSED.search(str(error.__cause__ or error))
-        if found is None or (found[1] and int(found[1]) not in _REFUSALS):
-            raise
-        if found[1] is None:
-            (folder / "probe").write_bytes(bytes(1 << 16))  # fails with the reason
-            raise OSError(first_line(error)) from error
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def _exists(target: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -126,13 +127,7 @@ class LineFile:
 
 def _whole_lines(path: Path, most: int) -> int:
     """The bytes of the whole lines within a file's first `most` bytes."""
-    with open(path, "rb") as stream:
-        place = min(most, path.stat().st_size)
-        while place:
-            start = max(place - (1 << 16), 0)
-            stream.seek(start)
-            found = stream.read(place - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            place = start
-    return 0
+    if not path.stat().st_size:
+        return 0
+    with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n", 0, most) + 1

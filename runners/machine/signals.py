@@ -15,7 +15,6 @@ from runners.machine.terminal import restore_terminals
 
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
 _MOMENT = 0.1  # seconds to the line that answers a signal: a run may end faster
-_PATIENCE = 1.0  # seconds until another thread saves for one that does not answer
 _SAME = 0.5  # seconds in which another signal belongs to the first
 # The cursor is at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
@@ -117,25 +116,15 @@ class StopSignals(Interrupts):
     process at once, with 128 + its number. This also works while MLX computes, when no Python handler runs: a
     thread reads the signals' numbers from a pipe to which the interpreter writes them as they come. Files on
     the disk are complete at any moment.
-
-    If MLX or other C code keeps the main thread for more than a second, that thread itself saves and ends the
-    process; not without `advise`, as in a program that calls `run_training`.
     """
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(
-        self, say: Callable[[str], None] = to_stderr, advise: Callable[[bool], str] | None = None
-    ) -> None:
-        """`say` shows a line at once; it is called in another thread.
-
-        `advise` gives the line on how to continue from a saved state, or from none.
-        """
+    def __init__(self, say: Callable[[str], None] = to_stderr) -> None:
+        """`say` shows a line at once; it is called in another thread."""
         super().__init__()
-        self._say, self._advise = say, advise
-        self._save: Callable[[int], bool] = lambda number: False
-        self._lock = threading.RLock()  # of the next three
-        self._deferrals, self._raised, self._ending = 0, False, False
+        self._say = say
+        self._deferrals, self._raised = 0, False
         self._at_once = self._ended = False
         self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -154,9 +143,7 @@ class StopSignals(Interrupts):
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Within the block no signal raises Stopped; at its end one that has come does."""
-        with self._lock:
-            self._deferrals += 1
-        self._stay()
+        self._deferrals += 1
         try:
             yield
         finally:
@@ -175,13 +162,6 @@ class StopSignals(Interrupts):
     def shown_by(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
         """Within the block `say` shows the line that answers a signal."""
         return self._during("_say", say)
-
-    def saved_by(self, save: Callable[[int], bool]) -> AbstractContextManager[None]:
-        """Within the block `save(number)` saves the state in place of the main thread, and reports the end.
-
-        It tells whether there is a state to continue from.
-        """
-        return self._during("_save", save)
 
     @contextmanager
     def _during(self, name: str, value: object) -> Iterator[None]:
@@ -208,51 +188,23 @@ class StopSignals(Interrupts):
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGCONT:
             self.received = self.received or number
-        self._stay()
         self._raise()
 
     def _raise(self) -> None:
-        number = None
-        with self._lock:
-            if not (self._deferrals or self._raised or self._ending or self.stopping):
-                number, self._raised = self.received, bool(self.received)
-        if number:
-            raise Stopped(number)
-
-    def _stay(self) -> None:
-        """Keeps the main thread where it is once another one ends the process."""
-        while self._ending and threading.current_thread() is threading.main_thread():
-            time.sleep(1)
+        if self.received and not (self._deferrals or self._raised or self.stopping):
+            self._raised = True
+            raise Stopped(self.received)
 
     def _answer(self, number: int) -> None:
         self.received = self.received or number  # no handler runs while a collective waits
         # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
         _thread(self._show)
-        if self._advise:
-            _thread(self._replace_main, self._advise)
 
     def _show(self) -> None:
         say = self._say
         time.sleep(_MOMENT)
         if not self._ended:
             say(ASKED)
-
-    def _replace_main(self, advise: Callable[[bool], str]) -> None:
-        """Saves and ends the process if C code keeps the main thread for over a second outside `deferred`."""
-        time.sleep(_PATIENCE)
-        while not self._ending:
-            with self._lock:
-                if self._raised or self.stopping or self._ended:
-                    return
-                self._ending = not self._deferrals
-            time.sleep(0 if self._ending else _MOMENT)
-        number = self.received or signal.SIGINT
-        self.stopping = True
-        try:
-            advice = advise(self._save(number))
-        except Exception as error:
-            advice = f"nothing was saved: {error}"
-        _exit(number, f"interrupted\n{advice}")
 
     def _watch(self) -> None:
         first = 0.0  # the time of the first signal
@@ -269,5 +221,5 @@ class StopSignals(Interrupts):
         os.close(self._reader)
 
 
-def _thread(target: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=target, args=arguments, name="signals", daemon=True).start()
+def _thread(target: Callable[[], None]) -> None:
+    threading.Thread(target=target, name="signals", daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from runners.config.sections import LogConfig
 from runners.errors import UserError
@@ -13,14 +12,8 @@ from runners.machine.signals import Stopped
 from runners.report.page import REPORT, write_report
 
 
-class _Folder(Protocol):
-    """A run's folder with its current path."""
-
-    def here(self) -> Path: ...
-
-
 @contextmanager
-def final_report(folder: _Folder, settings: LogConfig, note: Callable[[str], None]) -> Iterator[list[bool]]:
+def final_report(folder: Path, settings: LogConfig, note: Callable[[str], None]) -> Iterator[list[bool]]:
     """After the block, writes report.html if log.report asks for it.
 
     The block gets a list, and appends True when there is something to report; otherwise nothing is written.
@@ -34,11 +27,11 @@ def final_report(folder: _Folder, settings: LogConfig, note: Callable[[str], Non
     finally:
         if begun and settings.report:
             try:
-                path = folder.here() / REPORT
+                path = folder / REPORT
                 write_report([path.parent], path)
             except (UserError, OSError, MemoryError) as error:
                 note(f"no report was written: {error}; `grpo report RUN` tries again")
             except Stopped as stopped:
                 if finished:
-                    stopped.advice = f"the run is finished; its report: grpo report {folder.here()}"
+                    stopped.advice = f"the run is finished; its report: grpo report {folder}"
                 raise

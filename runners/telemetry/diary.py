@@ -104,11 +104,6 @@ class Diary(Report):
             raise
         self._record("end", state="finished")
 
-    def end(self, error: BaseException) -> None:
-        """The process is about to end with this exception, which nothing handles."""
-        self._end(error)
-        self.__exit__(type(error), error, None)
-
     @property
     def fault(self) -> Exception | None:
         """See `Report`."""

@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.run_folder import RunFolder
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
@@ -42,7 +41,6 @@ class Session:
         run: Run,
         state: RunState,
         *,
-        folder: RunFolder,
         log: MetricsLog,
         shown: Diary,
         saver: Saver,
@@ -50,7 +48,7 @@ class Session:
     ) -> None:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
         self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
-        self.folder, self.log, self.shown, self.saver = folder, log, shown, saver
+        self.log, self.shown, self.saver = log, shown, saver
         self.steps = TrainSteps(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
@@ -122,7 +120,7 @@ class Session:
         fault = None
         try:
             if self.ranks.is_rank_zero:
-                final = save_final(self.folder.here(), whole, self.run.loaded, self._prompt)
+                final = save_final(self.run.folder, whole, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):

@@ -21,14 +21,14 @@ from runners.checkpoints.resume import (
     earlier_decisions,
     find_origin,
 )
-from runners.checkpoints.run_folder import RunFolder, checkpoint_folders, clear, locked, set_aside
+from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import check_inputs, data_digest, report_differences, run_inputs
 from runners.checkpoints.saving import Saver, final_size, free_bytes
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
 from runners.machine.arithmetic import arithmetic_facts
-from runners.machine.signals import Stopped, StopSignals
+from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
 from runners.ranks.ranks import Ranks
 from runners.report import final_report
@@ -72,8 +72,8 @@ def start_or_resume(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = stack.enter_context(Diary(report, whole=signals.deferred))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
-        held = stack.enter_context(locked(folder, config.where("run.name")))
-        wanted = stack.enter_context(final_report(held, config.log, shown.note))
+        stack.enter_context(locked(folder, config.where("run.name")))
+        wanted = stack.enter_context(final_report(folder, config.log, shown.note))
         origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
         run = _build(config, machine, ranks, shown, worker, origin)
         inputs = run_inputs(
@@ -91,21 +91,16 @@ def start_or_resume(
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         run.learner.engine.load(state.train.old_params, state.version)
-        log, saver = _files(run, state, held, origin, shown, wanted)
+        log, saver = _files(run, state, folder, origin, shown, wanted)
         stack.enter_context(log)
         stack.enter_context(saver)
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
-        session = Session(run, state, folder=held, log=log, shown=shown, saver=saver, facts=facts)
+        session = Session(run, state, log=log, shown=shown, saver=saver, facts=facts)
         del state
 
-        def save(number: int) -> bool:
-            saved = session.save_to_stop("interrupted: ")
-            shown.end(Stopped(number))
-            return saved
-
-        with shown.ending(), signals.saved_by(save):
+        with shown.ending():
             yield session
 
 
@@ -178,11 +173,11 @@ def _state(
 
 
 def _files(
-    run: Run, state: RunState, held: RunFolder, origin: Origin | None, shown: Diary, wanted: list[bool]
+    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary, wanted: list[bool]
 ) -> tuple[MetricsLog, Saver]:
     """The log and what saves, in a folder that has only files of this run; the run's notices."""
-    config, folder, writes, keep = run.config, held.here(), run.ranks.is_rank_zero, None
-    final = final_size(run.learner.outline or state.train, run.loaded) if writes else 0
+    config, writes, keep = run.config, run.ranks.is_rank_zero, None
+    final = final_size(run.loaded) if writes else 0
     where = config.where("run.name")
     free = free_bytes(folder)
     if origin is None or _replaces(folder, origin):  # these are removed
@@ -207,5 +202,5 @@ def _files(
     log = MetricsLog(
         folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
     )
-    saver = Saver(held, config.checkpoint, log.names, shown.note, final=final, writes=writes)
+    saver = Saver(folder, config.checkpoint, log.names, shown.note, final=final, writes=writes)
     return log, saver

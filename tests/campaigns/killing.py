@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from runners.files.durable import MARKER, NEW, OLD, PREFIX
+from runners.files.durable import NEW, OLD, PREFIX
 from tests.support.files.decoys import look, plant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ class Tally:
     while_saving: int = 0  # a half-made folder lay there
     pairs: int = 0  # of processes side by side
     runs: int = 0  # brought to their end
-    unmarked: int = 0  # empty staging folders, of processes killed before their marker or after it
+    unmarked: int = 0  # empty staging folders, of processes killed just before or after their work
     problems: list[str] = attrs.field(factory=list)
 
     def add(self, other: Tally) -> None:
@@ -68,7 +68,7 @@ class Surroundings:
         problems = []
         for path in self.staged():
             names = {file.name for file in entries(path)}
-            if names <= {MARKER} and not any(file.stat().st_size for file in entries(path)):
+            if not names:
                 tally.unmarked += 1
                 shutil.rmtree(path)
             elif not {NEW, OLD} <= names:  # those stay where somebody took the target's name meanwhile

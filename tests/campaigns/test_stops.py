@@ -52,9 +52,6 @@ STAGES = {
     "the writing of a checkpoint": ("runners.checkpoints.saving:write_checkpoint", 1, SHORT, 3),
     "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),
     "the final model": ("runners.training.session:save_final", 1, LONG, 3),
-    "the model's load, in C": ("runners.training.setup:load_model", 1, "C", 0),
-    "a rollout, in C": ("runners.training.rollout:Collector.collect", 2, "C", 1),
-    "the learner, in C": ("runners.training.gradients:MicroBatches.gradients", 1, "C", 2),
     "the report": ("runners.report.end_report:write_report", 1, LONG, None),
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,7 +12,6 @@ from runners.checkpoints import saving
 from runners.checkpoints.saving import Saver
 from runners.config.sections import CheckpointConfig
 from runners.errors import UserError
-from tests.support.files.folders import held
 
 
 class Snapshot:
@@ -40,7 +39,7 @@ def slow(monkeypatch):
 
 def saver(folder: Path, notes: list, **settings) -> Saver:
     """A saver into a folder, whose lines go to `notes`."""
-    return Saver(held(folder), CheckpointConfig(**settings), [], notes.append)
+    return Saver(folder, CheckpointConfig(**settings), [], notes.append)
 
 
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch):

@@ -1,72 +1,39 @@
 """A user's own files that look like what a killed process leaves, and whether anything has touched them."""
 
-import json
 import os
 
-from runners.files.durable import MARKER
-
-VALID = {"format": "grpo_fn.staging", "version": 1, "target": "never-there", "process": 1}
 NAME = ".grpo_fn-0123456789a"  # and a digit
 
 
 def plant(folder, target):
     """Puts decoys of many shapes beside the name `target`; their paths."""
     outside = folder.parent / f"{folder.name}-outside"  # what links lead to
-    made = [outside]
-    _tree(outside, {MARKER: json.dumps(VALID), "old": {"precious": "x"}, "new": {}})
-    files = (
-        ".vimrc.new-1",
-        ".bashrc.old-20240101",
-        f".{target}.part",
-        f"{target}~",
-        f"#{target}#",
-        ".x.new-1",
-    )
-    for name in (*files, f".{target}.old-2", f".{target}.new-2"):
-        _tree(folder, {name: "a file of the user's"})
-        made.append(folder / name)
-    folders = {
-        ".ssh.old-2024": {"id": "secret"},
-        f".{target}.old-1": {"precious": "x", "deeper": {"more": "y"}},
-        f".{target}.new-1": {"precious": "x"},
-        f"{target}.old-1": {"precious": "x"},
+    precious = {"precious": "x"}
+    inside = {
+        ".vimrc.new-1": "a file",
+        f".{target}.part": "a file",
+        f"{target}~": "a file",
+        f".{target}.old-1": {**precious, "deeper": {"more": "y"}},
         ".empty.new-1": {},
-        ".grpo_fn": {MARKER: json.dumps(VALID), "old": {"precious": "x"}},
-        ".grpo_fn-mine": {MARKER: json.dumps(VALID), "old": {"precious": "x"}},
-        ".grpo_fn-0123456789AB": {MARKER: json.dumps(VALID), "old": {"precious": "x"}},
-        f"{NAME}0": {"old": {"precious": "x"}, "new": {"precious": "x"}},  # no marker
-        f"{NAME}1": {},
-        f"{NAME}2": {MARKER: "", "old": {"precious": "x"}},
-        f"{NAME}3": {MARKER: "{", "new": {"precious": "x"}},
-        f"{NAME}4": {MARKER: json.dumps({**VALID, "format": "theirs"}), "old": {"precious": "x"}},
-        f"{NAME}5": {MARKER: json.dumps({**VALID, "version": 2}), "old": {"precious": "x"}},
-        f"{NAME}6": {MARKER: json.dumps({**VALID, "target": "../escaped"}), "old": {}, "new": {}},
-        f"{NAME}7": {MARKER: json.dumps({**VALID, "target": ".."}), "old": {}, "new": {}},
-        f"{NAME}8": {MARKER: json.dumps({**VALID, "target": 7}), "old": {}, "new": {}},
-        f"{NAME}9": {MARKER: json.dumps(VALID), "new": {}, "notes.txt": "a file of the user's"},
+        ".grpo_fn": {"old": precious},
+        f".grpo_fn-mine-{target}": {"old": precious},
+        f".grpo_fn-0123456789AB-{target}": {"old": precious},
+        f"{NAME}0": {"old": precious, "new": precious},  # no target
+        f"{NAME}1-": {"old": precious},
+        f"{NAME}2-{target}": {},
+        f"{NAME}3-never-there": {"new": {}, "notes.txt": "a file of the user's"},
+        f"{NAME}4-{target}": "a file with a name of ours",
     }
-    _tree(folder, folders)
-    made += [folder / name for name in folders]
+    _tree(outside, {"old": precious, "new": {}})
+    _tree(folder, inside)
     links = {
         ".linked.old-1": outside,
         ".dangling.new-1": folder / "nowhere",
-        f".{target}.old-3": outside / "old" / "precious",
-        f"{NAME}a": outside,  # a folder with a marker, by a link
+        f"{NAME}a-never-there": outside,  # a folder with the content of ours, by a link
     }
     for name, leads_to in links.items():
         (folder / name).symlink_to(leads_to)
-        made.append(folder / name)
-    for name, marker in ((f"{NAME}b", "link"), (f"{NAME}c", "pipe"), (f"{NAME}d", "folder")):
-        _tree(folder, {name: {"old": {"precious": "x"}, "new": {}}})
-        if marker == "link":
-            (folder / name / MARKER).symlink_to(outside / MARKER)
-        elif marker == "pipe":
-            os.mkfifo(folder / name / MARKER)
-        else:
-            (folder / name / MARKER).mkdir()
-        made.append(folder / name)
-    (folder / f"{NAME}e").write_text("a file with a name of ours")
-    return [*made, folder / f"{NAME}e"]
+    return [outside, *(folder / name for name in (*inside, *links))]
 
 
 def look(paths):

@@ -2,16 +2,13 @@
 
     python -m tests.support.processes.staged_run MODULE:NAME CALL SECONDS FILE -- CONFIG [OPTION …]
 
-The CALL-th call of the function makes FILE, takes SECONDS longer, and does what it does. With "C" for SECONDS
-it stays in a C function in which no signal handler runs, as a large product of matrices does.
+The CALL-th call of the function makes FILE, takes SECONDS longer, and does what it does.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
-import signal
 import sys
 import time
 from pathlib import Path
@@ -32,10 +29,6 @@ def linger(target: str, call: int, seconds: str, file: Path) -> None:
         calls.append(1)
         if len(calls) == call:
             file.touch()
-            if seconds == "C":
-                # Another thread gets the signals, so that they do not end the sleep.
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-                ctypes.CDLL(None).sleep(600)
             until = time.monotonic() + float(seconds)
             while time.monotonic() < until:
                 time.sleep(0.01)
