@@ -16,7 +16,7 @@ from grpo_fn.algorithm import (
     preset,
 )
 from grpo_fn.compile import compiled
-from grpo_fn.completions import Rollout, join_rollouts, take_groups
+from grpo_fn.completions import Rollout, given_rollout, join_rollouts, take_groups
 from grpo_fn.learner import (
     Batch,
     GradStep,
@@ -30,6 +30,7 @@ from grpo_fn.learner import (
     make_batch,
     make_grad_step,
     make_logprob_step,
+    make_sft_step,
     make_update_step,
     minibatches,
     split_batch,
@@ -66,6 +67,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "Sampling",
     "check_policy",
     "generate",
+    "given_rollout",
     "join_rollouts",
     "take_groups",
     # batches for the learner
@@ -84,6 +86,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "init_state",
     "make_grad_step",
     "make_logprob_step",
+    "make_sft_step",
     "make_update_step",
     "sync_old",
     "sync_ref",

@@ -42,6 +42,34 @@ class Rollout:
         return [row[:length] for row, length in zip(on_host(self.sampled_bt), lengths, strict=True)]
 
 
+def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollout:
+    """Completions that nothing sampled, one of each prompt, for `make_sft_step`.
+
+    Args:
+        prompts: token ids of each prompt, at least one.
+        completions: token ids of each completion, at least one, with its end-of-sequence token.
+
+    Raises:
+        ValueError: a prompt or a completion is empty or missing.
+    """
+    lengths = [len(completion) for completion in completions]
+    if not lengths or len(prompts) != len(lengths) or not all((*lengths, *map(len, prompts))):
+        raise ValueError(
+            f"expected as many completions as prompts, none of them empty, found {len(prompts)} prompts and "
+            f"completions of {lengths} tokens"
+        )
+    width = max(lengths)
+    tokens_bt = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in completions], mx.int32)
+    return Rollout(
+        prompts=tuple(map(tuple, prompts)),
+        num_generations=1,
+        tokens_bt=tokens_bt,
+        lengths_b=mx.array(lengths, mx.int32),
+        logp_bt=mx.zeros(tokens_bt.shape),
+        finished_b=mx.ones(len(lengths), mx.bool_),
+    )
+
+
 _ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampled_bt", "version_b")
 
 

@@ -134,10 +134,10 @@ class LossSpec:
                 "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length (LUSPO) and "
                 f"needs level = 'sequence'; found level = {self.level!r}"
             )
-        if self.surrogate == "none" and self.level == "sequence":
+        if self.surrogate in ("none", "likelihood") and self.level == "sequence":
             raise ValueError(
-                "surrogate = 'none' uses no ratio to the old policy, so level = 'sequence' has no "
-                "meaning; use level = 'token'"
+                f"surrogate = {self.surrogate!r} uses no ratio to the old policy, so level = 'sequence' has "
+                "no meaning; use level = 'token'"
             )
         if self.delta is not None:
             if "delta" not in SURROGATES[self.surrogate].fields:

@@ -67,6 +67,11 @@ def plain(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
     return -mx.exp(logp - mx.stop_gradient(logp)) * advantage
 
 
+def likelihood(ratio: mx.array, advantage: mx.array, logp: mx.array) -> mx.array:
+    """ℓ = −A·log π_θ: the gradient of `plain`; with A = 1 the value is the cross-entropy."""
+    return -advantage * logp
+
+
 class Surrogate(NamedTuple):
     """A surrogate and its properties."""
 
@@ -83,4 +88,5 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": Surrogate(cispo, ("epsilon_high",), ("high",)),
     "sapo": Surrogate(sapo, ("sapo_tau_pos", "sapo_tau_neg")),
     "none": Surrogate(plain),
+    "likelihood": Surrogate(likelihood),
 }

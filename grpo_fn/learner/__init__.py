@@ -5,7 +5,7 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 """
 
 from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches, take_rows
-from grpo_fn.learner.grad_step import GradStep, make_grad_step
+from grpo_fn.learner.grad_step import SFT, GradStep, make_grad_step, make_sft_step
 from grpo_fn.learner.logprob_step import make_logprob_step
 from grpo_fn.learner.logprobs.shared_prompts import can_share
 from grpo_fn.learner.logprobs.token_logprobs import (

@@ -28,9 +28,12 @@ from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, arrays_of
 
+SFT = LossSpec(surrogate="likelihood", aggregation="token_mean")
+"""Supervised fine-tuning: with advantages of 1, the mean cross-entropy of the completions' tokens, nats."""
+
 
 class GradStep:
-    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step`."""
+    """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step` or `make_sft_step`."""
 
     def __init__(
         self,
@@ -206,3 +209,14 @@ def make_grad_step(
         spec,
         max_completion_length,
     )
+
+
+def make_sft_step(policy: Policy, *, router_aux_coef: float = 0.0, compile: bool = True) -> GradStep:
+    """The grad step of supervised fine-tuning: the cross-entropy of completions that are given, not sampled.
+
+        loss = −Σ A·log π_θ(token) / number of tokens,  over the tokens of all completions, at temperature 1
+
+    A batch comes from `given_rollout` and `make_batch`, with advantages of 1, or with weights of the
+    completions. It is `make_grad_step` with a loss that uses no ratio; the arguments are its.
+    """
+    return make_grad_step(policy, SFT, router_aux_coef=router_aux_coef, compile=compile)

@@ -51,6 +51,8 @@ def surrogate(spec, r, advantage, logp, held_r, held_logp):
         tau = spec.sapo_tau_pos if a > 0 else spec.sapo_tau_neg
         gate, closed = sigmoid(tau * (r - 1.0)), sigmoid(-tau * (r - 1.0))
         return -(4.0 / tau) * gate * a, -4.0 * gate * closed * a, 0.0
+    if spec.surrogate == "likelihood":
+        return -a * logp, 0.0, -a
     r = math.exp(logp - held_logp)
     return -r * a, 0.0, -r * a
 

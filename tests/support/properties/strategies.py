@@ -44,7 +44,7 @@ def legal(level, surrogate, aggregation):
     """Whether the mathematics allows these three together."""
     if level == "token" and aggregation == "sequence_sum_norm":
         return False
-    return not (level == "sequence" and surrogate == "none")
+    return not (level == "sequence" and surrogate in ("none", "likelihood"))
 
 
 def all_field_sets():

@@ -1,0 +1,109 @@
+"""The supervised step is cross-entropy on the completions' tokens: naive, mlx-lm's, transformers'."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+import grpo_fn as g
+from grpo_fn.trees import named_leaves
+from tests.support.closeness import assert_same_figures, assert_same_gradients
+from tests.support.naive_learner import make_state, mean_gradient
+from tests.support.tiny_policies import lora_policy, tiny_module, tiny_policy
+
+PROMPTS = [(5, 9, 2), (7,), (1, 2, 3, 4, 5, 6, 7), (11, 12)]
+GOLD = [(8, 3), (4, 4, 9, 20, 31), (17,), (30, 2, 2)]
+
+
+def learned(policy, *, packed, compile=False):
+    """(statistics, gradient) of the step, for the whole batch or its micro-batches."""
+    batch = g.make_batch(g.given_rollout(PROMPTS, GOLD), mx.ones((len(GOLD), 1)))
+    parts = g.split_batch(batch, max_tokens=16, share_prompts=True) if packed else batch
+    assert not packed or len(parts) > 1
+    state, stats = g.make_sft_step(policy, compile=compile)(make_state(policy), parts)
+    return stats, mean_gradient(state)
+
+
+def naive_loss(module):
+    """A row at a time, in full: −Σ log softmax at the completions' tokens, over their number."""
+    total = mx.array(0.0)
+    for prompt, gold in zip(PROMPTS, GOLD, strict=True):
+        logits = module(mx.array([[*prompt, *gold]]))[0].astype(mx.float32)
+        logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        for place, token in enumerate(gold, len(prompt)):
+            total = total - logp[place - 1, token]
+    return total / sum(map(len, GOLD))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba", "lora", "compiled"])
+def test_the_step_is_the_naive_cross_entropy(kind, packed):
+    """Loss and gradient: the prompt's tokens and padding count nowhere, however the rows are cut."""
+    policy = lora_policy() if kind == "lora" else tiny_policy("llama" if kind == "compiled" else kind)
+    naive = lora_policy().module if kind == "lora" else tiny_module("llama" if kind == "compiled" else kind)
+
+    def loss_of(params):
+        naive.update(params)
+        return naive_loss(naive)
+
+    stats, gradient = learned(policy, packed=packed, compile=kind == "compiled")
+    loss, wanted = mx.value_and_grad(loss_of)(policy.params)
+    assert_same_figures(stats, {"loss": loss})
+    assert_same_gradients(gradient, wanted)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_step_is_that_of_mlx_lm_s_lora_trainer(packed):
+    """`mlx_lm.tuner.trainer.default_loss` with the prompts masked, as `mask_prompt` does."""
+    from mlx_lm.tuner.trainer import default_loss
+
+    policy, other = lora_policy(), lora_policy().module
+    width = max(len(p) + len(c) for p, c in zip(PROMPTS, GOLD, strict=True))
+    rows = [[*p, *c] + [0] * (width - len(p) - len(c)) for p, c in zip(PROMPTS, GOLD, strict=True)]
+    # The trainer's lengths are (offset, last step) in the targets, which begin at the second token.
+    lengths = mx.array([(len(p), len(p) + len(c) - 1) for p, c in zip(PROMPTS, GOLD, strict=True)])
+
+    def loss_of(params):
+        other.update(params)
+        return default_loss(other, mx.array(rows), lengths)[0]
+
+    stats, gradient = learned(policy, packed=packed)
+    loss, wanted = mx.value_and_grad(loss_of)(policy.params)
+    assert_same_figures(stats, {"loss": loss})
+    assert_same_gradients(gradient, wanted)
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that are not ours
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_step_is_that_of_transformers(packed):
+    """A Llama of transformers with the same weights, its labels −100 on prompts and padding."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    policy = tiny_policy("llama-untied")
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps"
+    args = policy.module.args
+    more = {"num_key_value_heads": args.num_key_value_heads, "rope_theta": args.rope_theta}
+    config = {name: getattr(args, name) for name in names.split()} | more
+    model = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).float().eval()
+    weights = {name: torch.tensor(np.array(leaf)) for name, leaf in tree_flatten(policy.params)}
+    model.load_state_dict(weights)
+    width = max(len(p) + len(c) for p, c in zip(PROMPTS, GOLD, strict=True))
+    ids, labels = torch.zeros((4, width), dtype=torch.long), torch.full((4, width), -100)
+    for row, (prompt, gold) in enumerate(zip(PROMPTS, GOLD, strict=True)):
+        ids[row, : len(prompt) + len(gold)] = torch.tensor([*prompt, *gold])
+        labels[row, len(prompt) : len(prompt) + len(gold)] = torch.tensor(gold)
+    loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    stats, gradient = learned(policy, packed=packed)
+    assert_same_figures(stats, {"loss": mx.array(loss.item())})
+    found = {name: mx.array(leaf.grad.numpy()) for name, leaf in model.named_parameters()}
+    assert named_leaves(gradient).keys() == found.keys()
+    assert_same_gradients(gradient, tree_unflatten(list(found.items())))
+
+
+@pytest.mark.parametrize("given", [([], []), ([(1,)], []), ([(1,)], [()]), ([()], [(1,)])])
+def test_given_completions_are_whole(given):
+    """As many as prompts, none of them empty."""
+    with pytest.raises(ValueError, match="as many completions as prompts"):
+        g.given_rollout(*given)
