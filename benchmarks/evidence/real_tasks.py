@@ -9,8 +9,8 @@ from typing import Any
 _RIGHT = ('reward.functions=["correctness_reward_func"]', "answer.form=last_number")
 TASKS: dict[str, tuple[str, ...]] = {
     "JSON form": (
-        'data.system_prompt=Reply with one line of JSON, nothing else: {"working": "...", "answer": number}',
-        "data.nudge=",
+        'data.system_prompt=You reply with one line of JSON only, such as {"answer": 12}',
+        'data.nudge={"',
         'reward.functions=["benchmarks.evidence.real_tasks:one_line_json"]',
         "answer.form=none",
         "rollout.max_new_tokens=128",
@@ -23,15 +23,18 @@ TASKS: dict[str, tuple[str, ...]] = {
 
 
 def one_line_json(completions: Sequence[Any], **_: Any) -> list[float]:
-    """1 for one line with a JSON object that has a number in `answer`, 0.2 for another object, else 0."""
+    """1 for one line of JSON with a number in `answer`; 0.4 for such an object somewhere, 0.1 for a brace."""
     return [_form(completion[-1]["content"].strip()) for completion in completions]
 
 
 def _form(text: str) -> float:
+    if "{" not in text:
+        return 0.0
+    inner = text[text.index("{") : text.rfind("}") + 1]
     try:
-        found = json.loads(text)
+        found = json.loads(inner)
     except (ValueError, RecursionError):
-        return 0.0
-    if not isinstance(found, dict):
-        return 0.0
-    return 1.0 if "\n" not in text and type(found.get("answer")) in (int, float) else 0.2
+        return 0.1
+    if not isinstance(found, dict) or type(found.get("answer")) not in (int, float):
+        return 0.1
+    return 1.0 if inner == text and "\n" not in text else 0.4
