@@ -14,9 +14,10 @@ from grpo_fn.algorithm import (
     overlong_penalty,
     policy_loss,
     preset,
+    turn_advantages,
 )
 from grpo_fn.compile import compiled
-from grpo_fn.completions import Rollout, given_rollout, join_rollouts, take_groups
+from grpo_fn.completions import Rollout, given_rollout, join_rollouts, spread_over_turns, take_groups
 from grpo_fn.learner import (
     Batch,
     GradStep,
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "overlong_penalty",
     "policy_loss",
     "preset",
+    "turn_advantages",
     # the model, and completions from it
     "CheckedPolicy",
     "Decoding",
@@ -69,6 +71,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "generate",
     "given_rollout",
     "join_rollouts",
+    "spread_over_turns",
     "take_groups",
     # batches for the learner
     "Batch",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.checks import check_rank
 from grpo_fn.images import PromptImages
 from grpo_fn.trees import on_host
 
@@ -40,6 +41,47 @@ class Rollout:
         if self.sampled_bt is None:
             return [[True] * length for length in lengths]
         return [row[:length] for row, length in zip(on_host(self.sampled_bt), lengths, strict=True)]
+
+    def turn_numbers(self) -> mx.array:
+        """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of the turn
+        before, -1 before the first."""
+        sampled_bt = _sampled(self).astype(mx.int32)
+        before_bt = mx.pad(sampled_bt[:, :-1], [(0, 0), (1, 0)])
+        return mx.cumsum(mx.maximum(sampled_bt - before_bt, 0), axis=1) - 1
+
+    def turn_states(self) -> mx.array:
+        """The state in which each turn starts, int32 [P,G,S]: turns of a group after the same given tokens
+        (the first turns: after none but the prompt) have the same number, others different ones; -1: none."""
+        turns: list[list[int]] = []
+        for row, (tokens, sampled) in enumerate(zip(self.completions(), self.sampled(), strict=True)):
+            if row % self.num_generations == 0:
+                known: dict[tuple[int, ...], int] = {}
+            given: list[int] = []
+            turns.append([])
+            for n, (token, own) in enumerate(zip(tokens, sampled, strict=True)):
+                if own and (n == 0 or not sampled[n - 1]):
+                    turns[-1].append(known.setdefault(tuple(given), len(known)))
+                    given = []
+                elif not own:
+                    given.append(token)
+        most = max(1, *map(len, turns))
+        states = mx.array([[*row, *[-1] * (most - len(row))] for row in turns], mx.int32)
+        return states.reshape(len(self.prompts), self.num_generations, most)
+
+
+def spread_over_turns(values_pgs: mx.array, rollout: Rollout) -> mx.array:
+    """A number for each turn as one for each of its tokens: [P,G,S] -> [P,G,T], 0 on tokens before the first.
+
+    Raises:
+        ValueError: the shape does not have a column for each turn.
+    """
+    turn_bt = rollout.turn_numbers()
+    check_rank("values_pgs", values_pgs, 3)
+    if (most := max(map(max, on_host(turn_bt))) + 1) > values_pgs.shape[2]:
+        raise ValueError(f"values_pgs has shape {tuple(values_pgs.shape)}: expected {most} turns")
+    values_bs = values_pgs.reshape(turn_bt.shape[0], -1)
+    spread_bt = mx.take_along_axis(values_bs, mx.maximum(turn_bt, 0), axis=1)
+    return mx.where(turn_bt >= 0, spread_bt, 0).reshape(*values_pgs.shape[:2], -1)
 
 
 def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollout:

@@ -19,3 +19,4 @@ from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
 from grpo_fn.algorithm.spec import CHOICES, LossSpec
 from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate
+from grpo_fn.algorithm.turns import discounted_returns, turn_advantages

@@ -61,33 +61,35 @@ def group_advantages(
     """Advantages of P groups of G completions.
 
     Args:
-        rewards_pg: [P,G]; NaN: no reward.
-        baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), or `batch_mean`
-            (GDPO's second normalisation).
+        rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, all of which are compared;
+            NaN: no reward.
+        baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean` (GDPO's
+            second normalisation), or `turn`, which is `group_mean` here: see `turn_advantages`.
         scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
             Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the deviation of a group
             without variance is 0.
-        valid_pg: False for completions to leave out, [P,G]; those with a NaN reward are always left out.
+        valid_pg: False for completions (or steps) to leave out; those with a NaN reward are always left out.
 
     Returns:
-        adv_pg float32. A completion that is left out has 0 and does not count in its group's statistics. With
-        a group baseline, a group has exactly 0 if its rewards are all equal or fewer than two. With
-        `batch_mean` such a group has R − mean of the batch; only a batch of equal rewards has exactly 0.
+        adv_pg float32, of the rewards' shape. A completion that is left out has 0 and does not count in its
+        group's statistics. With a group baseline, a group has exactly 0 if its rewards are all equal or fewer
+        than two. With `batch_mean` such a group has R − mean of the batch; only a batch of equal rewards has
+        exactly 0.
 
     Raises:
         ValueError: a name or shape is wrong, or G < 2 with a group baseline.
     """
-    check_rank("rewards_pg", rewards_pg, 2)
+    check_rank("rewards_pg", rewards_pg, 3 if rewards_pg.ndim == 3 else 2)
     check_choice("baseline", baseline, BASELINES)
     check_choice("scale", scale, SCALES)
-    groups, size = rewards_pg.shape
+    size = rewards_pg.shape[1]
     of_batch = BASELINES[baseline].of_batch
     if size < 2 and not of_batch:
         raise ValueError(f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}")
     rewards_pg = rewards_pg.astype(mx.float32)
     given_pg = mx.logical_not(mx.isnan(rewards_pg))
     if valid_pg is not None:
-        check_shape("valid_pg", valid_pg, (groups, size))
+        check_shape("valid_pg", valid_pg, tuple(rewards_pg.shape))
         given_pg = given_pg & valid_pg.astype(mx.bool_)
     rewards_pg = mx.where(given_pg, rewards_pg, 0.0)
 
@@ -127,9 +129,11 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Whether a row's given values differ, [P,1]. This is exact; a variance would have rounding errors."""
-    least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=1, keepdims=True)
-    return mx.where(given_pg, values_pg, -mx.inf).max(axis=1, keepdims=True) > least_p1
+    """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact; a variance would have rounding
+    errors."""
+    axes = tuple(range(1, values_pg.ndim))
+    least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=axes, keepdims=True)
+    return mx.where(given_pg, values_pg, -mx.inf).max(axis=axes, keepdims=True) > least_p1
 
 
 def _standardised(values_pg: mx.array, given_pg: mx.array) -> mx.array:

@@ -1,7 +1,8 @@
 """Baselines and scales of the advantages: A = (R − baseline) / scale.
 
 Each takes rewards [P,G], 0 where none was given, and `given` [P,G], True where one was, and returns an array
-that broadcasts to [P,G]. To add one: write the function, and give it a line in BASELINES or SCALES.
+that broadcasts to [P,G]; or both as [P,G,S], of the S steps of each completion. To add one: write the
+function, and give it a line in BASELINES or SCALES.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ def group_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """The mean of the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
-    count_p1 = given_pg.sum(axis=1, keepdims=True)
+    count_p1 = total(given_pg)
     others_p1 = mx.maximum(count_p1 - 1, 1)
     return (mean(rewards_pg, given_pg) * count_p1 - rewards_pg) / others_p1
 
@@ -32,7 +33,7 @@ def batch_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """
     rewards_1b, given_1b = as_one_group(rewards_pg, given_pg)
     mean_11 = mean(rewards_1b, given_1b)
-    rounding_11 = _FLOAT32_EPSILON * mx.abs(rewards_1b).sum(axis=1, keepdims=True)
+    rounding_11 = _FLOAT32_EPSILON * total(mx.abs(rewards_1b))
     return mx.where(mx.abs(mean_11) > rounding_11, mean_11, 0.0)
 
 
@@ -56,12 +57,14 @@ class Baseline(NamedTuple):
 
     function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
     of_batch: bool = False  # whether it compares a completion with the batch, not with its group alone
+    by_state: bool = False  # whether `turn_advantages` also compares the steps that start in one state
 
 
 BASELINES: dict[str, Baseline] = {
     "group_mean": Baseline(group_mean),
     "leave_one_out": Baseline(leave_one_out),
     "batch_mean": Baseline(batch_mean, of_batch=True),
+    "turn": Baseline(group_mean, by_state=True),
 }
 SCALES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
     "group": group_scale,
@@ -71,17 +74,25 @@ SCALES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
 
 
 def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
-    """The batch as a single group: both arrays as [1,P·G]."""
-    return rewards_pg.reshape(1, -1), given_pg.reshape(1, -1)
+    """The batch as a single group: both arrays as [1,P·G], or [1,P·G,S]."""
+    shape = (1, -1, *rewards_pg.shape[2:])
+    return rewards_pg.reshape(shape), given_pg.reshape(shape)
+
+
+def total(values_pg: mx.array) -> mx.array:
+    """Sum of each group, [P,1] or [P,1,1]: first over a completion's steps, so that a reward at only one step
+    of each gives the bits that it gives without steps."""
+    steps = values_pg.sum(axis=2, keepdims=True) if values_pg.ndim == 3 else values_pg
+    return steps.sum(axis=1, keepdims=True)
 
 
 def mean(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Mean of each row's given values, [P,1]; 0 for none."""
-    return values_pg.sum(axis=1, keepdims=True) / mx.maximum(given_pg.sum(axis=1, keepdims=True), 1)
+    """Mean of each group's given values, [P,1] or [P,1,1]; 0 for none."""
+    return total(values_pg) / mx.maximum(total(given_pg), 1)
 
 
 def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """Bessel-corrected standard deviation of each row's given values, [P,1]; 0 for fewer than two."""
+    """Bessel-corrected standard deviation of each group's given values, [P,1] or [P,1,1]; 0 for fewer than
+    two."""
     centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
-    freedom_p1 = mx.maximum(given_pg.sum(axis=1, keepdims=True) - 1, 1)
-    return mx.sqrt(mx.square(centred_pg).sum(axis=1, keepdims=True) / freedom_p1)
+    return mx.sqrt(total(mx.square(centred_pg)) / mx.maximum(total(given_pg) - 1, 1))

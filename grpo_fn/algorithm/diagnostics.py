@@ -46,7 +46,7 @@ class TokenTerms(NamedTuple):
     """The arrays of the loss at each token: float32 [B,T], finite at masked positions."""
 
     mask_bt: mx.array  # 0 or 1
-    adv_b1: mx.array  # [B,1]
+    adv: mx.array  # [B,1] or [B,T]
     ratio_bt: mx.array  # r
     kl_bt: mx.array  # before any bias correction
     entropy_bt: mx.array
@@ -96,8 +96,8 @@ def loss_stats(
         return mx.where(seen > 0, mx.where(counted_bt, values_bt, -mx.inf).max(), 0.0)
 
     low, high = trust_region
-    low_bt = (ratio_bt < low) & (terms.adv_b1 < 0) & ("low" in clipped_sides)
-    high_bt = (ratio_bt > high) & (terms.adv_b1 > 0) & ("high" in clipped_sides)
+    low_bt = (ratio_bt < low) & (terms.adv < 0) & ("low" in clipped_sides)
+    high_bt = (ratio_bt > high) & (terms.adv > 0) & ("high" in clipped_sides)
     difference_bt = terms.logp_diff_bt
     d_bt, is_ratio_bt = terms.mismatch.log_ratio_bt, terms.mismatch.ratio_bt
     stats = LossStats(

@@ -24,7 +24,7 @@ class LossArrays(NamedTuple):
     """The arrays of `policy_loss`, and two numbers for a batch from which some rows were left out."""
 
     logp_bt: mx.array
-    adv_b: mx.array
+    adv_b: mx.array  # [B] or [B,T]
     mask_bt: mx.array
     old_logp_bt: mx.array | None = None
     rollout_logp_bt: mx.array | None = None
@@ -52,7 +52,9 @@ def policy_loss(
 
     Args:
         logp_bt: log π_θ of the sampled tokens at the sampling temperature, [B,T], nats; differentiable.
-        adv_b: advantage of each completion, [B].
+        adv_b: advantage of each completion, [B], or of each token, [B,T]. With level `sequence` and [B,T] the
+            policy term is GSPO-token's (arXiv 2507.18071, eq. 13–14): the value of the sequence's ratio, with
+            the gradient of the token's.
         mask_bt: 1 (or True) on tokens that count, [B,T].
         spec: the algorithm.
         old_logp_bt: log π_old, [B,T]; left out, π_old is π_θ itself and `sg(logp_bt)` is used.
@@ -85,7 +87,7 @@ def loss_sum(
     """
     _check(arrays, spec, max_completion_length)
     x = _cleaned(arrays)
-    mask_bt, adv_b1 = x.mask_bt, x.adv_b[:, None]
+    mask_bt, adv = x.mask_bt, x.adv  # [B,1] or [B,T]
 
     ratio_bt = policy_ratio(x.logp_bt, x.old_logp_bt, mask_bt, spec.level)  # r = π_θ/π_old
     mismatch = rollout_mismatch(x.old_logp_bt, x.rollout_logp_bt, mask_bt, spec.sequence_ratio)  # π_old/μ
@@ -95,7 +97,11 @@ def loss_sum(
     if spec.sequence_range is not None:
         weight_bt = drop_sequences(weight_bt, q_b1, spec.sequence_range)
     # l = w·ℓ + β·KL − c·H
-    term_bt = weight_bt * surrogate.function(ratio_bt, adv_b1, x.logp_bt, **spec.values(surrogate.fields))
+    policy_ratio_bt = ratio_bt
+    if spec.level == "sequence" and arrays.adv_b.ndim == 2:
+        own_bt = mx.exp(x.logp_bt - mx.stop_gradient(x.logp_bt))
+        policy_ratio_bt = mx.stop_gradient(ratio_bt) * own_bt
+    term_bt = weight_bt * surrogate.function(policy_ratio_bt, adv, x.logp_bt, **spec.values(surrogate.fields))
     if x.keep_bt is not None:
         term_bt = mx.where(x.keep_bt, term_bt, 0.0)
 
@@ -114,7 +120,7 @@ def loss_sum(
     stats = loss_stats(
         TokenTerms(
             mask_bt=mask_bt,
-            adv_b1=adv_b1,
+            adv=adv,
             ratio_bt=ratio_bt,
             kl_bt=kl_bt,
             entropy_bt=x.entropy_bt,
@@ -138,7 +144,7 @@ class _Cleaned(NamedTuple):
     """
 
     logp_bt: mx.array
-    adv_b: mx.array  # 0 for a row without a counted token
+    adv: mx.array  # [B,1], 0 for a row without a counted token; or [B,T]
     mask_bt: mx.array
     old_logp_bt: mx.array
     rollout_logp_bt: mx.array
@@ -160,13 +166,16 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
     def held(array: mx.array | None, default: mx.array) -> mx.array:
         return mx.stop_gradient(default if array is None else clean(array))
 
+    adv, present = arrays.adv_b, counted_bt
+    if adv.ndim == 1:
+        adv, present = adv[:, None], length_b[:, None] > 0
     logp_bt = clean(arrays.logp_bt)
     old_bt = held(arrays.old_logp_bt, logp_bt)
     rows, ref_bt = mask_bt.shape[0], arrays.ref_logp_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
     return _Cleaned(
         logp_bt=logp_bt,
-        adv_b=mx.stop_gradient(mx.where(length_b > 0, arrays.adv_b.astype(mx.float32), 0.0)),
+        adv=mx.stop_gradient(mx.where(present, adv.astype(mx.float32), 0.0)),
         mask_bt=mask_bt,
         old_logp_bt=old_bt,
         rollout_logp_bt=held(arrays.rollout_logp_bt, old_bt),
@@ -181,7 +190,7 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
 def _check(arrays: LossArrays, spec: LossSpec, max_completion_length: int | None) -> None:
     check_rank("logp_bt", arrays.logp_bt, 2)
     shape = arrays.logp_bt.shape
-    check_shape("adv_b", arrays.adv_b, shape[:1])
+    check_shape("adv_b", arrays.adv_b, shape if arrays.adv_b.ndim == 2 else shape[:1])
     for name, array in arrays._asdict().items():
         if array is not None and name.endswith("_bt"):
             check_shape(name, array, shape)

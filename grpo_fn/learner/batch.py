@@ -32,7 +32,7 @@ class Batch:
     prompt_lengths_b: mx.array  # int32, >= 1
     targets_bt: mx.array  # completion tokens, int32
     mask_bt: mx.array  # True on tokens that count
-    advantages_b: mx.array  # float32
+    advantages_b: mx.array  # float32 [B], or [B,T]: of each token
     rollout_logp_bt: mx.array  # log μ, float32
     num_sequences: mx.array  # rows for the denominator, float32 0-d, including those left out here
     num_tokens: mx.array  # tokens for the denominator
@@ -48,11 +48,11 @@ class Batch:
 
 
 # The fields of a batch and of its images by their axes: p and l are those of `tokens_bl`, b and t those of
-# `targets_bt`; "": the same in each part, or computed again for it.
+# `targets_bt`; "": the same in each part, or computed again for it. An array may have fewer than its axes.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
-    "b": "advantages_b group_b prompt_index_b",
-    "bt": "targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt keep_bt",
+    "b": "group_b prompt_index_b",
+    "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt keep_bt",
     "p": "prompt_lengths_b shift_r",
     "pl": "tokens_bl feature_rl",
     "plnk": "experts_blnk",
@@ -73,7 +73,7 @@ def make_batch(
 
     Args:
         rollout: B = P·G completions.
-        adv_pg: advantages [P,G].
+        adv_pg: advantages [P,G], or of each token [P,G,T]; of each turn: see `spread_over_turns`.
         mask_truncated: completions that hit the length limit count no token (they stay in the number of
             sequences).
         top_entropy_quantile: ρ; only the ρ most uncertain tokens of the batch keep their policy term (arXiv
@@ -83,8 +83,9 @@ def make_batch(
         ValueError: a shape is wrong, a token id is negative or not below `rollout.vocabulary`, ρ is outside
             (0, 1], or entropies are needed and missing.
     """
-    check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations))
     width = rollout.tokens_bt.shape[1]
+    tokens = (width,) if adv_pg.ndim == 3 else ()
+    check_shape("adv_pg", adv_pg, (len(rollout.prompts), rollout.num_generations, *tokens))
     if width == 0:
         raise ValueError(f"tokens_bt has shape {rollout.tokens_bt.shape}: expected at least one column")
     vocabulary = _token_bound(rollout)
@@ -112,7 +113,7 @@ def make_batch(
         prompt_lengths_b=prompt_lengths_b,
         targets_bt=rollout.tokens_bt,
         mask_bt=mask_bt,
-        advantages_b=adv_pg.reshape(-1).astype(mx.float32),
+        advantages_b=adv_pg.reshape(-1, *tokens).astype(mx.float32),
         rollout_logp_bt=rollout.logp_bt,
         num_sequences=mx.array(float(mask_bt.shape[0])),
         num_tokens=mask_bt.sum().astype(mx.float32),
@@ -150,7 +151,9 @@ def drop_inactive(batch: Batch, spec: LossSpec) -> Batch:
     if not enabled("inactive_rows"):
         return batch
     counted_b = batch.mask_bt.any(axis=1)
-    active_b = counted_b if spec.needs_every_row else counted_b & (batch.advantages_b != 0)
+    adv = batch.advantages_b
+    taught_b = adv != 0 if adv.ndim == 1 else (batch.mask_bt & (adv != 0)).any(axis=1)
+    active_b = counted_b if spec.needs_every_row else counted_b & taught_b
     active = [row for row, flag in enumerate(on_host(active_b)) if flag]
     return batch if len(active) == active_b.shape[0] else take_rows(batch, active)
 
@@ -217,7 +220,7 @@ def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
             found[name] = _part(array, index, sizes)
         elif array is not None and axes:
             array = array[index[axes[0]]] if axes[0] in index else array
-            wanted = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=True)]
+            wanted = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)]
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
             found[name] = mx.pad(array, more, constant_values=mx.array(_PADDING.get(name, 0), array.dtype))

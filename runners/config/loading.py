@@ -198,6 +198,13 @@ def _check_complete(config: Config) -> None:
         expected = 'expected "batch" or "none" with loss.baseline = "batch_mean"'
         why = "which divides a group whose rewards are all equal by a deviation of 0"
         faults.append(("loss.scale", f'{expected}, found "group", {why}'))
+    turns = {"baseline": loss.baseline == "turn", "discount": loss.discount < 1}
+    for key in turns if not config.env.answers else ():
+        if turns[key]:
+            expected = f"[env], whose turns it is about, found {show(getattr(loss, key))}"
+            faults.append((f"loss.{key}", f"expected {expected}"))
+    if loss.baseline == "turn" and loss.scale == "batch":
+        faults.append(("loss.scale", 'expected "group" or "none" with loss.baseline = "turn", found "batch"'))
     for name in config.system.disable:
         try:
             check_mechanism(name)

@@ -46,7 +46,7 @@ Stored = Literal["float32", "bfloat16"]
 QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
 Storage = Literal["dequantized", "packed"]
 Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
-Baseline = Literal["group_mean", "leave_one_out", "batch_mean"]
+Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "turn"]
 Scale = Literal["group", "batch", "none"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 
@@ -230,7 +230,8 @@ class LossConfig(_LossKeys):
 
     router_aux_coef: float = key(0.0, "of models with experts: the coefficient of the loss that keeps their load even: [models](models.md#experts)", ">= 0")
     router_replay: bool = key(False, "of models with experts: the learner uses the experts that the sampler chose: [models](models.md#router-replay)")
-    baseline: Baseline | None = key(None, "what is subtracted from a reward")
+    baseline: Baseline | None = key(None, "what is subtracted from a reward; `turn` (GiGPO, with [env]): also what is subtracted from a turn's return: see [credit for turns](algorithms.md#credit-for-turns)")
+    discount: float = key(1.0, "γ of the returns of turns, with [env]: a later reward counts γ less for each turn between", "0 <= x <= 1")
     scale: Scale | None = key(None, "what the difference is divided by")
     mask_truncated_completions: bool = key(False, "completions that reach the length limit do not count")
     dynamic_sampling: bool | None = key(None, "replace prompts whose completions all get one reward")

@@ -25,7 +25,7 @@ from runners.environments.own_code import loading
 from runners.environments.regrouping import regrouped
 from runners.environments.tool_calls import CallReader, Tool
 from runners.errors import UserError, error_line
-from runners.rewards.calls import GET_REWARD
+from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.functions import Reward, UserFunction
 from runners.rewards.scoring import Scorer
@@ -62,6 +62,7 @@ class Environments:
     nudge: str
     template_kwargs: Mapping[str, Any]
     reward: Reward | None  # the environment's own reward
+    turn_reward: Reward | None = None  # the sum of its own rewards of turns
     _idle: list[int] = attrs.field(factory=list)  # instances that no episode uses
     _hung: list[int] = attrs.field(factory=list)  # those that are not used again
 
@@ -256,12 +257,20 @@ def build_environments(
     made.tools = tuple(Tool(*tool) for tool in found["tools"])
     if made.has_instances:
         made._idle.append(first)
-    if found["reward"]:
-        parameters = [inspect.Parameter("environments", inspect.Parameter.KEYWORD_ONLY)]
-        function = UserFunction(worker, GET_REWARD, inspect.Signature(parameters), is_async=False)
-        made.reward = Reward(found["reward"], function)
+    rewards = found["rewards"]
+    made.reward = _own_reward(worker, rewards, GET_REWARD, "environments")
+    made.turn_reward = _own_reward(worker, rewards, GET_TURN_REWARDS, "environments", "log_extra")
     _check_follows(made)
     return made
+
+
+def _own_reward(worker: Worker, names: Mapping[str, str], method: str, *takes: str) -> Reward | None:
+    """The reward that a method of the class gives; None if the class does not have the method."""
+    if method not in names:
+        return None
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
+    signature = inspect.Signature(parameters)
+    return Reward(names[method], UserFunction(worker, method, signature, is_async=False))
 
 
 def _asked(environments: Environments, operation: str, number: int, *arguments: Any) -> Any:
@@ -276,7 +285,8 @@ def _asked(environments: Environments, operation: str, number: int, *arguments: 
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The config's rewards and the environment's. UserError if there are none, or one lacks an argument."""
+    """The config's rewards and the environment's, that of its turns last. UserError if there are none, or one
+    lacks an argument."""
     for reward in rewards:
         if "environments" not in reward.needs:
             continue
@@ -289,7 +299,8 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
                 f"reward {reward.name} takes environments, which are in the process of user code; expected "
                 "reward.timeout above 0, found 0, with which rewards are called in the run's own process"
             )
-    own = () if environments is None or environments.reward is None else (environments.reward,)
+    found = () if environments is None else (environments.reward, environments.turn_reward)
+    own = tuple(reward for reward in found if reward is not None)
     if not rewards and not own:
         raise UserError(
             "reward.functions is empty, and the environment has no get_reward; expected at least one reward"

@@ -13,9 +13,9 @@ from typing import Any
 
 from runners.config.user_functions import public_functions, resolve_function
 from runners.errors import UserError, error_line, show
-from runners.rewards.calls import GET_REWARD
+from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, TURN_REWARDS
 
-_NOT_TOOLS = ("reset", GET_REWARD)
+_NOT_TOOLS = ("reset", GET_REWARD, GET_TURN_REWARDS)
 _LONGEST_ERROR = 400  # characters of an error that a model is shown
 
 Store = dict[Any, Any]
@@ -39,7 +39,7 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
         store["tools"] |= functions
     if factory:
         store["factory"] = resolve_function(factory, dirs, key="env.factory", takes=(), classes=True)
-    store["reward", GET_REWARD] = get_rewards
+    store["reward", GET_REWARD], store["reward", GET_TURN_REWARDS] = get_rewards, get_turn_rewards
 
 
 def prepare(store: Store) -> None:
@@ -48,14 +48,14 @@ def prepare(store: Store) -> None:
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
-    """The tools of [env] (name, schema, whether it is a coroutine function), and the class's name if it has a
-    reward.
+    """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two methods
+    for rewards those that it has, each with the reward's name.
 
     With a factory an environment is made. Raises UserError for tools that cannot be described to a model, and
     for what is no environment.
     """
     methods: Functions = {}
-    reward = None
+    rewards: dict[str, str] = {}
     if store["factory"] is not None:
         try:
             environment = _made(store, number)
@@ -70,13 +70,14 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
         methods = _methods(environment)
         if twice := sorted(methods.keys() & store["tools"].keys()):
             raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
-        reward = name if callable(getattr(environment, GET_REWARD, None)) else None
+        named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
+        rewards = {method: named[method] for method in named if callable(getattr(environment, method, None))}
     tools = [
         (name, _schema(function, name, of), inspect.iscoroutinefunction(function))
         for of, functions in (("env.tools", store["tools"]), (key, methods))
         for name, function in functions.items()
     ]
-    return {"tools": tools, "reward": reward}
+    return {"tools": tools, "rewards": rewards}
 
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
@@ -103,6 +104,18 @@ def get_rewards(environments: Sequence[Any]) -> Any:
         return [await each if inspect.isawaitable(each) else each for each in found]
 
     return wait() if any(map(inspect.isawaitable, found)) else found
+
+
+def get_turn_rewards(environments: Sequence[Any], log_extra: Callable[..., None]) -> list[float | None]:
+    """The sum of what each environment's `get_turn_rewards` returns: a number or None for each turn. These
+    are logged as a column."""
+    methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
+    rows = [
+        [None if value is None else float(value) for value in method()] if callable(method) else None
+        for method in methods
+    ]
+    log_extra(TURN_REWARDS, rows)
+    return [None if row is None else sum(filter(None, row)) for row in rows]
 
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:

@@ -20,7 +20,8 @@ from runners.rewards.trl_arguments import RewardLog
 from runners.user_code.host import finished, is_async
 
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-GET_REWARD = "get_reward"  # in place of a name: the environments' own
+GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
+TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e18  # of a reward times its weight, because advantages square it
 
 Result = dict[

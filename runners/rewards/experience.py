@@ -24,7 +24,7 @@ class Experience:
     texts: tuple[str, ...]  # B = P·G completions as for rewards: with the nudge in front
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
-    advantages_pg: mx.array
+    advantages_pg: mx.array  # [P,G], or of turns [P,G,S]
     sampled_tokens: int  # tokens drawn, including those of replaced groups
     resampled: int  # groups that dynamic sampling replaced
     problems: tuple[str, ...]  # faults in scoring, a line each

@@ -95,6 +95,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, int):
         return int.__int__(value)
+    if type(value) is list:
+        return [_plain(each) for each in value]
     if isinstance(value, float):
         return float.__float__(value)
     return str.__str__(value if isinstance(value, str) else value_text(value))

@@ -78,8 +78,9 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     """
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
-    advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
     lengths, played = experience.sampled_lengths.tolist(), experience.played
+    of_turns = _of_turns(experience)
+    advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(-1)
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
@@ -96,13 +97,23 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             "reward": rewards[row],
             "rewards": {name: None if math.isnan(value) else value for name, value in values},
             **({"length_penalty": penalties[row]} if penalties else {}),
-            "advantage": advantages[row],
+            "advantage": float(advantages[row]),
+            **({"turn_advantages": of_turns[row]} if of_turns else {}),
             "tokens": lengths[row],
             "finished": finished[row],
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
             **({"messages": list(played.messages[row])} if played else {}),
         }
+
+
+def _of_turns(experience: Experience) -> list[list[float]]:
+    """The advantages of each row's turns; empty if they are those of whole completions."""
+    adv_pg, played = experience.advantages_pg, experience.played
+    if adv_pg.ndim == 2 or played is None:
+        return []
+    rows = np.array(adv_pg).reshape(len(played.counted), -1)
+    return [row[: max(each["turns"], 1)].tolist() for row, each in zip(rows, played.counted, strict=True)]
 
 
 def evaluation_records(

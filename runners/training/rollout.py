@@ -30,6 +30,7 @@ from runners.rewards.experience import (
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
+from runners.rewards.turn_rewards import advantages_of, check_turn_rewards
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import RankExperience, gather_rollout
 
@@ -87,12 +88,14 @@ class Collector:
                 kept.append(select_groups(part, varied))
         self._check_failed(failed or {})
         whole = join_experiences(kept)
-        rewards_pg = mx.array(whole.rewards_pg.astype(np.float32))
-        loss = self.config.loss
-        assert loss.baseline is not None and loss.scale is not None  # Config.check
-        advantages_pg = g.group_advantages(rewards_pg, baseline=loss.baseline, scale=loss.scale)
+        advantages_pg = advantages_of(whole, self.config.loss, with_turn_rewards=self._turn_rewards)
         mx.eval(advantages_pg)
         return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
+
+    @property
+    def _turn_rewards(self) -> bool:
+        """Whether the last reward is the sum of those of the turns."""
+        return self.environments is not None and self.environments.turn_reward is not None
 
     def _check_failed(self, failed: dict[int, Failed]) -> None:
         """Raises RewardError for a reward that failed for every completion of a batch step."""
@@ -166,6 +169,8 @@ class Collector:
         )
         if played is not None:
             scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+        if self._turn_rewards:
+            scores.problems.extend(check_turn_rewards(scores, rollout))
         rewards_b = g.combine_rewards(
             mx.array(scores.values_kb.astype(np.float32)),
             mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),

@@ -20,7 +20,7 @@ from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
 from runners.environments.own_code import loading, start_worker
-from runners.errors import UserError
+from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
@@ -115,6 +115,9 @@ def build_run(
     if environments is not None:
         environments.check_columns(columns)
     rewards = all_rewards(rewards, environments)
+    if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
+        where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
+        raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
     data = _examples(config, rows, loaded, environments)
     longest = max(len(example.tokens) for example in data.train)
     config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))

@@ -180,8 +180,10 @@ class TrainSteps:
 
     def counted(self, experience: Experience, **how: Any) -> g.Batch:
         """A batch step as one batch; its mask is True on the tokens that count in the loss."""
-        truncated = self.config.loss.mask_truncated_completions
-        return g.make_batch(experience.rollout, experience.advantages_pg, mask_truncated=truncated, **how)
+        truncated, adv_pg = self.config.loss.mask_truncated_completions, experience.advantages_pg
+        if adv_pg.ndim == 3:
+            adv_pg = g.spread_over_turns(adv_pg, experience.rollout)
+        return g.make_batch(experience.rollout, adv_pg, mask_truncated=truncated, **how)
 
     def expert_metrics(self, state: RunState) -> dict[str, float]:
         """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for

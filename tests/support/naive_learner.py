@@ -23,10 +23,15 @@ def make_state(policy, *, ref=False, optimizer=None):
     return g.init_state(policy.params, optimizer or g.adamw(1e-2), key=mx.random.key(0), ref_params=reference)
 
 
-def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False):
-    """A batch whose π_old has moved away from the policy by up to the clip range and more."""
+def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False, by_token=False):
+    """A batch whose π_old has moved away from the policy by up to the clip range and more. With `by_token`
+    a completion's advantage is multiplied by another number at each token."""
     rollout = tiny_rollout(prompts, generations, width, seed=seed)
-    batch = g.make_batch(rollout, tiny_advantages(rollout, seed=seed, zeros=zeros))
+    adv_pg = tiny_advantages(rollout, seed=seed, zeros=zeros)
+    if by_token:
+        factors = np.random.default_rng(seed).normal(size=(*adv_pg.shape, width)).astype(np.float32)
+        adv_pg = adv_pg[..., None] * mx.array(factors)
+    batch = g.make_batch(rollout, adv_pg)
     return batch if not old else attrs.evolve(batch, old_logp_bt=batch.rollout_logp_bt)
 
 
@@ -59,6 +64,7 @@ def naive_loss(module, ref_module, batch, spec):
     for row in range(rows):
         logp, entropy = row_logprobs(module, batch, row)
         count, a = len(logp), batch.advantages_b[row]
+        a = a[:count] if a.ndim else a
         tokens += count
         old = mx.stop_gradient(logp) if batch.old_logp_bt is None else batch.old_logp_bt[row, :count]
         log_ratio = logp - old

@@ -258,6 +258,10 @@ def of(rollout, **options):
             lambda: of(tiny_rollout(), adv_pg=mx.zeros((3, 2))),
             r"adv_pg has shape \(3, 2\), expected \(2, 3\)",
         ),
+        (
+            lambda: of(tiny_rollout(), adv_pg=mx.zeros((2, 3, 6))),
+            r"adv_pg has shape \(2, 3, 6\), expected \(2, 3, 7\)",
+        ),
         (lambda: g.minibatches(make(), 0), "number = 0: expected 1 <= number <= 6"),
         (lambda: g.minibatches(make(), 7), "number = 7: expected 1 <= number <= 6"),
         (lambda: g.split_batch(make(), max_tokens=0), "max_tokens = 0"),

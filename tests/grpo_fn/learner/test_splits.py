@@ -38,18 +38,18 @@ SPLITS = {
 def of_the_whole(name):
     """A policy and a batch, and what a grad step makes of it with the spec of this name."""
     policy = tiny_policy("llama-untied")
-    batch = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
-    grad_step = grad_step_of(policy, SPECS[name], compile=False)
+    batch = near_policy(make_batch(prompts=(4, 2, 7), zeros=True, by_token=name == "by token"), policy)
+    grad_step = grad_step_of(policy, SPECS.get(name, SPECS["grpo"]), compile=False)
     return policy, batch, grad_step, grad_step(make_state(policy), batch)
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["all rows", "active rows"])
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("name", ["grpo", "token_mean"])
+@pytest.mark.parametrize("name", ["grpo", "token_mean", "by token"])
 def test_any_split_gives_the_same_update(name, split, dropped):
     """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
     policy, whole, grad_step, (want, want_stats) = of_the_whole(name)
-    spec = SPECS[name]
+    spec = SPECS.get(name, SPECS["grpo"])
     state, stats = make_state(policy), []
     for number, part in enumerate(split(whole)):
         if dropped:

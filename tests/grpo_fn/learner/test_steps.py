@@ -24,11 +24,12 @@ from tests.support.naive_learner import (
 from tests.support.tiny_policies import lora_policy, repeats, tiny_policy
 
 
+@pytest.mark.parametrize("by_token", [False, True], ids=["", "advantages of tokens"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_the_gradient_is_the_naive_one(spec):
+def test_the_gradient_is_the_naive_one(spec, by_token):
     """Loss and every leaf's gradient are the naive ones: clip, correction, KL, entropy, aggregation."""
     policy = tiny_policy("llama")
-    batch = near_policy(make_batch(), policy)
+    batch = near_policy(make_batch(by_token=by_token and spec.level == "token"), policy)
     state = make_state(policy, ref=spec.beta > 0)
     state, stats = grad_step_of(policy, spec, compile=False)(state, batch)
     loss, want = naive_gradient("llama", policy.params, batch, spec, state.ref_params)

@@ -212,6 +212,37 @@ def test_bad_replies_are_refused():
         roll(policy, eos_ids=ENDS, limit=30, replies=Silent(lambda row, t: None))
 
 
+def test_turns_are_numbered_and_start_in_states():
+    """Numbers, states and a number for each turn as one for each token, of conversations by hand."""
+    rows = [  # tokens of turns that were sampled, and between them given ones
+        ([1, 2], [8, 9], [3], [7], [4, 5]),
+        ([1], [8, 9], [2, 2]),
+        ([], [6], [3, 3, 3], [8, 9], [1]),
+        ([5],),
+    ]
+    tokens = [[token for part in row for token in part] for row in rows]
+    sampled = [[n % 2 == 0 for n, part in enumerate(row) for _ in part] for row in rows]
+    width = max(map(len, tokens)) + 1
+    rollout = g.Rollout(
+        prompts=((1,), (2,)),
+        num_generations=2,
+        tokens_bt=mx.array([[*row, *[0] * (width - len(row))] for row in tokens]),
+        lengths_b=mx.array([len(row) for row in tokens]),
+        logp_bt=mx.zeros((4, width)),
+        finished_b=mx.array([True] * 4),
+        sampled_bt=mx.array([[*row, *[False] * (width - len(row))] for row in sampled]),
+    )
+    assert rollout.turn_numbers().tolist()[2][: len(tokens[2])] == [-1, 0, 0, 0, 0, 0, 1]
+    assert rollout.turn_states().tolist() == [[[0, 1, 2], [0, 1, -1]], [[0, 1, -1], [2, -1, -1]]]
+    values = mx.arange(12).reshape(2, 2, 3)
+    batch = g.make_batch(rollout, g.spread_over_turns(values, rollout))
+    rows = zip(np.array(batch.advantages_b), np.array(batch.mask_bt), strict=True)
+    counted = [row[mask].tolist() for row, mask in rows]
+    assert counted == [[0, 0, 1, 2, 2], [3, 4, 4], [6, 6, 6, 7], [9]]
+    with pytest.raises(ValueError, match=r"\(2, 2, 2\): expected 3 turns"):
+        g.spread_over_turns(values[..., :2], rollout)
+
+
 def test_given_tokens_have_no_gradient_but_through_attention():
     """The loss's gradient is that of the same batch with the given tokens' targets taken out of the mask."""
     policy = tiny_policy()

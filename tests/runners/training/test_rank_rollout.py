@@ -51,6 +51,15 @@ class Echo:
         return float(len(set(self.heard)))
 
 
+class Turns(Echo):
+    """With a reward for each turn but the last, now and then none."""
+
+    def get_turn_rewards(self):
+        """The numbers of different letters so far."""
+        numbers = [len(set(self.heard[: 3 * (n + 1)])) for n in range(len(self.heard) // 3)]
+        return [None if number == 2 else number for number in numbers]
+
+
 class Many(Echo):
     """The same, with prompts of their own."""
 
@@ -119,7 +128,8 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("factory", "numbers"), [("calculator", [2]), ("echo.py:Echo", [3]), ("echo.py:Many", [2, 6])]
+    ("factory", "numbers"),
+    [("calculator", [2]), ("echo.py:Echo", [3]), ("echo.py:Many", [2, 6]), ("echo.py:Turns", [2])],
 )
 def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     """Prompts after `reset`, tokens, messages, counts, faults and rewards, in the order of one rank, on all.
@@ -130,6 +140,7 @@ def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     path = write(factory)
     want, want_bt = collected(path, Ranks())
     assert sum(want["counts"]["calls"]) > 0
+    assert (np.ndim(want["advantages"]) == 3) == (factory == "echo.py:Turns")
     if factory != "calculator":
         assert any(want["faults"]) and not all(want["faults"])
         assert want["added"]
