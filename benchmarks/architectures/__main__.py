@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from benchmarks.architectures.page import write_page
 from benchmarks.architectures.small_models import modules
 from benchmarks.architectures.trial import STEPS, Outcome
 from benchmarks.harness.machine import backend
-from runners.machine.bounded_process import run_bounded
+from runners.machine.bounded_process import python_command
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
@@ -55,14 +57,21 @@ def main(names: Sequence[str], seconds: float, memory_gb: float, jobs: int, page
 
 def tried(name: str, seconds: float, memory: int) -> list[Outcome]:
     """The outcomes of one architecture, tried in a process of its own."""
-    ending = run_bounded(
-        "benchmarks.architectures.trial", name, str(seconds), str(memory), seconds=seconds, memory=memory
+    command = python_command(
+        "from benchmarks.architectures.trial import main; main(*sys.argv[1:])",
+        name,
+        str(seconds),
+        str(memory),
     )
-    outcomes = [Outcome(**json.loads(line)) for line in ending.lines if line.startswith("{")]
+    ending = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    outcomes = [Outcome(**json.loads(line)) for line in ending.stdout.splitlines() if line.startswith("{")]
     whole = len(outcomes) >= len(STEPS) or any(each.fault for each in outcomes[:2])
     if not whole:
-        limits = {"time": f"more than {seconds:g} s", "memory": f"more than {memory / 1e9:g} GB"}
-        fault = limits.get(ending.over, f"the process ended with {ending.code}")
+        limits = {
+            -signal.SIGPROF: f"more than {seconds:g} s",
+            -signal.SIGABRT: f"more than {memory / 1e9:g} GB",
+        }
+        fault = limits.get(ending.returncode, f"the process ended with {ending.returncode}")
         outcomes.append(Outcome(STEPS[len(outcomes)], fault))
     return outcomes
 

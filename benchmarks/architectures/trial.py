@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import traceback
@@ -22,7 +23,7 @@ from grpo_fn.policy import checkpoint_layers, patch_layers
 from grpo_fn.policy_check import without_paths
 from grpo_fn.trees import Tree, named_leaves
 from runners.errors import UserError
-from runners.machine.bounded_process import limit
+from runners.machine.bounded_process import limit_memory
 
 PROMPTS = {
     "equal": [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5]],
@@ -203,7 +204,8 @@ def run_steps(name: str) -> Iterator[Outcome]:
 
 def main(name: str, seconds: str = "300", memory: str = "3e9") -> None:
     """Prints each outcome as a line of JSON; the process ends where it passes a limit."""
-    limit(float(seconds), int(float(memory)))
+    signal.setitimer(signal.ITIMER_PROF, float(seconds))
+    limit_memory(int(float(memory)))
     for outcome in run_steps(name):
         print(json.dumps(attrs.asdict(outcome)), flush=True)
 

@@ -1,4 +1,4 @@
-"""Runs work in a separate process with limits on its time and its memory."""
+"""Functions in a separate process with limits on their time and memory."""
 
 from __future__ import annotations
 
@@ -15,48 +15,12 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-OUT_OF_MEMORY = 9  # the exit code of a `main` that raised MemoryError
-_POLL = 0.1  # seconds between readings of the child's memory
-_PATIENCE = 30.0  # seconds that a child may take in addition to ten times its computing time
+_PATIENCE = 30.0  # seconds that a call may take in addition to ten times its computing time
 # Not every system limits a process's address space: on others the parent reads the child's memory.
 _CAN_LIMIT = sys.platform == "linux"
-
-
-@attrs.frozen
-class Ending:
-    """How the process ended."""
-
-    lines: tuple[str, ...]  # what it printed
-    code: int  # its exit code; -N: signal N
-    over: str = ""  # "time" or "memory": the limit that it exceeded
-
-
-def run_bounded(module: str, *arguments: str, seconds: float, memory: int) -> Ending:
-    """Runs `module.main(*arguments)` of this package in a new Python.
-
-    `main` calls `limit` after its imports: from then on it may compute for `seconds` and use `memory`
-    bytes. If the system cannot limit the memory, this process watches it.
-    """
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
-    process = subprocess.Popen(
-        python_command(f"from {module} import main; main(*sys.argv[1:])", *arguments),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a failing Rust library writes a backtrace there
-        env={**os.environ, **quiet},
-    )
-    try:
-        over = _watch(process, seconds, memory)
-    finally:
-        process.kill()
-        printed = process.communicate()[0].decode("utf-8", "replace")
-    if process.returncode == -signal.SIGPROF:
-        over = "time"
-    elif process.returncode in (-signal.SIGABRT, OUT_OF_MEMORY):
-        over = "memory"  # Rust and C++ abort where Python has an exception
-    return Ending(tuple(printed.splitlines()), process.returncode, over)
+_POLL = 0.1  # seconds between these readings
+_MAPPED = 200_000_000  # bytes that the child has before the call
+_QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
@@ -69,14 +33,14 @@ class BoundedFunction:
     """`package.module:function` in a process that is kept; each call has limits of time and memory.
 
     Arguments and results are plain values. A call that exceeds a limit, raises or ends its process returns
-    None. Limits: `seconds` of computing, and `memory` bytes where the system limits an address space. Threads
-    take turns; a forked child has a process of its own.
+    None. Limits: `seconds` of computing, and `memory` bytes. Threads take turns; a forked child has a process
+    of its own.
     """
 
     def __init__(self, name: str, *, seconds: float, memory: int) -> None:
         """No process is started before `start` or the first call."""
         self._arguments = (name, str(seconds), str(memory))
-        self._patience = _PATIENCE + 10 * seconds
+        self._patience, self._most = _PATIENCE + 10 * seconds, memory + _MAPPED
         self._reset()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._reset)
@@ -85,7 +49,7 @@ class BoundedFunction:
         self._lock = threading.Lock()
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def start(self) -> Connection:
+    def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         """Starts the process if there is none; the function's module is imported while this one goes on."""
         if self._running is None:
             ours, theirs = Pipe()
@@ -94,16 +58,20 @@ class BoundedFunction:
                 quiet = subprocess.DEVNULL
                 process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=quiet, stderr=quiet)
             self._running = process, ours
-        return self._running[1]
+        return self._running
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's result; None: there is none within the limits."""
         with self._lock:
             try:
-                connection = self.start()
+                process, connection = self.start()
                 connection.send(arguments)
-                if connection.poll(self._patience):
-                    return connection.recv()
+                end = time.monotonic() + self._patience
+                while (rest := end - time.monotonic()) > 0:
+                    if connection.poll(rest if _CAN_LIMIT else min(rest, _POLL)):
+                        return connection.recv()
+                    if not _CAN_LIMIT and _resident(process.pid) > self._most:
+                        break
             except (EOFError, OSError):
                 pass  # a limit, or somebody else, has ended the process
             except BaseException:  # an interrupt, maybe amid a message
@@ -125,16 +93,17 @@ class BoundedFunction:
 def serve(name: str, seconds: str, memory: str) -> None:
     """In the child: answers one call after another until the caller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    os.environ.update(_QUIET)
     connection = Connection(os.dup(0))
     module, _, function = name.partition(":")
     target = getattr(importlib.import_module(module), function)
-    limit(float(seconds), int(memory))
+    limit_memory(int(memory))
     while True:
-        signal.setitimer(signal.ITIMER_PROF, 0)
         try:
             arguments = connection.recv()
         except EOFError:
             return
+        # The signal of this limit ends a process in any code.
         signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             found = target(*arguments)
@@ -144,29 +113,13 @@ def serve(name: str, seconds: str, memory: str) -> None:
         connection.send(found)
 
 
-def limit(seconds: float, memory: int) -> None:
-    """In the child: from now on allows so many seconds of computing, and so many bytes more than now."""
+def limit_memory(memory: int) -> None:
+    """In the child: from now on allows so many bytes more than now, where the system has such a limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The signal of this limit ends a process in any code.
-    signal.setitimer(signal.ITIMER_PROF, seconds)
     if _CAN_LIMIT:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def _watch(process: subprocess.Popen[bytes], seconds: float, memory: int) -> str:
-    """Waits for the end; returns the limit that was exceeded, or ""."""
-    # The child's own limit counts only computing. This one ends a child that sleeps, also on a busy machine.
-    end = time.monotonic() + _PATIENCE + 10 * seconds
-    while (rest := end - time.monotonic()) > 0:
-        try:
-            process.wait(rest if _CAN_LIMIT else _POLL)
-            return ""
-        except subprocess.TimeoutExpired:
-            if not _CAN_LIMIT and _resident(process.pid) > memory + 200_000_000:
-                return "memory"
-    return "time"
 
 
 def _resident(pid: int) -> int:

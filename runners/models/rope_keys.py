@@ -11,33 +11,24 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import attrs
+
 from runners.errors import UserError, error_line, show
 
-# The types that mlx-lm's `initialize_rope` computes like transformers.
+# The types that mlx-lm's `initialize_rope` computes like transformers. Modules without it compute "default".
 SCALED = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
-PLAIN = frozenset({"default"})
-# Modules that have the key rope_scaling, but support less than mlx-lm's `initialize_rope`.
-_COMPUTED = {
-    **dict.fromkeys(
-        ("gemma3n", "glm4_moe", "kimi_linear", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open"), PLAIN
-    ),
-    **dict.fromkeys(("deepseek", "nemotron"), PLAIN | {"linear"}),
-    **dict.fromkeys(("internlm2", "internlm3"), PLAIN | {"linear", "dynamic"}),
-    **dict.fromkeys(("phi3", "phimoe"), PLAIN | {"longrope"}),
-    "deepseek_v2": frozenset({"yarn"}),
-    "deepseek_v41": frozenset(),  # two kinds of layers, with separate keys
-    "hunyuan": frozenset({"dynamic"}),
-    "hunyuan_v1_dense": PLAIN | {"dynamic"},
-    "minicpm3": frozenset({"longrope"}),
-    # These rotate neighbouring dimensions together; mlx-lm's longrope does not.
-    **dict.fromkeys(
-        {"bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_vl", "llama4"}
-        | {"longcat_flash", "longcat_flash_ngram", "youtu_llm"},
-        SCALED - {"longrope"},
-    ),
+_OTHER_TYPES = {
+    **dict.fromkeys(("deepseek", "nemotron"), ("default", "linear")),
+    **dict.fromkeys(("internlm2", "internlm3"), ("default", "linear", "dynamic")),
+    **dict.fromkeys(("phi3", "phimoe"), ("default", "longrope")),
+    **dict.fromkeys(("hunyuan", "hunyuan_v1_dense"), ("default", "dynamic")),
+    "deepseek_v2": ("yarn",),
+    "deepseek_v41": (),
+    "minicpm3": ("longrope",),
 }
 # Modules that read all of rope_parameters themselves.
 _READ_IT = {
@@ -60,22 +51,19 @@ _TEXT = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-# Modules that read no key for a value and use this constant.
-_BUILT_IN = {"recurrent_gemma": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}
-_SCALES_FULL_LAYERS = ("olmo3",)  # and no others, though θ is one for all
-_OUTSIDE = ("phi3", "phimoe")  # read original_max_position_embeddings outside the table
-_THETA = ("rope_theta", "rotary_emb_base")
+_BUILT_IN = {"recurrent_gemma": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}  # read no key for them
+_THETA, _SHARE = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
 _SLIDING_THETA = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_LONG = ("longrope", "su")
 _ORIGINAL = "original_max_position_embeddings"
 
 
-@dataclasses.dataclass(frozen=True)
+@attrs.frozen
 class _Reader:
     name: str  # of mlx-lm's module
     keys: Collection[str]  # that it reads
     required: Collection[str]  # keys without a default
+    types: Collection[str]  # that it computes
 
     def first(self, names: Collection[str]) -> str | None:
         """The one of these keys that is read, or None."""
@@ -108,25 +96,13 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
 
 
-def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
-    missing = [name for name in reader.required if name not in config]
-    if not missing:
-        return {}
-    from transformers import CONFIG_MAPPING
-
-    kind = str(config.get("model_type"))
-    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
-    return {name: config[names[name]] for name in missing if names.get(name) in config}
-
-
 def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Lines on differences between mlx-lm and transformers for this config, in either spelling."""
     for part in (config, config.get("text_config")):
         scaling = part.get("rope_scaling") if isinstance(part, Mapping) else None
         if not isinstance(scaling, Mapping) or scaling.get("short_factor") == scaling.get("long_factor"):
             continue
-        if scaling.get("type") in _LONG or scaling.get("rope_type") in _LONG:
+        if {scaling.get("type"), scaling.get("rope_type")} & {"longrope", "su"}:
             return (
                 "rope_scaling: mlx-lm uses long_factor for texts of every length, transformers uses "
                 "short_factor for short ones, so log-probs of short texts differ from transformers'",
@@ -155,25 +131,45 @@ def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
     if module in _READ_IT:
         return nested, None
     arguments = getattr(importlib.import_module(f"mlx_lm.models.{module}"), kind or "ModelArgs")
-    fields = dataclasses.fields(arguments)
-    missing = dataclasses.MISSING
-    required = {field.name for field in fields if field.default is missing is field.default_factory}
-    return nested, _Reader(module, {field.name for field in fields}, required)
+    fields = {field.name: field for field in dataclasses.fields(arguments)}
+    required = [n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory]
+    scales = any(hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__)
+    types = _OTHER_TYPES.get(module, SCALED if scales and "rope_scaling" in fields else {"default"})
+    return nested, _Reader(module, fields.keys(), required, types)
+
+
+def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
+    """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
+    missing = [name for name in reader.required if name not in config]
+    if not missing:
+        return {}
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return {name: config[names[name]] for name in missing if names.get(name) in config}
 
 
 def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     """The keys to add to a config that has rope_parameters."""
-    whole = config["rope_parameters"]
-    keys: dict[str, Any] = {}
+    whole, keys = config["rope_parameters"], {}
     if any(isinstance(value, Mapping) for value in whole.values()):
         keys, whole = _by_layer(whole, config, reader)
-    keys |= _theta(whole, reader) | _partial(whole, config, reader)
+    for key, names in (("rope_theta", _THETA), ("partial_rotary_factor", _SHARE)):
+        value, name = whole.get(key), reader.first(names)
+        built_in = _BUILT_IN.get(reader.name, {}).get(key, value if name else 1)
+        if name is None and key in _SHARE and value is not None and "rotary_dim" in reader.keys:
+            keys["rotary_dim"] = int(config["head_dim"] * value)
+        elif value not in (None, built_in):
+            raise reader.refuse(f"{key} = {show(value)}")
+        elif value is not None and name is not None:
+            keys[name] = value
     kind = _type(whole)
-    if kind not in _COMPUTED.get(reader.name, SCALED if "rope_scaling" in reader.keys else PLAIN):
+    if kind not in reader.types:
         raise reader.refuse(f"rope_type = {show(kind)}")
     if kind != "default" and not config.get("rope_scaling"):
         keys["rope_scaling"] = _scaling(kind, whole, config, reader)
-        if reader.name in _OUTSIDE:
+        if reader.name in ("phi3", "phimoe"):  # they read it outside the table
             keys[_ORIGINAL] = keys["rope_scaling"][_ORIGINAL]
     elif "rope_scaling" in reader.required and "rope_scaling" not in config:
         keys["rope_scaling"] = None
@@ -194,17 +190,14 @@ def _by_layer(
     full, sliding = stated.get(_FULL) or {}, stated.get(_SLIDING) or {}
     if not sliding:
         return {}, full
-    name = reader.first(_SLIDING_THETA)
-    if name is None:
-        whole = full or sliding
-        apart = _type(sliding) != "default" if reader.name in _SCALES_FULL_LAYERS else sliding != whole
-        if sliding.get("rope_theta") != whole.get("rope_theta") or apart:
-            raise reader.refuse(f"other parameters for {_SLIDING} than for {_FULL}")
-        return {}, whole
-    if _type(sliding) != "default":
-        raise reader.refuse(f"rope_type = {show(_type(sliding))} for {_SLIDING}")
-    theta = sliding.get("rope_theta")
-    return _pattern(config, reader) | ({} if theta is None else {name: theta}), full
+    name, whole = reader.first(_SLIDING_THETA), full or sliding
+    if name is not None and _type(sliding) == "default":
+        return {**_pattern(config, reader), name: sliding.get("rope_theta")}, full
+    # olmo3 scales its full layers alone, by one θ for all.
+    same = sliding == whole or (reader.name == "olmo3" and _type(sliding) == "default")
+    if name is not None or not same or sliding.get("rope_theta") != whole.get("rope_theta"):
+        raise reader.refuse(f"other parameters for {_SLIDING} than for {_FULL}")
+    return {}, whole
 
 
 def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
@@ -212,39 +205,10 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     name, layers = "sliding_window_pattern", config.get("layer_types")
     if name not in reader.keys or name in config or not layers:
         return {}
-    hint = config.get(f"_{name}")
-    for every in (*([hint] if hint else []), *range(1, len(layers) + 2)):
-        if all((layer == _FULL) == (at % every == 0) for at, layer in enumerate(layers, 1)):
-            return {name: every}
-    raise UserError(
-        f"layer_types: mlx-lm's {reader.name} has {_FULL} in every n-th layer alone, found {show(layers)}"
-    )
-
-
-def _theta(whole: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """θ under the name that the module uses."""
-    theta = whole.get("rope_theta")
-    if theta is None:
-        return {}
-    name = reader.first(_THETA)
-    if name is None or theta != _BUILT_IN.get(reader.name, whole).get("rope_theta"):
-        raise reader.refuse(f"rope_theta = {show(theta)}")
-    return {name: theta}
-
-
-def _partial(whole: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The rotated share of each head, under the name that the module uses."""
-    share = whole.get("partial_rotary_factor")
-    if share is None:
-        return {}
-    name = reader.first(("partial_rotary_factor", "rotary_pct"))
-    if name is not None:
-        return {name: share}
-    if "rotary_dim" in reader.keys:
-        return {"rotary_dim": int(config["head_dim"] * share)}
-    if share != _BUILT_IN.get(reader.name, {}).get("partial_rotary_factor", 1):
-        raise reader.refuse(f"partial_rotary_factor = {show(share)}")
-    return {}
+    every = config.get(f"_{name}") or (layers.index(_FULL) if _FULL in layers else len(layers)) + 1
+    if any((layer == _FULL) != (at % every == 0) for at, layer in enumerate(layers, 1)):
+        raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
+    return {name: every}
 
 
 def _scaling(
@@ -263,11 +227,10 @@ def _scaling(
         scaling["factor"] = longest / scaling[_ORIGINAL]
     elif kind != "longrope":
         raise UserError(f"rope_parameters: rope_type = {show(kind)} without factor")
-    if kind == "yarn":
-        scaling |= _yarn(scaling, reader)
-    if kind == "longrope":
-        _check_longrope(scaling, longest / scaling[_ORIGINAL], reader)
-    return scaling
+    wanted = scaling.get("attention_factor")
+    if kind == "longrope" and wanted is not None and not scaling.get("long_mscale"):
+        raise reader.refuse(f"attention_factor = {show(wanted)} with rope_type = {show(kind)}")
+    return scaling | _yarn(scaling, reader) if kind == "yarn" else scaling
 
 
 def _yarn(scaling: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
@@ -278,32 +241,10 @@ def _yarn(scaling: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     """
     if scaling.get("truncate", True) is not True:
         raise reader.refuse(f"truncate = {show(scaling['truncate'])}")
-    stated, other = scaling.get("mscale", 0), scaling.get("mscale_all_dim", 0)
-    slope = 0.1 * math.log(max(scaling["factor"], 1))
-
-    def magnitude(mscale: float) -> float:
-        return slope * mscale + 1
-
-    usual = magnitude(stated) / magnitude(other) if stated and other else magnitude(1)
-    wanted = scaling.get("attention_factor", usual)
-    # An explicit mscale of 0 means 0 in mlx-lm.
-    if math.isclose(wanted, magnitude(scaling.get("mscale", 1)) / magnitude(other)):
-        return {}
+    wanted, slope = scaling.get("attention_factor"), 0.1 * math.log(max(scaling["factor"], 1))
+    if wanted is None:
+        stated = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
+        return {"mscale": 1, "mscale_all_dim": 0} if any(stated) and not all(stated) else {}
     if not slope:
         raise reader.refuse(f"attention_factor = {show(wanted)} with a factor of 1")
-    return {"mscale": (wanted * magnitude(other) - 1) / slope}
-
-
-def _check_longrope(scaling: Mapping[str, Any], growth: float, reader: _Reader) -> None:
-    """mlx-lm takes the factor on attention from the two lengths, or from long_mscale."""
-    if scaling.get("long_mscale"):
-        return
-
-    def magnitude(factor: float) -> float:
-        length = scaling[_ORIGINAL]
-        return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 < length else 1.0
-
-    computed = magnitude(growth)
-    wanted = scaling.get("attention_factor", magnitude(scaling.get("factor", growth)))
-    if not math.isclose(wanted, computed, rel_tol=1e-6):
-        raise reader.refuse(f"a factor of {wanted:.4g} on attention (it computes {computed:.4g})")
+    return {"mscale": (wanted - 1) / slope, "mscale_all_dim": 0}

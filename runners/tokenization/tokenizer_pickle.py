@@ -71,27 +71,12 @@ def encoding_state(content: bytes) -> dict[str, Any]:
 
 
 def _check_opcodes(content: bytes) -> None:
-    texts = ["", ""]
-    for opcode, argument, _ in pickletools.genops(content):
-        if isinstance(argument, str):
-            texts.append(argument)
-        if opcode.name == "STACK_GLOBAL":
-            _check_name(".".join(texts[-2:]))
-        if opcode.name in ("GLOBAL", "INST"):
-            _check_name(str(argument).replace(" ", "."))
+    for opcode, _, _ in pickletools.genops(content):
         if opcode.name not in _ADMITTED:
             raise UserError(
                 f"expected a pickle of protocol 4 or 5 that only holds a vocabulary, found the opcode "
                 f"{opcode.name}; none of it was run"
             )
-
-
-def _check_name(name: str) -> None:
-    if name != _ENCODING:
-        raise UserError(
-            f"the pickle asks for {show(name)}; only tiktoken's Encoding is admitted, as a pickle can run "
-            "any code; none of this one was run"
-        )
 
 
 class _StandIn:
@@ -104,7 +89,12 @@ class _StandIn:
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """The stand-in for Encoding; UserError for every other name, before anything is imported."""
-        _check_name(f"{module_name}.{global_name}")
+        name = f"{module_name}.{global_name}"
+        if name != _ENCODING:
+            raise UserError(
+                f"the pickle asks for {show(name)}; only tiktoken's Encoding is admitted, as a pickle can run "
+                "any code; none of this one was run"
+            )
         return _StandIn
 
 

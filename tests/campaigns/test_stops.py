@@ -30,7 +30,7 @@ STAGES = {
     # name: function, its call, seconds in it, batch steps that are saved then
     "the config": ("runners.config.loading:load_config", 1, LONG, 0),
     "the data": ("runners.training.setup:load_rows", 1, LONG, 0),
-    "the tokenizer's check": ("runners.tokenization.tokenizer_check:run_bounded", 1, LONG, 0),
+    "the tokenizer's check": ("runners.tokenization.tokenizer_check:_digest", 1, LONG, 0),
     "the model's load": ("runners.training.setup:load_model", 1, LONG, 0),
     "the model's check": ("runners.training.learner:check_model", 1, LONG, 0),
     "the forecast": ("runners.training.setup:memory_outlook", 1, LONG, 0),

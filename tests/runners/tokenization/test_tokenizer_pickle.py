@@ -64,28 +64,28 @@ AGAIN = b"\x80\x04" + STACK_GLOBAL[:-7] + b"\x94\x8c\x04trip\x94" + ENCODING[:-1
 
 
 @pytest.mark.parametrize(
-    ("content", "name"),
+    ("content", "message"),
     [
-        pytest.param(b"\x80\x02" + GLOBAL + b")R.", f"{__name__}.trip", id="GLOBAL, REDUCE"),
-        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")R.", f"{__name__}.trip", id="STACK_GLOBAL, REDUCE"),
-        pytest.param(f"(i{__name__}\ntrip\n.".encode(), f"{__name__}.trip", id="INST"),
-        pytest.param(AGAIN + b")\x81.", f"{__name__}.trip", id="a name from the memo"),
+        pytest.param(b"\x80\x02" + GLOBAL + b")R.", "the opcode GLOBAL", id="GLOBAL, REDUCE"),
+        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")R.", "the opcode REDUCE", id="STACK_GLOBAL, REDUCE"),
+        pytest.param(f"(i{__name__}\ntrip\n.".encode(), "the opcode INST", id="INST"),
+        pytest.param(
+            b"\x80\x04" + STACK_GLOBAL + b")\x81.", f'asks for "{__name__}.trip"; ', id="STACK_GLOBAL"
+        ),
+        pytest.param(AGAIN + b")\x81.", f'asks for "{__name__}.trip"; ', id="a name from the memo"),
         pytest.param(
             b"\x80\x04\x8c\x0dtiktoken.core\x8c\x13Encoding.__init__.x\x93.",
-            "tiktoken.core.Encoding.__init__.x",
+            'asks for "tiktoken.core.Encoding.__init__.x"; ',
             id="a dotted name",
         ),
-        pytest.param(b"\x80\x02ctiktoken.core\nfunctools\n.", "tiktoken.core.functools", id="a neighbour"),
-        pytest.param(b"\x80\x02c__builtin__\neval\n(U\x011tR.", "__builtin__.eval", id="builtins"),
     ],
 )
-def test_another_name_is_refused_by_name(content, name):
-    """Whatever opcode asks for it: the message has the name, and nothing ran."""
+def test_another_name_is_refused_and_nothing_runs(content, message):
+    """Whatever opcode asks for it."""
     ran.clear()
-    with pytest.raises(UserError, match="none of this one was run") as caught:
+    with pytest.raises(UserError, match=r"none of (it|this one) was run") as caught:
         encoding_state(content)
-    assert f'the pickle asks for "{name}"; ' in str(caught.value)
-    assert ran == []
+    assert message in str(caught.value) and ran == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"tokenizer.pkl: cannot be read"):
         read_encoding(file)
     file.write_bytes(b"\x80\x02cos\nsystem\n.")
-    with pytest.raises(UserError, match=r'tokenizer.pkl: the pickle asks for "os.system"'):
+    with pytest.raises(UserError, match=r"tokenizer.pkl: expected a pickle .* the opcode GLOBAL"):
         read_encoding(file)
     file.write_bytes(pickled({**STATE, "pat_str": "("}))
     with pytest.raises(UserError, match=r"tokenizer.pkl: tiktoken does not take it"):
