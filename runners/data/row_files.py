@@ -154,7 +154,7 @@ def _line_rows(path: Path) -> Iterator[RawRow]:
 
 def _json_row(place: str, line: str) -> RawRow:
     try:
-        return _as_row(place, json.loads(line, object_pairs_hook=_object))
+        return _as_row(place, json.loads(line))
     except json.JSONDecodeError as error:
         return RawRow(place, fault=f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
@@ -163,24 +163,13 @@ def _json_row(place: str, line: str) -> RawRow:
 
 def _json_rows(path: Path, text: str) -> Iterator[RawRow]:
     try:
-        values = json.loads(text, object_pairs_hook=_object)
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     return (_as_row(f"{path}, row {number}", value) for number, value in enumerate(values, 1))
 
 
-class _Twice(dict[str, Any]):
-    """An object with one of its names twice, of which the last value would count silently."""
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else _Twice(pairs)
-
-
 def _as_row(place: str, value: Any) -> RawRow:
-    if isinstance(value, _Twice):
-        return RawRow(place, fault="two fields of one name")
     if isinstance(value, dict):
         return RawRow(place, value)
     return RawRow(place, fault=f"expected an object with named fields, found {type(value).__name__}")
@@ -189,26 +178,18 @@ def _as_row(place: str, value: Any) -> RawRow:
 def _csv_rows(path: Path, text: str) -> Iterator[RawRow]:
     csv.field_size_limit(_LARGEST_CELL)  # by default 131,072 characters
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    header: list[str] = []
-    while True:
-        fault = ""
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if (
-                "end of data" in str(error) or not header
-            ):  # a quote that never ends: all rows after it are lost
-                raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
-            cells, fault = [], f"not CSV: {error}"
-        if not header:
-            header = _checked_header(path, cells)
-        elif cells or fault:
-            if not fault and len(cells) != len(header):
+    try:
+        lines = filter(None, reader)
+        header = _checked_header(path, next(lines, []))
+        for cells in lines:
+            place = f"{path}, line {reader.line_num}"
+            if len(cells) == len(header):
+                yield RawRow(place, dict(zip(header, cells, strict=True)))
+            else:
                 fault = f"expected {len(header)} cells, as in the header, found {len(cells)}"
-            values = {} if fault else dict(zip(header, cells, strict=True))
-            yield RawRow(f"{path}, line {reader.line_num}", values, fault)
+                yield RawRow(place, fault=fault)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
 
 
 def _checked_header(path: Path, names: list[str]) -> list[str]:

@@ -6,7 +6,6 @@ Importing this module imports nothing heavy; `prepare` imports grpo_fn, which lo
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from runners.errors import UserError, gigabytes
+from runners.errors import UserError
 from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.versions import install_hint, installed_version, untested_versions
 
@@ -30,8 +29,6 @@ _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 # Smaller buffers hold less memory at the same speed, and a rollout's are launched sooner. The numbers are
 # operations in a buffer, and units of 10^6 bytes that they read and write.
 _CUDA_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": "20", "MLX_MAX_MB_PER_BUFFER": "100"}
-_FILES = 4096  # mlx-lm sets this hard limit of open files, and fails if it cannot
-_ADDRESSES = (5 << 28, 1 << 27)  # bytes that the libraries map: once, and for each core's thread
 
 
 @attrs.frozen
@@ -57,24 +54,8 @@ def load_blas() -> Blas:
     """Imports grpo_fn, which loads the BLAS before MLX is imported; before that sets up a CUDA build of MLX.
 
     Raises ImportError if MLX is not installed, if it is installed without a backend, or if the environment's
-    GRPO_FN_BLAS names something that is not a BLAS; UserError if a limit of this process is too low.
+    GRPO_FN_BLAS names something that is not a BLAS.
     """
-    cores = _cores()
-    most, least = resource.getrlimit(resource.RLIMIT_AS)[0], _ADDRESSES[0] + cores * _ADDRESSES[1]
-    if most != resource.RLIM_INFINITY and most < least and "mlx.core" not in sys.modules:  # MLX would hang
-        raise UserError(
-            f"expected {gigabytes(least)} of address space for {cores} cores, found the limit "
-            f"{gigabytes(most)}; `ulimit -v unlimited` removes it"
-        )
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < _FILES:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, _FILES))
-        except (ValueError, OSError):
-            raise UserError(
-                f"expected a hard limit of {_FILES:,} open files, as mlx-lm sets it, found {hard:,}; "
-                "`ulimit -Hn` shows it"
-            ) from None
     if sys.platform == "linux" and any(map(installed_version, _CUDA_WHEELS)):
         for name, value in _CUDA_BUFFERS.items():  # MLX reads them at its first operation
             os.environ.setdefault(name, value)
@@ -101,8 +82,8 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
 def prepare(memory_limit_gb: float = 0.0) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
 
-    Raises UserError if MLX is not installed or has no backend, if a limit of this process is too low for it,
-    and in a process that was forked from one that has computed.
+    Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
+    has computed.
     """
     try:
         found = load_blas()

@@ -22,8 +22,6 @@ from runners.memory.shapes import (
     CHECKPOINTED,
     FLOAT,
     PREFILL,
-    SCAN_BACKWARD,
-    SCAN_SAVED,
     ModelShape,
     block_bytes,
     logit_bytes,
@@ -277,10 +275,6 @@ def gradient_phase(
     activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
     logits, share = logit_bytes(shape, batch.rows * batch.width, size)
     logits += (1 - share) * working  # the other arrays in flight belong to the last block
-    if shape.scans:
-        states = FLOAT * shape.states * sum(rows * length for rows, length, _ in passes)
-        activations += 0 if checkpointed else SCAN_SAVED * states * shape.scans
-        working += (SCAN_BACKWARD + (2 * SCAN_SAVED if checkpointed else 0)) * states
     head = FLOAT * sizes.embedding
     base = {"compute copy": sizes.copy, "accumulated gradients": sizes.gradients if accumulates else 0}
     busy = {"logits": logits} if logits >= working else {"working set": working}

@@ -35,8 +35,6 @@ SAVED = Counts(hidden=4, intermediate=3, queries=1.5, keys=4, scores=1, precise=
 CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
 # Measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
-# Float32 arrays of all tokens' states that a scan saves, and that it has in flight: Jamba's, token by token.
-SCAN_SAVED, SCAN_BACKWARD = 4.0, 18.5
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
 
 
@@ -54,8 +52,6 @@ class ModelShape:
     tied: bool  # the head's weights are the embedding's
     gated: bool = False  # the MLP is silu(gate) · x
     squared: bool = False  # the MLP is ReLU²
-    scans: int = 0  # layers that scan token by token in place of attention
-    states: int = 0  # numbers of the state of each of them
 
     @property
     def block_parameters(self) -> int:
@@ -90,12 +86,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     activation = next((name for name in activations if name), "silu")
     if config.get("model_type") == "nanochat":  # its config does not state it
         activation = "relu2"
-    layers = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    scans, period = 0, first("attn_layer_period", default=0)
-    if config.get("model_type") == "jamba" and period:
-        scans = layers - len(range(first("attn_layer_offset", default=0), layers, period))
     return ModelShape(
-        layers=layers,
+        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         hidden=hidden,
         intermediate=wide,
         heads=heads,
@@ -105,8 +97,6 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         tied=bool(config.get("tie_word_embeddings", False)),
         gated=activation in ("silu", "swish"),
         squared=activation == "relu2",
-        scans=scans,
-        states=first("mamba_expand") * hidden * first("mamba_d_state") if scans else 0,
     )
 
 

@@ -92,8 +92,8 @@ class _Reader(pickle.Unpickler):
         name = f"{module_name}.{global_name}"
         if name != _ENCODING:
             raise UserError(
-                f"the pickle asks for {show(name)}; only tiktoken's Encoding is admitted, as a pickle can run "
-                "any code; none of this one was run"
+                f"the pickle asks for {show(name)}; only tiktoken's Encoding is admitted, as a pickle can "
+                "run any code; none of this one was run"
             )
         return _StandIn
 

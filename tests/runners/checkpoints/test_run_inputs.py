@@ -154,11 +154,11 @@ def test_other_held_out_problems_are_reported(place):
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
     here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
-    monkeypatch.setattr(start, "arithmetic_facts", lambda _: {**here, "blas_threads": 64, "more": "x"})
+    monkeypatch.setattr(start, "arithmetic_facts", lambda _: {**here, "cores": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]
-    assert "blas_threads (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
+    assert "cores (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
 
 
 def test_which_columns_a_reward_is_given():

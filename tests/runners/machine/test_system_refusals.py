@@ -1,7 +1,6 @@
 """What the system refuses: low limits, no room, a folder that is gone. Each is one line and exit code 2."""
 
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -17,27 +16,18 @@ GENERATE = ("generate", "embedded", "hi", "--max-tokens", "1")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's limits")
 
 
-def refused(cwd, before=lambda: None, **environment):
+def refused(cwd, **environment):
     """The last line of a `grpo` command in a process of its own, which ends within seconds with code 2."""
     done = subprocess.run(
         [sys.executable, "-c", "from runners.cli import main; main()", *GENERATE],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        preexec_fn=before,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     return done.stderr.splitlines()[-1]
-
-
-@linux
-def test_too_little_address_space(tmp_path):
-    """MLX would hang."""
-    limits = (1 << 29, 1 << 29)
-    line = refused(tmp_path, lambda: resource.setrlimit(resource.RLIMIT_AS, limits))
-    assert "of address space for" in line and line.endswith("`ulimit -v unlimited` removes it")
 
 
 @pytest.mark.parametrize("arguments", [GENERATE, ("run", "quickstart"), ("report", "x"), ("runs",)])

@@ -8,9 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import grpo_fn as g
-from benchmarks.architectures.small_models import small_config, small_model
-from grpo_fn.learner import Shape, Sharding
-from grpo_fn.policy import checkpoint_layers
+from grpo_fn.learner import Sharding
 from grpo_fn.policy.decoding.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
@@ -23,7 +21,6 @@ from runners.memory.forecast import (
     GPU_TOKENS,
     ROOM_TO_LEARN,
     forecast,
-    gradient_phase,
     largest_batch,
     with_keys,
 )
@@ -33,7 +30,6 @@ from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
-from tests.support.tiny_policies import memory_in_use, token_rows
 from tests.support.tiny_runs import PROBLEMS
 
 CPU, GPU, CUDA = Platform("cpu"), Platform("metal"), Platform("cuda")
@@ -334,29 +330,6 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     broken = attrs.evolve(tight, model=attrs.evolve(tight.model, path="/nowhere/at/all"))
     reason = plan.sizes_if_it_can_fit(broken, CPU)
     assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[2] == (reason,)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_states_of_a_scan_are_counted(config, checkpointed):
-    """jamba's learner holds a state for each token: the forecast of a gradient is within 40 % of its peak."""
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 8, "mamba_d_state": 32}
-    stated = small_config("jamba", **sizes) | {"torch_dtype": "float32"}
-    policy, rows, length = g.Policy.from_module(small_model("jamba", **sizes)), 2, 128
-    if checkpointed:
-        checkpoint_layers(policy.module)
-    shape = Shape(prompts=0, length=length, rows=rows, width=length)
-    found = gradient_phase(model_sizes(config(), CPU, stated=stated), shape, False, checkpointed)
-    tokens = token_rows(rows, length)
-
-    def loss(params):
-        hidden = policy.hidden(params, tokens)
-        return g.token_logprobs(hidden, policy.head(params), tokens).sum()
-
-    mx.eval(policy.params)
-    held = memory_in_use()
-    mx.reset_peak_memory()
-    g.materialize(mx.grad(loss)(policy.params))
-    assert 0.6 < sum(found.values()) / (mx.get_peak_memory() - held) < 1.4
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():
