@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import attrs
 from runners.files.cache_folder import cache_folder
 
 MOST_JUDGE_ANSWERS = 200_000  # the oldest go first
-_PATIENCE = 5.0  # seconds that another process may hold the file
+_COLUMNS = "place INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT UNIQUE, text TEXT"
 
 
 def question_digest(url: str, body: Mapping[str, Any]) -> str:
@@ -35,43 +35,25 @@ class AnswerCache:
 
     def find(self, digests: Iterable[str]) -> dict[str, str]:
         """The cached answers for these digests."""
-        found: dict[str, str] = {}
-
-        def query(connection: sqlite3.Connection) -> None:
-            for digest in digests:
-                found.update(
-                    connection.execute("SELECT digest, text FROM answers WHERE digest = ?", (digest,))
-                )
-
-        self._use(query)
-        return found
+        query = "SELECT digest, text FROM answers WHERE digest = ?"
+        return dict(self._run(query, [(digest,) for digest in digests]))
 
     def keep(self, answers: Mapping[str, str]) -> None:
         """Adds answers."""
-
-        def insert(connection: sqlite3.Connection) -> None:
-            connection.executemany(
-                "INSERT OR REPLACE INTO answers (digest, text) VALUES (?, ?)", answers.items()
-            )
-            connection.execute(
-                "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?", (self.most,)
-            )
-
         if answers:
-            self._use(insert)
+            self._run("INSERT OR REPLACE INTO answers (digest, text) VALUES (?, ?)", [*answers.items()])
+            oldest = "DELETE FROM answers WHERE place <= (SELECT MAX(place) FROM answers) - ?"
+            self._run(oldest, [(self.most,)])
 
-    def _use(self, act: Callable[[sqlite3.Connection], None]) -> None:
-        """Calls `act` with this thread's own connection, in a transaction."""
-        if not self.usable:
-            return
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with closing(sqlite3.connect(self.file, timeout=_PATIENCE)) as connection, connection:
-                connection.execute(
-                    "CREATE TABLE IF NOT EXISTS answers "
-                    "(place INTEGER PRIMARY KEY AUTOINCREMENT, digest TEXT UNIQUE, text TEXT)"
-                )
-                act(connection)
-        except (sqlite3.Error, OSError) as error:
-            self.usable = False
-            self.notices.append(f"{self.file}: judges' answers are not saved ({error})")
+    def _run(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The results of a statement for each row, by this thread's own connection, in a transaction."""
+        if self.usable:
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with closing(sqlite3.connect(self.file)) as connection, connection:
+                    connection.execute(f"CREATE TABLE IF NOT EXISTS answers ({_COLUMNS})")
+                    return [found for row in rows for found in connection.execute(statement, row)]
+            except (sqlite3.Error, OSError) as error:
+                self.usable = False
+                self.notices.append(f"{self.file}: judges' answers are not saved ({error})")
+        return []

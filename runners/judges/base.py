@@ -23,16 +23,8 @@ class Judge:
         return []
 
 
-_GROUP = "judge"
-
-
-def metric_name(judge: str, part: str) -> str:
-    """The name in the log."""
-    return f"{_GROUP}/{judge}/{part}"
-
-
 def combined(name: str, values: Sequence[float]) -> float | None:
     """One number for an update from those of its batch steps; None if the name is not a judge's."""
     group, _, rest = name.partition("/")
-    rule = JUDGE_METRICS.get(rest.rpartition("/")[2]) if group == _GROUP and "/" in rest else None
+    rule = JUDGE_METRICS.get(rest.rpartition("/")[2]) if group == "judge" and "/" in rest else None
     return None if rule is None or not values else float(rule(values))

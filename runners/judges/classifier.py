@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
@@ -20,17 +19,7 @@ from runners.models.folders import resolve_model
 from runners.models.model_reader import check_finite, load_by_mlx_lm, load_tokenizer
 from runners.tokenization.text import encode
 
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-_HEADS = (
-    "score.weight",
-    "score.bias",
-    "classifier.weight",
-    "classifier.bias",
-    "v_head.weight",
-    "v_head.bias",
-)
+_HEAD = "score.weight"
 _BUCKET = 32  # tokens: rows are padded to a multiple of it
 
 
@@ -38,9 +27,8 @@ _BUCKET = 32  # tokens: rows are padded to a multiple of it
 class _Model:
     policy: g.Policy
     head_kd: mx.array  # K labels or scores
-    bias_k: mx.array | None
     column: int | None  # the label whose probability counts; None: the one score as it is
-    tokenizer: TokenizerWrapper
+    tokenizer: Any
 
 
 @attrs.define(eq=False, slots=False)
@@ -53,8 +41,7 @@ class ClassifierJudge(Judge):
 
     def check(self) -> None:
         """Reads the folder. Raises UserError if it is not a usable classifier."""
-        if self._model is None:
-            self._model = _load(self.name, self.settings)
+        self._model = self._model or _load(f"judge.{self.name}", self.settings)
 
     def __call__(
         self,
@@ -65,50 +52,45 @@ class ClassifierJudge(Judge):
         """The score, or the label's probability, of each conversation that ends with the completion."""
         self.check()
         assert self._model is not None
+        model = self._model
         rows = [
-            self._tokens([*prompt, dict(completion[0])])
+            self._tokens(model.tokenizer, [*prompt, dict(completion[0])])
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        positions, most = self._model.policy.positions, f"judge.{self.name}.max_length"
-        limit = self.settings.max_length
-        if positions is not None and positions < limit:
-            limit, most = positions, f"{positions:,}"
+        limit, most = self.settings.max_length, f"judge.{self.name}.max_length"
+        if model.policy.positions is not None and model.policy.positions < limit:
+            limit, most = model.policy.positions, f"{model.policy.positions:,}"
         verdicts: list[float | Failure] = [
             Failure(f"reads {most} tokens at most", f"{len(row):,} tokens") for row in rows
         ]
         fitting = [i for i, row in enumerate(rows) if len(row) <= limit]
         for part in _batches(rows, fitting, self.settings.batch_tokens):
-            for i, value in zip(part, _scores(self._model, [rows[i] for i in part]), strict=True):
+            for i, value in zip(part, _scores(model, [rows[i] for i in part]), strict=True):
                 verdicts[i] = value
         return verdicts
 
-    def _tokens(self, conversation: list[Mapping[str, Any]]) -> list[int]:
-        assert self._model is not None
-        tokenizer = self._model.tokenizer
+    def _tokens(self, tokenizer: Any, conversation: list[Mapping[str, Any]]) -> list[int]:
         templated = bool(tokenizer.has_chat_template)
+        text = "\n\n".join(str(message["content"]) for message in conversation)
         if templated:
             try:
                 text = tokenizer.apply_chat_template(conversation, tokenize=False)
             except Exception as error:  # the template is foreign code
-                raise UserError(
-                    f"judge.{self.name}.path: its chat template fails: {error_line(error)}"
-                ) from error
-        else:
-            text = "\n\n".join(str(message["content"]) for message in conversation)
+                line = error_line(error)
+                raise UserError(f"judge.{self.name}.path: its chat template fails: {line}") from error
         return list(encode(tokenizer, text, add_special_tokens=not templated)) or [0]
 
 
-def _load(name: str, settings: JudgeConfig) -> _Model:
-    path = resolve_model(settings.path, key=f"judge.{name}.path")
-    where = f"judge.{name}.path: {path}"
-    heads: dict[str, mx.array] = {}
+def _load(judge: str, settings: JudgeConfig) -> _Model:
+    path = resolve_model(settings.path, key=f"{judge}.path")
+    heads: list[mx.array] = []
 
     def without_head(model: Any) -> Any:
         class Model(model):
             __module__ = model.__module__
 
             def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-                heads.update({key: weights.pop(key) for key in _HEADS if key in weights})
+                heads.extend(weights.pop(key) for key in (_HEAD,) if key in weights)
                 weights.pop("lm_head.weight", None)
                 weights = super().sanitize(weights) if hasattr(model, "sanitize") else weights
                 own = named_leaves(self.parameters())
@@ -120,18 +102,19 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
         # Tied, so that no language-model head is made, which a verdict does not use.
         module, config = load_by_mlx_lm(path, adapt=without_head, tie_word_embeddings=True)
     except UserError as error:
-        raise UserError(f"judge.{name}.path: {error}") from error
-    head = next((heads[key] for key in _HEADS if key in heads and key.endswith("weight")), None)
-    bias = next((heads[key] for key in _HEADS if key in heads and key.endswith("bias")), None)
-    if head is None:
+        raise UserError(f"{judge}.path: {error}") from error
+    if not heads:
         kinds = listed([str(kind) for kind in config.get("architectures") or ["none"]])
         raise UserError(
-            f"{where}: expected a reward model or classifier that transformers saved as "
-            f"...ForSequenceClassification, found no {' or '.join(_HEADS[::2])} (architectures: {kinds})"
+            f"{judge}.path: {path}: expected a reward model or classifier that transformers saved as "
+            f"...ForSequenceClassification, found no {_HEAD} (architectures: {kinds})"
         )
-    if head.shape[-1] != _width(module):
-        shape = list(head.shape)
-        raise UserError(f"{where}: its head: expected the shape [labels, {_width(module)}], found {shape}")
+    head, tables = heads[0], (nn.Embedding, nn.QuantizedEmbedding)
+    table = next(layer for _, layer in module.named_modules() if isinstance(layer, tables))
+    width = table(mx.array([0])).shape[-1]  # only its shape: nothing is computed
+    if head.shape[-1] != width:
+        expected = f"expected the shape [labels, {width}], found {list(head.shape)}"
+        raise UserError(f"{judge}.path: {path}: its head: {expected}")
     tokenizer = load_tokenizer(path)
     module.eval()
     module.freeze()
@@ -139,23 +122,16 @@ def _load(name: str, settings: JudgeConfig) -> _Model:
         cast_floating(module, mx.float32)  # 16 bits are computed slowly there
     check_finite({"head": head} | named_leaves(module.parameters()), path)
     mx.eval(module.parameters(), head)
-    column = _column(name, settings.label, config, head.shape[0])
-    return _Model(g.Policy.for_inference(module), head, bias, column, tokenizer)
+    column = _column(f"{judge}.label", settings.label, config, head.shape[0])
+    return _Model(g.Policy.for_inference(module), head.astype(mx.float32), column, tokenizer)
 
 
-def _width(module: nn.Module) -> int:
-    kinds = (nn.Embedding, nn.QuantizedEmbedding)
-    table = next(layer for _, layer in module.named_modules() if isinstance(layer, kinds))
-    return table(mx.array([0])).shape[-1]  # only its shape: nothing is computed
-
-
-def _column(name: str, label: str, config: Mapping[str, Any], heads: int) -> int | None:
-    key = f"judge.{name}.label"
-    labels = [str((config.get("id2label") or {}).get(str(i), f"LABEL_{i}")) for i in range(heads)]
-    if heads == 1 and not label:
-        return None
+def _column(key: str, label: str, config: Mapping[str, Any], heads: int) -> int | None:
     if heads == 1:
-        raise UserError(f"{key}: expected no label, as the model gives one score, found {show(label)}")
+        if label:
+            raise UserError(f"{key}: expected no label, as the model gives one score, found {show(label)}")
+        return None
+    labels = [str((config.get("id2label") or {}).get(str(i), f"LABEL_{i}")) for i in range(heads)]
     if label not in labels:
         found = show(label) + did_you_mean(label, labels) if label else "none"
         raise UserError(f"{key}: expected one of {listed(labels)}, found {found}")
@@ -183,8 +159,7 @@ def _scores(model: _Model, rows: Sequence[Sequence[int]]) -> list[float]:
     tokens_bl = mx.array([[*row, *[0] * (width - len(row))] for row in rows])
     hidden_bld = model.policy.hidden(model.policy.params, tokens_bl)
     last_bd = hidden_bld[mx.arange(len(rows)), mx.array([len(row) - 1 for row in rows])]
-    logits_bk = last_bd.astype(mx.float32) @ model.head_kd.astype(mx.float32).T
-    if model.bias_k is not None:
-        logits_bk = logits_bk + model.bias_k.astype(mx.float32)
-    values_b = logits_bk[:, 0] if model.column is None else mx.softmax(logits_bk, axis=-1)[:, model.column]
-    return np.array(values_b).tolist()
+    logits_bk = last_bd.astype(mx.float32) @ model.head_kd.T
+    column = model.column
+    values_b = logits_bk[:, 0] if column is None else mx.softmax(logits_bk, axis=-1)[:, column]
+    return values_b.tolist()  # pyright: ignore[reportReturnType]

@@ -24,7 +24,6 @@ _MOST_TOKENS = 1 << 53  # of an answer
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # another try may succeed
 _HOPELESS = {401, 403, 404, 405}  # the same for every request
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0  # seconds before another try
-_PROBE_TIME = 10.0  # seconds
 _taken_keys: dict[str, str] = {}
 
 
@@ -43,18 +42,8 @@ class _Fault:
     """Why a try has no reply."""
 
     failure: Failure
-    passing: bool = False  # another try may succeed
+    wait: float | None = None  # seconds that the server asks to wait before another try; None: no other
     hopeless: bool = False  # every other request fails as well
-    wait: float = 0.0  # seconds that the server asks to wait
-
-
-@attrs.define
-class _Batch:
-    """The requests of a batch step so far."""
-
-    sent: int = 0
-    failed_in_a_row: int = 0
-    given_up: Failure | None = None  # why the remaining requests are not sent
 
 
 @attrs.frozen
@@ -65,8 +54,7 @@ class Endpoint:
     key: str = attrs.field(repr=False, default="")
 
     def check(self, name: str) -> None:
-        """Raises UserError if the server does not answer, or if the key is missing or refused; `name` is the
-        judge's."""
+        """Raises UserError if judge `name`'s server does not answer, or the key is missing or refused."""
         import httpx2
 
         variable = self.settings.api_key_env
@@ -76,7 +64,7 @@ class Endpoint:
                 "API key"
             )
         try:
-            with httpx2.Client(trust_env=not is_local(self._url), timeout=_PROBE_TIME) as client:
+            with httpx2.Client(trust_env=not is_local(self._url), timeout=10.0) as client:
                 status = client.get(f"{self._url}/models", headers=self._headers).status_code
         except httpx2.HTTPError as error:
             line = self._safe(error_line(error))
@@ -96,43 +84,42 @@ class Endpoint:
 
         if not bodies:
             return [], 0
-        batch, room = _Batch(), asyncio.Semaphore(self.settings.concurrency)
-        limits = httpx2.Limits(max_connections=self.settings.concurrency)
+        settings, room = self.settings, asyncio.Semaphore(self.settings.concurrency)
+        sent = failed_in_a_row = 0
+        given_up: Failure | None = None  # why the remaining requests are not sent
+
+        async def one(client: AsyncClient, body: Mapping[str, Any]) -> Reply | Failure:
+            nonlocal sent, failed_in_a_row, given_up
+            async with room:
+                if given_up:
+                    return given_up
+                for number in range(settings.retries + 1):
+                    sent += 1
+                    found = await self._once(client, body)
+                    if isinstance(found, Reply):
+                        failed_in_a_row = 0
+                        return found
+                    if found.wait is None or number == settings.retries or given_up:
+                        break
+                    pause = min(_FIRST_WAIT * 2**number, _LONGEST_WAIT) * random.uniform(0.5, 1)
+                    await asyncio.sleep(max(found.wait, pause))
+                failed_in_a_row += 1
+                if found.hopeless or failed_in_a_row >= settings.concurrency:
+                    given_up = found.failure
+                return found.failure
+
+        limits = httpx2.Limits(max_connections=settings.concurrency)
         proxies = not is_local(self._url)
         async with httpx2.AsyncClient(
             limits=limits, trust_env=proxies, timeout=None, headers=self._headers
         ) as client:
-
-            async def one(body: Mapping[str, Any]) -> Reply | Failure:
-                async with room:
-                    return batch.given_up or await self._patiently(client, body, batch)
-
-            tasks = [asyncio.create_task(one(body)) for body in bodies]
-            _, late = await asyncio.wait(tasks, timeout=self.settings.batch_timeout or None)
+            tasks = [asyncio.create_task(one(client, body)) for body in bodies]
+            _, late = await asyncio.wait(tasks, timeout=settings.batch_timeout or None)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        over = Failure(f"got no answer within the {self.settings.batch_timeout:g} s of a batch step")
-        return [over if task in late else task.result() for task in tasks], batch.sent
-
-    async def _patiently(
-        self, client: AsyncClient, body: Mapping[str, Any], batch: _Batch
-    ) -> Reply | Failure:
-        """One request with its retries."""
-        for number in range(self.settings.retries + 1):
-            batch.sent += 1
-            found = await self._once(client, body)
-            if isinstance(found, Reply):
-                batch.failed_in_a_row = 0
-                return found
-            if not found.passing or number == self.settings.retries or batch.given_up:
-                break
-            pause = min(_FIRST_WAIT * 2**number, _LONGEST_WAIT) * random.uniform(0.5, 1)
-            await asyncio.sleep(max(found.wait, pause))
-        batch.failed_in_a_row += 1
-        if found.hopeless or batch.failed_in_a_row >= self.settings.concurrency:
-            batch.given_up = found.failure
-        return found.failure
+        over = Failure(f"got no answer within the {settings.batch_timeout:g} s of a batch step")
+        return [over if task in late else task.result() for task in tasks], sent
 
     async def _once(self, client: AsyncClient, body: Mapping[str, Any]) -> Reply | _Fault:
         """One try."""
@@ -149,10 +136,10 @@ class Endpoint:
                     if len(content) > _LARGEST:
                         return _Fault(Failure(f"got an answer of more than {_LARGEST:,} bytes"))
         except TimeoutError:
-            return _Fault(Failure(f"got no answer in {limit:g} s"), passing=True)
+            return _Fault(Failure(f"got no answer in {limit:g} s"), wait=0.0)
         except httpx2.HTTPError as error:
             line = self._safe(error_line(error))
-            return _Fault(Failure(f"got no answer from {self._url}: {line}"), passing=True)
+            return _Fault(Failure(f"got no answer from {self._url}: {line}"), wait=0.0)
         status = response.status_code
         if status == 200:
             return _reply(content, time.perf_counter() - started)
@@ -163,12 +150,8 @@ class Endpoint:
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # not an error in OpenAI's form: the text itself is shown
         shown = show(self._safe(" ".join(str(text).split())))
-        return _Fault(
-            Failure(f"got HTTP {status} from {self._url}: {shown}"),
-            passing=status in _PASSING,
-            hopeless=status in _HOPELESS,
-            wait=_seconds(response.headers.get("retry-after", "")),
-        )
+        wait = _seconds(response.headers.get("retry-after", "")) if status in _PASSING else None
+        return _Fault(Failure(f"got HTTP {status} from {self._url}: {shown}"), wait, status in _HOPELESS)
 
     @property
     def _url(self) -> str:
@@ -180,16 +163,12 @@ class Endpoint:
 
     def _safe(self, text: str) -> str:
         """A text of the server or the client without the key."""
-        hidden = text.replace(self.key, f"${self.settings.api_key_env}") if self.key else text
-        return one_line(hidden, {})
+        return one_line(text.replace(self.key, f"${self.settings.api_key_env}") if self.key else text, {})
 
 
 def take_key(variable: str) -> str:
-    """The key in a variable of the environment; empty if there is none.
-
-    The variable is removed from this process's environment, so that processes started later do not get it.
-    Later calls return the key from memory.
-    """
+    """The key in a variable of the environment, from which it is removed, so that processes started later do
+    not get it; later calls return it from memory. Empty if there is none."""
     if found := os.environ.pop(variable, "").strip():
         _taken_keys[variable] = found
     return _taken_keys.get(variable, "")
@@ -219,4 +198,4 @@ def _reply(content: bytes, seconds: float) -> Reply | _Fault:
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
         return _Fault(Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}"))
-    return Reply(text, tokens[0], tokens[1], seconds)
+    return Reply(text, *tokens, seconds)

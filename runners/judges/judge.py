@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
@@ -13,13 +14,12 @@ import attrs
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure
 from runners.judges.answer_cache import AnswerCache, question_digest
-from runners.judges.base import Judge, metric_name
+from runners.judges.base import Judge
 from runners.judges.endpoint import Endpoint, Reply, take_key
 from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import presentation_order, read_ranking, read_score
 
 Verdict = float | Failure
-LogMetric = Callable[[str, float], None]
 _SAME = 0.5  # the reward of a group whose completions are all equal: there is nothing to rank
 
 
@@ -68,7 +68,7 @@ class EndpointJudge(Judge):
         *,
         completions: Sequence[Sequence[Mapping[str, str]]],
         prompts: Sequence[Sequence[Mapping[str, Any]]],
-        log_metric: LogMetric,
+        log_metric: Callable[[str, float], None],
         group_size: int = 1,
         **columns: Sequence[Any],
     ) -> list[Verdict]:
@@ -77,39 +77,34 @@ class EndpointJudge(Judge):
         verdicts: list[Verdict] = [_SAME] * len(texts)
         questions = self._questions(texts, prompts, columns, group_size)
         first = {question.digest: question for question in reversed(questions)}
-        known = {} if self.cache is None else self.cache.find(first)
-        missing = [digest for digest in first if digest not in known]
-        replies, sent = await self.endpoint.ask([first[digest].body for digest in missing])
-        answers: dict[str, str | Failure] = {**known}
-        answers |= {
-            digest: reply.text if isinstance(reply, Reply) else reply
-            for digest, reply in zip(missing, replies, strict=True)
-        }
+        answers: dict[str, str | Failure] = {**(self.cache.find(first) if self.cache else {})}
+        missing = [digest for digest in first if digest not in answers]
+        found, sent = await self.endpoint.ask([first[digest].body for digest in missing])
+        replies = dict(zip(missing, found, strict=True))
+        answers |= {key: each.text if isinstance(each, Reply) else each for key, each in replies.items()}
         usable: dict[str, str] = {}
         for question in questions:
-            answer = answers[question.digest]
-            if isinstance(answer, Failure):
-                ruled: Sequence[Verdict] = [answer] * len(question.rows)
-            else:
-                ruled = question.read(answer)
-                if question.digest not in known and not any(isinstance(each, Failure) for each in ruled):
-                    usable[question.digest] = answer
-            for row, verdict in zip(question.rows, ruled, strict=True):
+            answer, rows = answers[question.digest], question.rows
+            failed = isinstance(answer, Failure)
+            ruled = [answer] * len(rows) if failed else question.read(answer)
+            if not failed and question.digest in replies and not any(isinstance(v, Failure) for v in ruled):
+                usable[question.digest] = answer
+            for row, verdict in zip(rows, ruled, strict=True):
                 verdicts[row] = verdict
             if self.exchanges is not None:
-                shown = None if isinstance(answer, Failure) else answer
                 messages = tuple(question.body["messages"])
-                self.exchanges.append(Exchange(question.rows, messages, shown, tuple(ruled)))
+                self.exchanges.append(Exchange(rows, messages, None if failed else answer, tuple(ruled)))
         if self.cache is not None:
             self.cache.keep(usable)
         asked = sum(len(question.rows) for question in questions)
-        counts = {
+        numbers = {
             "requests": sent,
             "cached": asked - sum(len(first[digest].rows) for digest in missing),
             "failed": sum(isinstance(verdict, Failure) for verdict in verdicts),
+            **self._numbers([each for each in found if isinstance(each, Reply)]),
         }
-        for part, value in {**counts, **self._numbers(replies)}.items():
-            log_metric(metric_name(self.name, part), value)
+        for part, value in numbers.items():
+            log_metric(f"judge/{self.name}/{part}", value)
         return verdicts
 
     def check(self) -> None:
@@ -130,25 +125,23 @@ class EndpointJudge(Judge):
         columns: Mapping[str, Sequence[Any]],
         group_size: int,
     ) -> list[_Question]:
-        settings = self.settings
-        questions, size = [], group_size if self.grouped else 1
+        settings, size = self.settings, group_size if self.grouped else 1
+        questions = []
         for start in range(0, len(texts), size):
-            shown, group = texts[start : start + size], texts[start : start + size]
-            values = {name: entries[start] for name, entries in columns.items()}
+            group = texts[start : start + size]
+            shown, read = group, self._read_score
             if self.grouped:
                 shown = presentation_order(group, settings.criteria)
                 if len(shown) == 1:
                     continue
-                read = _ranks_reader([shown.index(text) for text in group], len(shown))
-            else:
-                read = self._read_score
-            messages = messages_for(settings, prompts[start], shown, values)
+                read = functools.partial(_read_ranks, [shown.index(text) for text in group])
+            values = {name: entries[start] for name, entries in columns.items()}
             body = {
-                "messages": messages,
+                "messages": messages_for(settings, prompts[start], shown, values),
                 "temperature": settings.temperature,
                 "max_tokens": settings.max_tokens,
                 "model": settings.model or None,
-                **(json.loads(settings.extra) if settings.extra else {}),
+                **json.loads(settings.extra or "{}"),
             }
             # null in `extra` removes a key, for a server that refuses it.
             body = {name: value for name, value in body.items() if value is not None}
@@ -159,30 +152,24 @@ class EndpointJudge(Judge):
     def _read_score(self, answer: str) -> list[Verdict]:
         return [read_score(answer, self.settings.scale, self.settings.pattern)]
 
-    def _numbers(self, found: Sequence[Reply | Failure]) -> dict[str, float]:
+    def _numbers(self, replies: Sequence[Reply]) -> dict[str, float]:
         """Seconds, tokens and cost of the replies."""
-        replies = [reply for reply in found if isinstance(reply, Reply)]
-        tokens = [sum(reply.tokens_in for reply in replies), sum(reply.tokens_out for reply in replies)]
-        numbers: dict[str, float] = {"tokens_in": tokens[0], "tokens_out": tokens[1]}
-        if replies:
-            seconds = [reply.seconds for reply in replies]
+        tokens_in = sum(reply.tokens_in for reply in replies)
+        tokens_out = sum(reply.tokens_out for reply in replies)
+        numbers: dict[str, float] = {"tokens_in": tokens_in, "tokens_out": tokens_out}
+        if seconds := [reply.seconds for reply in replies]:
             numbers |= {"latency": math.fsum(seconds) / len(seconds), "slowest": max(seconds)}
-        prices = self.settings.price_in, self.settings.price_out
-        if any(prices):
-            cost = (tokens[0] * prices[0] + tokens[1] * prices[1]) / 1e6
+        if self.settings.price_in or self.settings.price_out:
+            cost = (tokens_in * self.settings.price_in + tokens_out * self.settings.price_out) / 1e6
             self.total_cost += cost
             numbers |= {"cost": cost, "total_cost": self.total_cost}
         return numbers
 
 
-def _ranks_reader(places: Sequence[int], size: int) -> Callable[[str], list[Verdict]]:
-    """Reads a ranking of `size` texts; `places` says which of them, from 0, each completion is."""
-
-    def read(answer: str) -> list[Verdict]:
-        ranked = read_ranking(answer, size)
-        return [ranked if isinstance(ranked, Failure) else ranked[place] for place in places]
-
-    return read
+def _read_ranks(places: Sequence[int], answer: str) -> Sequence[Verdict]:
+    """The rewards of completions from a ranking of texts; `places`: which of the texts, from 0, each is."""
+    ranked = read_ranking(answer, max(places) + 1)
+    return [ranked if isinstance(ranked, Failure) else ranked[place] for place in places]
 
 
 def build_judge(name: str, settings: JudgeConfig) -> Judge:

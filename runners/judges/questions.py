@@ -71,7 +71,9 @@ def messages_for(
 
     The fence in the marks depends on all text between them, so that no text can contain it.
     """
-    task = _task(conversation)
+    task = "\n\n".join(f"{message['role']}: {_text(message['content'])}" for message in conversation)
+    if len(conversation) == 1:
+        task = _text(conversation[0]["content"])
     fence = hashlib.sha256("\0".join([task, *completions]).encode("utf-8", "surrogatepass")).hexdigest()[:12]
     low, high = settings.scale
     values = {
@@ -92,19 +94,9 @@ def messages_for(
     # One pass: names inside an inserted text are not filled in.
     asked = PLACEHOLDER.sub(lambda found: values[found[1]], judge_prompt(settings))
     system = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
-    return [*system, {"role": "user", "content": _sendable(asked)}]
-
-
-def _task(conversation: Sequence[Mapping[str, Any]]) -> str:
-    if len(conversation) == 1:
-        return _text(conversation[0]["content"])
-    return "\n\n".join(f"{message['role']}: {_text(message['content'])}" for message in conversation)
+    asked = re.sub(r"[\ud800-\udfff]", "?", asked)  # halves of surrogate pairs, which UTF-8 does not have
+    return [*system, {"role": "user", "content": asked}]
 
 
 def _text(value: Any) -> str:
     return "" if value is None else value_text(value)
-
-
-def _sendable(text: str) -> str:
-    """The text with question marks for halves of surrogate pairs, which UTF-8 does not have."""
-    return re.sub(r"[\ud800-\udfff]", "?", text)

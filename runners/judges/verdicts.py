@@ -11,7 +11,6 @@ from runners.errors import Failure, show
 from runners.machine.bounded_process import BoundedFunction
 
 _MOST = 10_000  # characters at the end of an answer that are read
-_THOUGHT_END = "</think>"
 _NUMBER = r"(?>[-+]?(?:\d+(?:\.\d*)?|\.\d+))"  # atomic: no second try with fewer digits
 _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
 _ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
@@ -86,7 +85,7 @@ def presentation_order(texts: Sequence[str], salt: str) -> list[str]:
 
 
 def _without_thoughts(answer: str) -> str:
-    return answer[-_MOST:].rpartition(_THOUGHT_END)[2]
+    return answer[-_MOST:].rpartition("</think>")[2]
 
 
 def _end_of(text: str) -> str:
