@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -24,9 +25,8 @@ GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e18  # of a reward times its weight, because advantages square it
 
-Result = dict[
-    str, Any
-]  # values, faults, failures; of the log extras, metrics, refused; or error, index, exited
+# values, faults, failures; of the log extras, metrics, refused; or error, index, exited
+Result = dict[str, Any]
 Store = dict[Any, Any]
 
 
@@ -73,13 +73,9 @@ def score(
     function = store["reward", name]
     if environments is not None:
         known = store.get("environments", {})
-        gone = [number for number in environments if number is not None and number not in known]
-        if gone:
-            return {
-                "error": "the environments are gone: their process was ended",
-                "index": None,
-                "exited": True,
-            }
+        if {*environments} - {None, *known}:
+            fault = "the environments are gone: their process was ended"
+            return {"error": fault, "index": None, "exited": True}
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, logs, size, weight)
 
@@ -89,8 +85,9 @@ def run(
 ) -> Result:
     """Calls a reward on `size` completions; `logs` are its ways to log, of `RewardLog`."""
     log = RewardLog(size)
+    ways = {name: getattr(log, name) for name in logs}
     try:
-        return _read(finished(function(**arguments, **log.named(logs))), log, size, weight)
+        return _read(finished(function(**arguments, **ways)), log, size, weight)
     except (Exception, SystemExit) as error:
         return _failed(error, arguments, function)
 
@@ -100,8 +97,9 @@ async def run_async(
 ) -> Result:
     """The same for an async reward."""
     log = RewardLog(size)
+    ways = {name: getattr(log, name) for name in logs}
     try:
-        return _read(await function(**arguments, **log.named(logs)), log, size, weight)
+        return _read(await function(**arguments, **ways), log, size, weight)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return _failed(error, arguments, function)
 
@@ -110,27 +108,25 @@ def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
     """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
     completions there is none."""
     found = {"extras": log.extras, "metrics": log.metrics, "refused": list(log.refused)}
-    values = _python_value(result)
+    values, fault = _python_value(result), ""
     if not isinstance(values, list):
         fault = f"returned {type(values).__name__}; expected a list of {size} numbers or None"
     elif len(values) != size:
         fault = f"returned {len(values)} values for {size} completions"
-    else:
-        faults: dict[str, list[int]] = {}
-        numbers_b = []
-        for index, value in enumerate(values):
-            number, fault = _as_float(value, weight)
-            numbers_b.append(number)
-            if fault:
-                faults.setdefault(fault, []).append(index)
-        lines = [
-            f"{fault}, at completion {first}"
-            + (f" ({quoted})" if (quoted := _quoted(values[first])) else "")
-            + (f" and {len(others)} more" if others else "")
-            for fault, (first, *others) in faults.items()
-        ]
-        return {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values())), **found}
-    return {"values": [], "faults": [fault], "failures": size, **found}
+    if fault:
+        return {"values": [], "faults": [fault], "failures": size, **found}
+    numbers_b, faults = [], dict[str, list[int]]()
+    for index, value in enumerate(values):
+        number, fault = _as_float(value, weight)
+        numbers_b.append(number)
+        if fault:
+            faults.setdefault(fault, []).append(index)
+    lines = []
+    for fault, (first, *others) in faults.items():
+        quoted = values[first].found if isinstance(values[first], Failure) else show(values[first])
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"{fault}, at completion {first}" + (f" ({quoted})" if quoted else "") + more)
+    return {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values())), **found}
 
 
 def _failed(error: BaseException, arguments: Mapping[str, Any], function: Callable[..., Any]) -> Result:
@@ -154,12 +150,7 @@ def _python_value(value: Any) -> Any:
     return value
 
 
-def _quoted(value: Any) -> str:
-    """The quotation of a value that is not a reward."""
-    return value.found if isinstance(value, Failure) else show(value)
-
-
-def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
+def _as_float(value: Any, weight: float) -> tuple[float, str]:
     """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
     if value is None:
         return math.nan, ""
@@ -184,24 +175,17 @@ def _as_float(value: Any, weight: float = 1.0) -> tuple[float, str]:
 def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
     """The completion that a reward was processing when it failed; None if that is unknown.
 
-    Each frame of the traceback, innermost first, is searched for a local variable that *is* one completion,
-    its message or its text. The objects belong to this one call, so identity is proof enough.
+    The innermost frame of the traceback tells, of which a local variable *is* one completion, its message or
+    its text: the objects belong to this one call.
     """
     if len(completions) == 1:
         return 0
-    owners: dict[int, set[int]] = {}
+    owners: dict[int, set[int]] = {}  # two completions may share one text object
     for index, completion in enumerate(completions):
         for part in (completion, *completion, *(message.get("content") for message in completion)):
             owners.setdefault(id(part), set()).add(index)
-    frames = []
-    step = error.__traceback__
-    while step is not None:
-        frames.append(step.tb_frame)
-        step = step.tb_next
-    for frame in reversed(frames):
-        held = [owners[id(value)] for value in frame.f_locals.values() if id(value) in owners]
-        # Two completions may share one text object; such a local does not identify either.
-        indices = set().union(*(owner for owner in held if len(owner) == 1))
-        if len(indices) == 1:
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        held = (owners.get(id(value), set()) for value in frame.f_locals.values())
+        if len(indices := set().union(*(each for each in held if len(each) == 1))) == 1:
             return indices.pop()
     return None

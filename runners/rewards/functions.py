@@ -18,7 +18,6 @@ from runners.errors import UserError, did_you_mean, listed, show
 from runners.judges import Judge, build_judge
 from runners.rewards.builtin import REWARDS, built_in
 from runners.rewards.calls import BY_NAME, resolved_function
-from runners.user_code.host import is_async
 from runners.user_code.worker import Worker
 
 
@@ -29,7 +28,7 @@ class UserFunction:
     worker: Worker
     name: str  # under which it is loaded there
     signature: inspect.Signature
-    is_async: bool
+    is_async: bool = False
     file: str | None = None  # that it was loaded from
 
     @classmethod
@@ -37,9 +36,9 @@ class UserFunction:
         """The one that `calls.load` describes."""
         parameters = [
             inspect.Parameter(
-                name, inspect._ParameterKind(kind), default=None if optional else inspect.Parameter.empty
+                each, inspect._ParameterKind(kind), default=None if optional else inspect._empty
             )
-            for name, kind, optional in found["parameters"]
+            for each, kind, optional in found["parameters"]
         ]
         return cls(worker, name, inspect.Signature(parameters), found["is_async"], found["file"])
 
@@ -58,39 +57,22 @@ class Reward:
         return isinstance(self.function, Judge) and self.function.grouped
 
     @property
-    def worker(self) -> Worker | None:
-        """The process that has the function; None: this one."""
-        return self.function.worker if isinstance(self.function, UserFunction) else None
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the function is."""
-        function = self.function
-        return function.is_async if isinstance(function, UserFunction) else is_async(function)
-
-    @property
-    def parameters(self) -> Iterable[inspect.Parameter]:
-        """Those of the function."""
+    def _parameters(self) -> list[inspect.Parameter]:
         function = self.function
         found = function.signature if isinstance(function, UserFunction) else inspect.signature(function)
-        return found.parameters.values()
+        return list(found.parameters.values())
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The available arguments that the function takes: all of them if it has ``**kwargs``."""
-        parameters = self.parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
             return dict(available)
-        taken = {parameter.name for parameter in parameters if parameter.kind in BY_NAME}
+        taken = {parameter.name for parameter in self._parameters if parameter.kind in BY_NAME}
         return {name: value for name, value in available.items() if name in taken}
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The parameters that the function cannot be called without."""
-        return tuple(
-            parameter.name
-            for parameter in self.parameters
-            if parameter.kind in BY_NAME and parameter.default is parameter.empty
-        )
+        return tuple(p.name for p in self._parameters if p.kind in BY_NAME and p.default is p.empty)
 
 
 def rewards_of(config: Config, worker: Worker) -> tuple[Reward, ...]:
@@ -115,16 +97,14 @@ def resolve_rewards(
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
-    A reward's name in logs is its function's; if two functions share a name, their full texts are used.
-    Raises UserError for a reward that cannot be resolved or is named twice, and for weights that are not one
-    finite number per reward.
+    A reward's name in logs is its function's, or the full text if two share a name. Raises UserError for a
+    reward that cannot be resolved or is named twice, and for unfit weights.
     """
     if not names:
         raise UserError("reward.functions is empty; expected at least one reward")
     if weights and len(weights) != len(names):
-        raise UserError(
-            f"reward.weights: expected one entry for each of {len(names)} functions, found {len(weights)}"
-        )
+        expected = f"expected one entry for each of {len(names)} functions, found {len(weights)}"
+        raise UserError(f"reward.weights: {expected}")
     for weight in weights:
         if not math.isfinite(weight):
             raise UserError(f"reward.weights holds {weight}; expected finite numbers")
@@ -152,17 +132,14 @@ def resolve_reward(
     form: AnswerForm | None = None,
 ) -> Reward:
     """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
-    ``judge.NAME``, if `judges` has the name.
+    ``judge.NAME``. The `worker`, or without one this process, loads what is not built in.
 
-    A function that is not built in is loaded by the `worker`, and without one by this process.
-
-    Files and modules are searched as in `resolve_function`. Raises UserError, in one line, for an unknown
-    name, for faults that `resolve_function` reports, for a signature without `completions`, and if the
-    function has a `check_ready` which finds that something is missing.
+    Raises UserError for an unknown name, as `resolve_function`, for a signature without `completions`, and as
+    the function's `check_ready`, if it has one.
     """
-    judge = judge_of(name)
-    if judge is not None and judge in (judges or {}):
-        return Reward(name, build_judge(judge, (judges or {})[judge]), weight)
+    judge, judges = judge_of(name), judges or {}
+    if judge in judges:
+        return Reward(name, build_judge(judge, judges[judge]), weight)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, built_in(form)[name], weight)

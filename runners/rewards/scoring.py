@@ -20,9 +20,9 @@ from runners.errors import RewardError, did_you_mean, show
 from runners.judges import Judge
 from runners.rewards.calls import run, run_async
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
-from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState, refusal
+from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 from runners.user_code.calls import Calls
-from runners.user_code.host import MAIN, TOGETHER, Outcome
+from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
 from runners.user_code.worker import Worker
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
@@ -62,7 +62,7 @@ class Scorer:
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
-    _calls: dict[Worker | None, Calls] = attrs.field(factory=dict, init=False)
+    _calls: dict[Worker, Calls] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         if not self.rewards:
@@ -99,9 +99,9 @@ class Scorer:
         Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
         reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
         """
-        given = {"prompts": prompts, **columns}
-        if completion_ids is not None:
-            given["completion_ids"] = completion_ids
+        completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
+        known = {"completions": completions, "prompts": prompts, **columns, "completion_ids": completion_ids}
+        given = {name: list(entries) for name, entries in known.items() if entries is not None}
         for name in columns:
             if name in REWARD_ARGUMENTS:
                 raise ValueError(f"a column is named {name}, which every reward gets; rename the column")
@@ -110,10 +110,8 @@ class Scorer:
                 raise ValueError(f"{name} has {len(entries)} entries for {len(texts)} completions")
         check_columns(self.rewards, columns, environments=environments is not None)
         if environments is not None:
-            given["environments"] = environments
-        completions = _wrap(texts) if conversations is None else conversations
+            given["environments"] = list(environments)
 
-        given = {name: list(entries) for name, entries in {"completions": completions, **given}.items()}
         called = []
         for reward in self.rewards:
             arguments = reward.pick(given | {"trainer_state": trainer_state})
@@ -121,12 +119,10 @@ class Scorer:
                 arguments["group_size"] = group_size
             logs = list(reward.pick(dict.fromkeys(_LOGS)))
             called.append((arguments, logs, len(texts), reward.weight))
-        outcomes = self._call_all(called)
-        log = RewardLog(len(texts))
+        log, problems = RewardLog(len(texts)), list[str]()
         values_kb = np.full((len(called), len(texts)), np.nan)
-        problems: list[str] = []
         failed: dict[int, Failed] = {}
-        for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
+        for k, (reward, outcome) in enumerate(zip(self.rewards, self._call_all(called), strict=True)):
             notes, failures = _read(outcome, reward, texts, values_kb[k], log)
             if notes and self.on_error == "raise":
                 raise RewardError(notes[0])
@@ -138,44 +134,45 @@ class Scorer:
         for calls in self._calls.values():
             problems += calls.worker.notices
             calls.worker.notices.clear()
-        problems += map(refusal, log.refused)
+        refusal = "is a name of the log's own and is left out; call it something else"
+        problems += [f"log_metric: {show(name)} {refusal}" for name in log.refused]
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[_Arguments]) -> list[Outcome]:
         """The outcome of each reward's call: async ones together, then the others one after another."""
         outcomes: dict[int, Outcome] = {}
-        together = [k for k, reward in enumerate(self.rewards) if reward.is_async]
-        for k in together:
-            self._start(k, called[k], TOGETHER)
-        here = [k for k in together if self.rewards[k].worker is None]
+        functions = [reward.function for reward in self.rewards]
+        there = {k: function for k, function in enumerate(functions) if isinstance(function, UserFunction)}
+        here = [k for k, function in enumerate(functions) if k not in there and is_async(function)]
+        for k, function in there.items():
+            if function.is_async:
+                self._start(k, function, called[k], TOGETHER)
         if here:
-            found = _finished([run_async(*self._here(k, called[k])) for k in here])
+            found = _finished([run_async(*_own_copy(functions[k], called[k])) for k in here])
             outcomes.update(zip(here, map(Outcome, found), strict=True))
-        for k, reward in enumerate(self.rewards):
-            if k not in together and reward.worker is None:
-                outcomes[k] = Outcome(run(*self._here(k, called[k])))
-            elif k not in together:
-                self._start(k, called[k], MAIN)
+        for k, function in enumerate(functions):
+            if k in there and not there[k].is_async:
+                self._start(k, there[k], called[k], MAIN)
+            elif k not in there and k not in here:
+                outcomes[k] = Outcome(run(*_own_copy(function, called[k])))
             while k not in outcomes:
-                outcomes.update(self._calls[reward.worker].collect(1))
+                outcomes.update(self._calls[there[k].worker].collect(1))
         return [outcomes[k] for k in range(len(called))]
 
-    def _start(self, k: int, called: _Arguments, mode: str) -> None:
-        """Starts a call in the process of user code, if the function is there."""
-        function = self.rewards[k].function
-        if isinstance(function, UserFunction):
-            arguments, *rest = called
-            environments = arguments.pop("environments", None)
-            calls = self._calls.setdefault(function.worker, Calls(function.worker))
-            what = ("runners.rewards.calls:score", function.name, arguments, *rest, environments)
-            calls.submit(k, *what, timeout=self.timeout, mode=mode)
+    def _start(self, k: int, function: UserFunction, called: _Arguments, mode: str) -> None:
+        """Starts a call in the process of user code."""
+        arguments, *rest = called
+        environments = arguments.pop("environments", None)
+        calls = self._calls.setdefault(function.worker, Calls(function.worker))
+        what = ("runners.rewards.calls:score", function.name, arguments, *rest, environments)
+        calls.submit(k, *what, timeout=self.timeout, mode=mode)
 
-    def _here(self, k: int, called: _Arguments) -> tuple[Any, ...]:
-        """The arguments of `calls.run`, copied for functions that are not ours and might change them: the run
-        uses its prompts, columns and tokens again later."""
-        (arguments, *rest), function = called, self.rewards[k].function
-        ours = str(getattr(function, "__module__", "")).startswith("runners.")
-        return function, arguments if ours else copy.deepcopy(arguments), *rest
+
+def _own_copy(function: Any, called: _Arguments) -> tuple[Any, ...]:
+    """The arguments of `calls.run`, copied for functions that are not ours and might change them, as the run
+    uses them again."""
+    ours = str(getattr(function, "__module__", "")).startswith("runners.")
+    return function, called[0] if ours else copy.deepcopy(called[0]), *called[1:]
 
 
 def _finished(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -200,12 +197,9 @@ def _read(
     outcome: Outcome, reward: Reward, texts: Sequence[str], row_b: np.ndarray, log: RewardLog
 ) -> tuple[list[str], int]:
     """Fills one reward's row with the usable values; lines on the others, and for how many completions."""
-    prefix, every = f"reward {show(reward.name)}", len(texts)
-    if outcome.timed_out:
-        return [f"{prefix} {outcome.fault}"], every
+    prefix, every, found = f"reward {show(reward.name)}", len(texts), outcome.value
     if outcome.fault:
-        return [f"{prefix} failed: {outcome.fault}"], every
-    found = outcome.value
+        return [f"{prefix} {'' if outcome.timed_out else 'failed: '}{outcome.fault}"], every
     if "error" in found:
         index = found["index"]
         where = "" if index is None else f" at completion {index}, {show(texts[index])}"
@@ -213,7 +207,3 @@ def _read(
     log.add(found)
     row_b[: len(found["values"])] = found["values"]
     return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]
-
-
-def _wrap(texts: Sequence[str]) -> list[list[dict[str, Any]]]:
-    return [[{"role": "assistant", "content": text}] for text in texts]

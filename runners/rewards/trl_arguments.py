@@ -12,11 +12,9 @@ from typing import Any
 import attrs
 
 from runners.data.value_text import value_text
-from runners.errors import show
 from runners.metrics import METRICS
 
 _OWN_GROUPS = {"rewards", "rollout", *(name.partition("/")[0] for name in METRICS if "/" in name)}
-_OWN = {*METRICS}
 
 
 @attrs.frozen
@@ -50,19 +48,13 @@ class RewardLog:
         self.extras[column] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for training_log.jsonl, which gets the mean of an update's values.
-
-        A name that the log itself uses is refused; see `refusal`.
-        """
+        """A number for training_log.jsonl, which gets the mean of an update's values; a name that the log
+        itself uses is refused."""
         name = _name("log_metric", name)
         if is_own_name(name):
             self.refused[name] = None
             return
         self.metrics.setdefault(name, []).append(float(value))
-
-    def named(self, names: Sequence[str]) -> dict[str, Any]:
-        """These of its methods, by name."""
-        return {name: getattr(self, name) for name in names}
 
     def add(self, found: Mapping[str, Any]) -> None:
         """What a call of one reward has logged."""
@@ -72,14 +64,9 @@ class RewardLog:
             self.metrics.setdefault(name, []).extend(values)
 
 
-def refusal(name: str) -> str:
-    """The line on a name that was refused."""
-    return f"log_metric: {show(name)} is a name of the log's own and is left out; call it something else"
-
-
 def is_own_name(name: str) -> bool:
     """Whether a run's log itself may have numbers of this name."""
-    return name in _OWN or name.partition("/")[0] in _OWN_GROUPS
+    return name in METRICS or name.partition("/")[0] in _OWN_GROUPS
 
 
 def _name(function: str, name: Any) -> str:
