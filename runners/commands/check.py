@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -59,14 +60,12 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
 
 
 def _show(checked: RewardCheck, sample: int) -> None:
-    from runners.evaluation.reward_check import median
-
     low, high = checked.lengths[0], checked.lengths[-1]
     echo(f"tokenizer      {checked.tokenizer}")
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")
-    echo(f"prompt tokens  {low} to {high}, median {median(checked.lengths)}")
+    echo(f"prompt tokens  {low} to {high}, median {round(statistics.median(checked.lengths))}")
     echo("first prompt")
     for line in checked.prompt.rstrip("\n").split("\n"):
         echo(f"  | {line}")

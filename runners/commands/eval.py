@@ -17,7 +17,7 @@ from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
-    from runners.evaluation.results import ModelResult
+    from runners.evaluation.comparison import ModelResult
 
 _EXAMPLES = """\
 \b
@@ -173,16 +173,14 @@ def _measure_all(
     from runners.data.datasets import with_answers_of
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, build_environments
-    from runners.environments.own_code import loading, start_worker
+    from runners.environments.own_code import load_code, start_worker
     from runners.evaluation.measurement import choose_problems, eval_rows, measure
     from runners.inference.inference_model import load_inference
-    from runners.rewards.functions import check_columns, check_judges, rewards_of
+    from runners.rewards.functions import check_columns, check_judges
 
     worker = start_worker(config)
-    rewards = rewards_of(config, worker)
+    rewards = load_code(config, worker)
     check_judges(rewards)
-    if code := loading(config.env, config.folders):
-        worker.load(*code)
     rows = eval_rows(config, whole=bool(values["data"]))
     config = with_answers_of(config, rows)
     columns = reward_columns(rows, with_answer=bool(config.data.answer))

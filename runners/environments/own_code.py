@@ -8,6 +8,7 @@ from typing import Any
 
 from runners.config.loading import Config
 from runners.config.sections import CALCULATOR, EnvConfig, judge_of
+from runners.rewards.functions import Reward, rewards_of
 from runners.rewards.functions import loading as reward_loading
 from runners.user_code.host import MAIN
 from runners.user_code.worker import Worker
@@ -31,3 +32,11 @@ def start_worker(config: Config) -> Worker:
         worker.preload(*tools)
         worker.submit("runners.environments.instances:prepare", mode=MAIN, done=lambda *_: None)
     return worker
+
+
+def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
+    """The config's rewards, when all code that it names is imported. UserError if some cannot be."""
+    rewards = rewards_of(config, worker)
+    if tools := loading(config.env, config.folders):
+        worker.load(*tools)
+    return rewards

@@ -1,4 +1,4 @@
-"""Evaluations as a table and as JSON; two models on the same problems side by side, pair by pair."""
+"""Models' results on the same problems, as a table and as JSON; two of them are compared pair by pair."""
 
 from __future__ import annotations
 
@@ -12,10 +12,45 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from runners.evaluation.estimators import Interval, bootstrap, mcnemar
-from runners.evaluation.results import Metric, ModelResult
+from runners.evaluation.estimators import Interval, bootstrap, mcnemar, wilson
 
 TABLE_WIDTH = 1000  # columns: tables are never folded
+
+
+@attrs.frozen(eq=False)
+class Metric:
+    """One number for each problem, with their mean and interval."""
+
+    values: np.ndarray  # float64; NaN for a problem without a value
+    percent: bool = False  # shown as a percentage
+
+    @property
+    def mean(self) -> float:
+        """The mean over the problems with a value; NaN without any."""
+        known = self.values[~np.isnan(self.values)]
+        return float(known.mean()) if known.size else float("nan")
+
+    @property
+    def interval(self) -> Interval | None:
+        """95 %: Wilson's if each value is 0 or 1, else by resampling the problems; None without values."""
+        known = self.values[~np.isnan(self.values)]
+        if not known.size:
+            return None
+        if self.percent and set(known.tolist()) <= {0.0, 1.0}:
+            return wilson(round(known.sum()), known.size)
+        return bootstrap(known.tolist())
+
+
+@attrs.frozen(eq=False)
+class ModelResult:
+    """One model on some problems."""
+
+    model: str
+    indices: tuple[int, ...]  # which rows of the data
+    metrics: dict[str, Metric]  # name -> values in the order of `indices`
+    completions: tuple[dict[str, Any], ...]  # JSON rows
+    problems: tuple[str, ...]  # faults in scoring
+    seconds: float = 0.0  # of conversations with tools
 
 
 @attrs.frozen
@@ -66,13 +101,12 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
     two = len(measured) == 2
     lines = Table(*headings, *(["difference", "p"] if two else []), box=MARKDOWN)
     for name, metric in first.metrics.items():
-        cells = [_cell(each.metrics[name]) for each in measured]
+        numbers = [each.metrics[name] for each in measured]
+        cells = [_cell(each.mean, each.interval, each.percent) for each in numbers]
         if two:
-            found = difference(metric, measured[1].metrics[name])
-            cells += [
-                _difference(found, metric.percent),
-                "" if not found or found.p is None else f"{found.p:.3g}",
-            ]
+            found = difference(*numbers)
+            cells.append(_cell(found.mean, found.interval, metric.percent, "+") if found else "")
+            cells.append("" if not found or found.p is None else f"{found.p:.3g}")
         lines.add_row(name, *cells)
     stream = io.StringIO()
     Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)
@@ -85,7 +119,7 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:
         content["models"][each.model] = {
-            name: {"mean": _json(metric.mean), "interval": _ends(metric.interval)}
+            name: {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": _ends(metric.interval)}
             for name, metric in each.metrics.items()
         }
     if any(each.seconds for each in measured):
@@ -102,30 +136,14 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     return content
 
 
-def _cell(metric: Metric) -> str:
-    interval = metric.interval
-    if interval is None:
-        return ""
-    spell = _speller(metric.percent)
-    return f"{spell(metric.mean)} [{spell(interval.low)}, {spell(interval.high)}]"
+def _cell(mean: float, interval: Interval | None, percent: bool, sign: str = "") -> str:
+    def spell(value: float) -> str:
+        if percent:
+            return f"{100 * value:{sign}.1f} %"
+        return f"{value:{sign}.3g}" if abs(value) < 1000 else f"{value:{sign},.0f}"
 
-
-def _difference(found: Difference | None, percent: bool) -> str:
-    if found is None:
-        return ""
-    spell = _speller(percent, sign="+")
-    return f"{spell(found.mean)} [{spell(found.interval.low)}, {spell(found.interval.high)}]"
-
-
-def _speller(percent: bool, sign: str = ""):
-    if percent:
-        return lambda value: f"{100 * value:{sign}.1f} %"
-    return lambda value: f"{value:{sign}.3g}" if abs(value) < 1000 else f"{value:{sign},.0f}"
+    return f"{spell(mean)} [{spell(interval.low)}, {spell(interval.high)}]" if interval else ""
 
 
 def _ends(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
-
-
-def _json(value: float) -> float | None:
-    return None if np.isnan(value) else value

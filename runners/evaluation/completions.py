@@ -101,7 +101,9 @@ class Evaluator:
         if played is not None:
             values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
             self.problems.update(dict.fromkeys(played.problems))
-        weighted_b = weighted_sum(values_kb, [reward.weight for reward in rewards])
+        known_kb, weights = ~np.isnan(values_kb), np.array([reward.weight for reward in rewards])
+        totals_b = (np.where(known_kb, values_kb, 0.0) * weights[:, None]).sum(axis=0)
+        totals_b[~known_kb.any(axis=0)] = np.nan
         own = self.environments.reward if self.environments else None
         place = rewards.index(own) if own in rewards else None
         answers = [self._read(text) for text in batch.texts]
@@ -119,7 +121,7 @@ class Evaluator:
                 answer=answer,
                 right=right,
                 rewards={r.name: _known(value) for r, value in zip(rewards, values_kb[:, row], strict=True)},
-                reward=_known(weighted_b[row]),
+                reward=_known(totals_b[row]),
                 tokens=batch.lengths[row],
                 finish=batch.finish[row],
             )
@@ -139,19 +141,18 @@ class Evaluator:
             found.append(one)
         return found
 
+    def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
+        """`form_notice` of completions, one of each example."""
+        golds, cut = [example.answer for example in examples], [is_cut(each) for each in found]
+        lengths = [each.tokens for each in found]
+        return form_notice(self.form, [each.text for each in found], golds, cut, lengths, limit)
+
     def _read(self, text: str) -> str | None:
         try:
             return self.form.read(text) if self.form else None
         except UserError as error:  # of the user's own function
             self.problems[str(error)] = None
             return None
-
-
-def weighted_sum(values_kb: np.ndarray, weights: Sequence[float]) -> np.ndarray:
-    """[B] the weighted sum of the rewards [K,B] that each completion has; NaN where it has none."""
-    known_kb = ~np.isnan(values_kb)
-    sums_b = (np.where(known_kb, values_kb, 0.0) * np.array(weights)[:, None]).sum(axis=0)
-    return np.where(known_kb.any(axis=0), sums_b, np.nan)
 
 
 def form_notice(
@@ -162,16 +163,8 @@ def form_notice(
     lengths: Sequence[int],
     limit: int,
 ) -> str:
-    """A line if nine in ten completions are cut off or lack the form of an answer; else empty.
-
-    It names the length that the others need, or the form that most of them do have.
-
-    Args:
-        form: the run's; None: no answers are read.
-        texts, golds: the completions, and their gold answers.
-        cut, lengths: whether each was cut off at the limit, and its tokens.
-        limit: of a completion, tokens.
-    """
+    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an answer: it names
+    the length that the others need, or the form that most of them do have. Else empty."""
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]

@@ -11,10 +11,9 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from runners.answers.forms import AnswerForm
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
-from runners.evaluation.completions import Completion, Evaluator, form_notice, is_cut
+from runners.evaluation.completions import Completion, Evaluator, is_cut
 from runners.ranks.ranks import Ranks
 
 _Item = TypeVar("_Item")
@@ -46,39 +45,30 @@ class EvalResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log; those that are not known are left out."""
-        squares = _mean([None if each.reward is None else each.reward**2 for each in self.completions])
-        spread = None
-        if squares is not None and self.reward is not None:
-            spread = math.sqrt(max(squares - self.reward**2, 0.0))
-        names = self.completions[0].rewards if self.completions else ()
+        rows = self.completions
+        squares = _mean([None if each.reward is None else each.reward**2 for each in rows])
         found: dict[str, Any] = {
             "em": self.score,
-            "em_subset": len(self.completions),
+            "em_subset": len(rows),
             "eval/reward": self.reward,
-            "eval/reward_std": spread,
-            "eval/truncated": _mean([is_cut(each) for each in self.completions]),
-            **{f"eval/rewards/{name}": _mean([c.rewards[name] for c in self.completions]) for name in names},
+            "eval/reward_std": None,
+            "eval/truncated": _mean([is_cut(each) for each in rows]),
         }
-        if any(each.turns for each in self.completions):
-            found |= {
-                "eval/success": _mean([each.success for each in self.completions]),
-                "eval/turns": _mean([each.turns for each in self.completions]),
-                "eval/tool_calls": _mean([each.calls for each in self.completions]),
-                "eval/failed_calls": _mean([each.failures for each in self.completions]),
+        if squares is not None and self.reward is not None:
+            found["eval/reward_std"] = math.sqrt(max(squares - self.reward**2, 0.0))
+        for name in rows[0].rewards if rows else ():
+            found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
+        if any(each.turns for each in rows):
+            names = {
+                "success": "success",
+                "turns": "turns",
+                "tool_calls": "calls",
+                "failed_calls": "failures",
             }
+            for name, field in names.items():
+                found[f"eval/{name}"] = _mean([getattr(each, field) for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
-
-    def notice(self, form: AnswerForm | None, examples: Sequence[Example], limit: int) -> str:
-        """`form_notice` of these completions."""
-        return form_notice(
-            form,
-            [each.text for each in self.completions],
-            [example.answer for example in examples],
-            [is_cut(each) for each in self.completions],
-            [each.tokens for each in self.completions],
-            limit,
-        )
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:

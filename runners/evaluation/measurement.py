@@ -19,9 +19,10 @@ from runners.data.rows import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
 from runners.errors import UserError
-from runners.evaluation.completions import SUCCESS, Completion, Evaluator, form_notice, is_cut
+from runners.evaluation.comparison import Metric, ModelResult
+from runners.evaluation.completions import SUCCESS, Completion, Evaluator, is_cut
+from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
-from runners.evaluation.results import Metric, ModelResult, row_means, shares
 from runners.inference.inference_model import InferenceModel
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
@@ -74,23 +75,12 @@ def measure(
     success_at: float = SUCCESS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelResult:
-    """Completes the problems greedily and, if asked for, by sampling as in [rollout].
+    """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in [rollout].
 
-    With environments each completion is a conversation: there are success, turns, calls and failed calls too.
-
-    Args:
-        model: it answers.
-        name: the model's name in the result.
-        chosen: problems by number, from `choose_problems`.
-        config: with answer.form = "none" there is no exact match, and pass@k is of successes.
-        rewards: the config's; with environments their own at the end.
-        num: samples of each problem; 0: none.
-        ks: of pass@k.
-        rows: completions at a time; 0: the config's, else 256.
-        environments: built for this model's tokenizer.
-        success_at: a conversation succeeds if the environment's own reward is at least this; without one, if
-            the model's last turn has the gold answer.
-        progress: called with the kind of completions, how many problems are done, and of how many.
+    With environments each completion is a conversation, which succeeds if the environment's own reward is at
+    least `success_at`; without one, if the last turn has the gold answer. pass@k for each of `ks` is of right
+    answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
+    config's). `progress` gets the kind of completions, how many problems are done, and of how many.
     """
     evaluator = Evaluator(
         engine=model.engine,
@@ -130,18 +120,13 @@ def measure(
         sampled = completed("sample", attrs.evolve(sampling, num_generations=num))
         good = [each.success if each.right is None else each.right for each in sampled]
         if None not in good:
-            metrics |= shares([sum(map(bool, good[n : n + num])) for n in range(0, len(good), num)], num, ks)
+            counts = [sum(map(bool, good[n : n + num])) for n in range(0, len(good), num)]
+            for k in ks:
+                values = np.array([pass_at_k(num, count, k) for count in counts])
+                metrics[f"pass@{k}"] = Metric(values, percent=True)
         details |= _metrics(sampled, num, "sampled ")
         details.pop("sampled exact match", None)
-    limit = sampling.max_new_tokens
-    notice = form_notice(
-        evaluator.form,
-        [each.text for each in greedy],
-        [example.answer for example in chosen.values()],
-        [is_cut(each) for each in greedy],
-        [each.tokens for each in greedy],
-        limit,
-    )
+    notice = evaluator.notice(greedy, list(chosen.values()), sampling.max_new_tokens)
     faults = (*evaluator.problems, *filter(None, [notice]))
     seconds = 0.0 if environments is None else spent
     return ModelResult(name, tuple(chosen), metrics | details, tuple(json_rows), faults, seconds)
@@ -180,7 +165,10 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
     """A number for each problem: the means over its `num` completions, in their order."""
 
     def column(read: Callable[[Completion], float | None], percent: bool = False) -> Metric:
-        return Metric(row_means(np.array([*map(read, rows)], np.float64).reshape(-1, num)), percent=percent)
+        values = np.array([*map(read, rows)], np.float64).reshape(-1, num)
+        known = ~np.isnan(values)
+        with np.errstate(invalid="ignore"):  # NaN for a row without values
+            return Metric(np.where(known, values, 0.0).sum(axis=1) / known.sum(axis=1), percent=percent)
 
     metrics = {
         "success": column(lambda each: each.success, percent=True),

@@ -7,8 +7,7 @@ completion is known, they score neutral texts, which shows whether they run.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -21,15 +20,15 @@ from runners.data.prompts import Example, build_examples, columns_of, reward_col
 from runners.data.rendering import template_notices, use_template
 from runners.data.row_images import processor_of
 from runners.environments.environments import Environments, build_environments
-from runners.environments.own_code import loading, start_worker
+from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
 from runners.judges import EndpointJudge, Exchange
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
-from runners.rewards.functions import Reward, check_columns, check_judges, rewards_of
-from runners.rewards.scoring import Scorer, Scores
+from runners.rewards.functions import Reward, check_columns, check_judges
+from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder, encode
 
 GOLD, BARE = "gold answer", "gold without form"
@@ -61,36 +60,26 @@ class RewardCheck:
 def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
-    Args:
-        config: from `load_config`.
-        form: a right completion, with {answer} in place of the answer; empty: that of `answer.form`.
-        problems: how many problems of the training data.
-
-    Raises UserError for every fault that would end the run before its first step.
+    `form` is a right completion, with {answer} in place of the answer; empty: that of `answer.form`. Raises
+    UserError for every fault that would end the run before its first step.
     """
     if form and PLACE not in form:
         raise UserError(f"the form has no {PLACE}, where the answer would stand")
     worker = start_worker(config)
-    rewards = rewards_of(config, worker)
-    if tools := loading(config.env, config.folders):
-        worker.load(*tools)
+    rewards = load_code(config, worker)
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     check_judges(rewards)
-    judges = {
-        reward.name: reward.function for reward in rewards if isinstance(reward.function, EndpointJudge)
-    }
+    judges = {each.name: each.function for each in rewards if isinstance(each.function, EndpointJudge)}
     for judge in judges.values():
         judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
-    stated = read_json(path / "config.json")
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, config.data.chat_template)
-    processor = processor_of(config.data, path, stated)
-    ends = tuple(sorted(tokenizer.eos_token_ids))
-    decoder = TextDecoder(tokenizer)
+    processor = processor_of(config.data, path, read_json(path / "config.json"))
+    ends, decoder = tuple(sorted(tokenizer.eos_token_ids)), TextDecoder(tokenizer)
     environments = build_environments(
         config.env, config.data, tokenizer, decoder, ends, config.folders, worker
     )
@@ -122,9 +111,10 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         # What a pattern or a function of the user reads is not known here.
         *(_judge(rewards, kinds, values_kan, read, tried) if right or read is None else []),
     ]
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    images = train[0].images if processor else ()
+    shown = [(name, each) for name, judge in judges.items() for each in (judge.exchanges or [])[:EXCHANGES]]
     return RewardCheck(
-        tokenizer=f"{type(inner).__name__} of {path}",
+        tokenizer=f"{type(getattr(tokenizer, '_tokenizer', tokenizer)).__name__} of {path}",
         prompt=train[0].text,
         train=len(train),
         evaluation=len(held_out(evaluation, config.eval.samples)),
@@ -134,14 +124,8 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
         knows_right=bool(right) or read is None,
-        images=tuple((image.name, processor.count_tokens(image)) for image in train[0].images)
-        if processor
-        else (),
-        exchanges=tuple(
-            (name, exchange)
-            for name, judge in judges.items()
-            for exchange in (judge.exchanges or [])[:EXCHANGES]
-        ),
+        images=tuple((image.name, processor.count_tokens(image)) for image in images),
+        exchanges=tuple(shown),
         warnings=tuple(warnings),
     )
 
@@ -156,11 +140,6 @@ def _begun(environments: Environments, example: Example) -> list[str]:
     if not environments.schemas and not environments.is_calculator:
         return ["there are no tools: the environment has no public method besides reset"]
     return []
-
-
-def median(lengths: Sequence[int]) -> int:
-    """The middle length, a whole number."""
-    return round(statistics.median(lengths))
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
@@ -201,38 +180,23 @@ def _score(
     for example in examples:
         for kind, text in _answers(example, form, config.data.nudge).items():
             by_kind.setdefault(kind, []).append(text)
-    if any(reward.grouped for reward in rewards):
-        return _score_groups(scorer, by_kind, examples, decoder)
-    values, faults = [], []
-    for kind, texts in by_kind.items():
-        scores = _scored(scorer, texts, examples, 1, decoder)
-        values.append(scores.values_kb)
-        faults += [f"{problem} ({kind})" for problem in scores.problems]
-    return list(by_kind), np.stack(values, axis=1), faults
-
-
-def _score_groups(
-    scorer: Scorer, by_kind: Mapping[str, Sequence[str]], examples: Sequence[Example], decoder: TextDecoder
-) -> tuple[list[str], np.ndarray, list[str]]:
-    """As `_score`, in one call: the answers to a problem form its group, like completions in a run."""
-    size = len(by_kind)
-    texts = [text for group in zip(*by_kind.values(), strict=True) for text in group]
-    scores = _scored(scorer, texts, examples, size, decoder)
-    values_kna = scores.values_kb.reshape(len(scorer.rewards), len(examples), size)
-    return list(by_kind), values_kna.transpose(0, 2, 1), list(scores.problems)
-
-
-def _scored(
-    scorer: Scorer, texts: Sequence[str], examples: Sequence[Example], size: int, decoder: TextDecoder
-) -> Scores:
-    completions = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
-    return scorer.score(
-        [decoder.decode(tokens) for tokens in completions],  # as a run would give them
-        [list(example.messages) for example in examples for _ in range(size)],
-        columns_of(examples, size),
-        [list(tokens) for tokens in completions],
-        group_size=size,
-    )
+    size, calls = 1, by_kind
+    if any(reward.grouped for reward in rewards):  # the answers to a problem are a group, as in a run
+        size = len(by_kind)
+        calls = {"": [text for group in zip(*by_kind.values(), strict=True) for text in group]}
+    values, faults = [], list[str]()
+    for kind, texts in calls.items():
+        tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
+        scores = scorer.score(
+            [decoder.decode(each) for each in tokens],  # as a run would give them
+            [list(example.messages) for example in examples for _ in range(size)],
+            columns_of(examples, size),
+            [list(each) for each in tokens],
+            group_size=size,
+        )
+        values.append(scores.values_kb.reshape(len(rewards), len(examples), size))
+        faults += [f"{problem} ({kind})" if kind else problem for problem in scores.problems]
+    return list(by_kind), np.concatenate(values, axis=2).transpose(0, 2, 1), faults
 
 
 def _judge(
@@ -247,15 +211,13 @@ def _judge(
     Without a form no text is better than another: then only rewards that never speak are named.
     """
     found = []
-    if not rewards:
-        return found
     for reward, values_an in zip(rewards, values_kan, strict=True):
         known = values_an[~np.isnan(values_an)]
         if not known.size:
             found.append(f"{reward.name} gave no reward to any answer")
         elif form and np.all(known == known[0]):
             found.append(f"{reward.name} gave {known[0]:g} to every answer, good or bad")
-    if form is None:
+    if form is None or not rewards:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)
     good = (GOLD, BARE) if alone else (GOLD,)

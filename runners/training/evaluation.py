@@ -90,7 +90,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     engine.load(None, state.update)
     result = joined(results)
     first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
-    notice = result.notice(config.answer_form, problems, limit) if first else ""
+    notice = evaluator.notice(result.completions, problems, limit) if first else ""
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result

@@ -19,7 +19,7 @@ from runners.engines.engine import Advance
 from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
-from runners.environments.own_code import loading, start_worker
+from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.machine.memory_readings import read_memory
@@ -31,7 +31,7 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.functions import check_columns, check_judges, rewards_of
+from runners.rewards.functions import check_columns, check_judges
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
@@ -94,10 +94,8 @@ def build_run(
             f"{config.where('data.image')}: prompts with images are trained on one rank, found {ranks.count}"
         )
     spec = config.loss_spec()
-    rewards = rewards_of(config, worker)
+    rewards = load_code(config, worker)
     check_judges(rewards)
-    if tools := loading(config.env, config.folders):
-        worker.load(*tools)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)

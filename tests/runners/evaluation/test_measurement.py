@@ -15,12 +15,18 @@ from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import build_examples
 from runners.engines.settings import sampling_of
-from runners.evaluation.comparison import comparison_summary, comparison_table, difference, shared
+from runners.evaluation.comparison import (
+    Metric,
+    ModelResult,
+    comparison_summary,
+    comparison_table,
+    difference,
+    shared,
+)
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
 from runners.evaluation.evaluation import evaluate, held_out
 from runners.evaluation.measurement import choose_problems, eval_rows, evaluation_key, measure
-from runners.evaluation.results import Metric, ModelResult
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import generation_key
 from runners.machine.startup import Platform
