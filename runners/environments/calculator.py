@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpo_fn as g
-from runners.config.sections import CALCULATOR
+from runners.config.sections import CALCULATOR, EnvConfig
 from runners.environments.episodes import Episode, finished_episodes
 from runners.errors import UserError
 from runners.rewards.finished_episodes import FinishedEpisodes
@@ -42,9 +42,9 @@ def calculate(expression: str) -> str | None:
     if len(expression) > LONGEST_EXPRESSION:
         return None
     try:
-        body = _parsed(expression)
-        if isinstance(body, ast.Call):
-            return str(_counted(body))
+        match _parsed(expression):
+            case ast.Call(ast.Attribute(ast.Constant(str(text)), "count"), [ast.Constant(str(part))], []):
+                return str(text.count(part))
         return str(_value(_parsed(expression.replace(",", ""))))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
@@ -57,41 +57,18 @@ def _parsed(expression: str) -> ast.expr:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, bool) or not isinstance(node.value, int | float):
-            raise ValueError("not a number")
-        return _bounded(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        value = _value(node.operand)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _bounded(_OPERATIONS[type(node.op)](_value(node.left), _value(node.right)))
-    raise ValueError("not arithmetic")
-
-
-def _bounded(value: int | float) -> int | float:
-    if isinstance(value, int) and abs(value) >= 10**_DIGITS:
+    match node:
+        case ast.Constant(int() | float() as value) if not isinstance(value, bool):
+            pass
+        case ast.UnaryOp(ast.UAdd() | ast.USub() as sign, operand):
+            value = _value(operand) * (-1 if isinstance(sign, ast.USub) else 1)
+        case ast.BinOp(left, sign, right) if type(sign) in _OPERATIONS:
+            value = _OPERATIONS[type(sign)](_value(left), _value(right))
+        case _:
+            raise ValueError("not arithmetic")
+    if (isinstance(value, int) and abs(value) >= 10**_DIGITS) or not math.isfinite(value):
         raise ValueError("too large")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("not finite")
     return value
-
-
-def _counted(node: ast.Call) -> int:
-    """'text'.count('part')."""
-    function, arguments = node.func, node.args
-    if (
-        isinstance(function, ast.Attribute)
-        and function.attr == "count"
-        and isinstance(function.value, ast.Constant)
-        and isinstance(function.value.value, str)
-        and len(arguments) == 1
-        and not node.keywords
-        and isinstance(arguments[0], ast.Constant)
-        and isinstance(arguments[0].value, str)
-    ):
-        return function.value.value.count(arguments[0].value)
-    raise ValueError("not a count")
 
 
 class CalculatorSession:
@@ -102,22 +79,21 @@ class CalculatorSession:
         episodes: Sequence[Episode],
         tokenizer: Any,
         text: Callable[[Sequence[int]], str],
-        max_turns: int,
-        max_calls: int,
+        limits: EnvConfig,
         nudge: str = "",
     ) -> None:
-        """`text` gives the text of tokens for rewards."""
+        """`text` gives the text of tokens for rewards; `nudge` precedes each row's first words."""
         self.episodes, self._tokenizer, self._text, self._nudge = list(episodes), tokenizer, text, nudge
-        self._start, self._end, self._output, self._output_end = mark_ids(tokenizer)
-        self._max_turns, self._max_calls = max_turns, max_calls
+        self._start, self.end, self._output, self._output_end = mark_ids(tokenizer)
+        self._limits = limits
         self._replies: dict[int, list[int]] = {}
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: any other end than <|python_end|> ends the completion."""
-        counts = self.episodes[row].counts
+        counts, limits = self.episodes[row].counts, self._limits
         counts["turns"] += 1
-        spent = counts["turns"] >= self._max_turns or 0 < self._max_calls <= counts["calls"]
-        if tokens[-1] != self._end or spent:
+        spent = counts["turns"] >= limits.max_turns or 0 < limits.max_tool_calls <= counts["calls"]
+        if tokens[-1] != self.end or spent:
             return False
         counts["calls"] += 1
         places = [n for n, token in enumerate(tokens[:-1]) if token == self._start]

@@ -58,22 +58,6 @@ class ChatTurns:
         before, after = self._rendered([({"role": "assistant", "content": "ok"}, asked)])
         return self._behind(tokens, before, after + nudge)
 
-    def call_text(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """An assistant's turn with a call, as the template writes it; empty if it cannot."""
-        function = {"name": name, "arguments": dict(arguments)}
-        calls = [{"id": "call00000", "type": "function", "function": function}]
-        try:
-            before = self._apply([_ASKED], head=True)
-            whole = self._apply(
-                [_ASKED, {"role": "assistant", "content": "", "tool_calls": calls}], head=False
-            )
-        except Exception:  # a template may raise anything: it does not support calls
-            return ""
-        if not has_template(self.tokenizer) or not whole.startswith(before):
-            return ""
-        close = self._close(whole[len(before) :])
-        return whole[len(before) : len(whole) - len(close)].strip()
-
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ended = self._text_of(tokens[-1]) if tokens and tokens[-1] in self.end_ids else None

@@ -94,17 +94,10 @@ class Environments:
     ) -> tuple[g.Rollout, FinishedEpisodes]:
         """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the previous call are reused, so rewards must be finished with them. If `reset`
-        makes a group's prompts differ, each row of all groups is played as a separate prompt.
-
-        Args:
-            engine: it samples the turns. If it restarts, the conversations start with `reset` again.
-            examples: the problems.
-            sampling, key, should_stop: as `Engine.generate` has them.
-            numbers: of the examples, for their random keys; None: 0, 1, 2, …
-            agree: whether any rank has a group whose prompts differ, if these examples belong to one rank: a
-                row's random draws depend on it.
-
+        The environments of the previous call are reused, so rewards must be finished with them. If the engine
+        restarts, the conversations start with `reset` again. If `reset` makes a group's prompts differ, each
+        row of all groups is played as a separate prompt: a row's random draws depend on it, so `agree` says
+        whether they differ on any rank. `numbers` of the examples are for their keys (None: 0, 1, 2, …).
         Raises Cancelled as the engine does.
         """
         size = sampling.num_generations
@@ -124,9 +117,8 @@ class Environments:
                 numbers=[n * size + row for n in numbers for row in range(size)] if differ else numbers,
                 replies=begun.session,
             )
-            drawn = attrs.evolve(
-                sampling, num_generations=1 if differ else size, eos_ids=sampling.eos_ids | begun.stops
-            )
+            ends = sampling.eos_ids | begun.stops
+            drawn = attrs.evolve(sampling, num_generations=1 if differ else size, eos_ids=ends)
             try:
                 rollout = engine.generate(requests, drawn, key=key, should_stop=should_stop)
             except Restart:
@@ -157,19 +149,12 @@ class Environments:
         """
         if self.is_calculator:
             session = CalculatorSession(
-                [Episode(example) for example in rows],
-                self.tokenizer,
-                self.decoder.decode,
-                self.config.max_turns,
-                self.config.max_tool_calls,
-                self.nudge,
+                [*map(Episode, rows)], self.tokenizer, self.decoder.decode, self.config, self.nudge
             )
-            prompts = [example.tokens for example in rows]
-            return Begun(session, prompts, frozenset({mark_ids(self.tokenizer)[1]}))
+            return Begun(session, [row.tokens for row in rows], frozenset({session.end}))
         episodes, prompts = self._begun(rows, should_stop)
         reader, parts = CallReader.of(self.tokenizer, self.schemas), (self.calls, self.tools, self.config)
-        session = Session(episodes, reader, self.chat, *parts, self.nudge, should_stop)
-        return Begun(session, prompts)
+        return Begun(Session(episodes, reader, self.chat, *parts, self.nudge, should_stop), prompts)
 
     def release(self, begun: Begun) -> None:
         """The episodes are over: their instances may be reset for others, except those with hanging calls."""
@@ -205,17 +190,15 @@ class Environments:
         self._drop([number for row, number in enumerate(numbers) if outcomes[row].fault])
         episodes, prompts = [], []
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
-            fault, greeting = outcomes[row].fault, outcomes[row].value
+            fault, greeting, prompt = outcomes[row].fault, outcomes[row].value, example.tokens
             episodes.append(Episode(example, None if fault else number, fault=fault and f"reset: {fault}"))
-            prompts.append(self._prompt(example, greeting) if greeting else example.tokens)
+            if greeting:  # it is appended to the last message
+                *before, last = example.messages
+                messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
+                how = {"tools": self.schemas, "template_kwargs": self.template_kwargs}
+                prompt = render(self.tokenizer, messages, self.nudge, **how)[1]
+            prompts.append(prompt)
         return episodes, prompts
-
-    def _prompt(self, example: Example, greeting: str) -> tuple[int, ...]:
-        """The prompt after a `reset` that returned a text: it is appended to the last message."""
-        *before, last = example.messages
-        messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
-        kwargs = self.template_kwargs
-        return render(self.tokenizer, messages, self.nudge, tools=self.schemas, template_kwargs=kwargs)[1]
 
     def _drop(self, numbers: Sequence[int]) -> None:
         if numbers:
@@ -241,9 +224,8 @@ def build_environments(
     if not env.factory and not env.tools:
         return None
     calls = Calls(worker, env.workers)
-    made = Environments(
-        env, calls, (), tokenizer, decoder, frozenset(end_ids), data.nudge, data.chat_template_kwargs, None
-    )
+    chat = (tokenizer, decoder, frozenset(end_ids), data.nudge, data.chat_template_kwargs)
+    made = Environments(env, calls, (), *chat, None)
     if made.is_calculator:
         mark_ids(tokenizer)
         if env.tools:
@@ -291,9 +273,8 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
         if "environments" not in reward.needs:
             continue
         if environments is None:
-            raise UserError(
-                f"reward {reward.name} takes environments, and there are none: set env.factory or env.tools"
-            )
+            fault = "takes environments, and there are none: set env.factory or env.tools"
+            raise UserError(f"reward {reward.name} {fault}")
         if not isinstance(reward.function, UserFunction):
             raise UserError(
                 f"reward {reward.name} takes environments, which are in the process of user code; expected "
@@ -310,14 +291,9 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
 
 def _check_follows(environments: Environments) -> None:
     """Raise UserError if the chat template cannot show the tools, or cannot continue after a call."""
-    asked = ({"role": "user", "content": "a question"},)
+    how = {"tools": environments.schemas, "template_kwargs": environments.template_kwargs}
     try:
-        render(
-            environments.tokenizer,
-            asked,
-            tools=environments.schemas,
-            template_kwargs=environments.template_kwargs,
-        )
+        render(environments.tokenizer, ({"role": "user", "content": "a question"},), **how)
         name = environments.tools[0].name if environments.tools else "tool"
         environments.chat.follow((), [{"role": "tool", "name": name, "content": "1"}])
     except UserError:

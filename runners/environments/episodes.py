@@ -60,8 +60,7 @@ class Session:
         nudge: str = "",
         should_stop: ShouldStop = never,
     ) -> None:
-        """`episodes`: started ones of all rows; `nudge` precedes each row's first words. `should_stop` is
-        asked while calls are waited for."""
+        """`episodes`: started ones of all rows; `nudge` precedes each row's first words."""
         self.episodes = list(episodes)
         self._reader, self._chat, self._calls, self._limits, self._nudge = reader, chat, calls, limits, nudge
         self._tools = {tool.name: tool for tool in tools}
@@ -84,9 +83,7 @@ class Session:
         mode = TOGETHER if tools and all(tool and tool.is_async for tool in tools) else THREAD
         self._calls.submit(
             row,
-            "runners.environments.instances:call",
-            episode.environment,
-            made,
+            *("runners.environments.instances:call", episode.environment, made),
             limits.max_observation_tokens * 32,
             timeout=limits.timeout,
             mode=mode,

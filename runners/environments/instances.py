@@ -51,8 +51,7 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
     """The tools of [env] (name, schema, whether it is a coroutine function), and of the class's two methods
     for rewards those that it has, each with the reward's name.
 
-    With a factory an environment is made. Raises UserError for tools that cannot be described to a model, and
-    for what is no environment.
+    Raises UserError for tools that cannot be described to a model, and for what is no environment.
     """
     methods: Functions = {}
     rewards: dict[str, str] = {}
@@ -82,10 +81,7 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
 
 def check_columns(store: Store, number: int, columns: Sequence[str], key: str) -> None:
     """Raises UserError if the environment's `reset` does not take these columns, which it gets by name."""
-    try:
-        signature = inspect.signature(_made(store, number).reset)
-    except (TypeError, ValueError):
-        return
+    signature = inspect.signature(_made(store, number).reset)
     try:
         signature.bind(**dict.fromkeys(columns))
     except TypeError as error:

@@ -78,11 +78,9 @@ class CallReader:
         while len(calls) < MAX_CALLS and (start := text.find(self.start, place)) >= 0:
             around.append(text[place:start])
             body = start + len(self.start)
-            end = text.find(self.end, body) if self.end else len(text)
-            closed = end >= 0
-            end = end if closed else len(text)
-            calls += self._parsed(text[body:end])
-            place = end + len(self.end) if closed else end
+            end = text.find(self.end, body) if self.end else -1
+            calls += self._parsed(text[body:] if end < 0 else text[body:end])
+            place = len(text) if end < 0 else end + len(self.end)
         around.append(text[place:])
         return ParsedTurn("".join(around).strip(), tuple(calls[:MAX_CALLS]))
 
@@ -102,32 +100,20 @@ def _call(found: Any) -> ToolCall:
     if not isinstance(name, str) or not name:
         return ToolCall("", {}, "the tool call has no name")
     arguments = found.get("arguments", found.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return ToolCall(name, {}, "the arguments are no JSON object")
-    if not isinstance(arguments, dict) or not _is_json(arguments):
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(arguments)  # some parsers read Python literals, and a log cannot store sets or bytes
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments are no JSON object")
     return ToolCall(name, arguments)
 
 
-def _is_json(value: Any) -> bool:
-    """Whether JSON can hold it: some parsers read Python literals, and a log cannot store sets or bytes."""
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
-
 def _whole_json(text: str) -> ToolCall | None:
     """A call if the whole text is one JSON object with a name, as in Llama 3's templates."""
-    text = text.strip()
-    if not (text.startswith("{") and text.endswith("}")):
-        return None
     try:
-        found = json.loads(text)
+        found = json.loads(text) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
         return None
     known = isinstance(found, dict) and ("arguments" in found or "parameters" in found)

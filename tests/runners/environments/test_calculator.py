@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from runners.config.sections import EnvConfig
 from runners.data.prompts import Example
 from runners.environments.calculator import MARKS, CalculatorSession, calculate
 from runners.environments.episodes import Episode
 from runners.errors import UserError
 from tests.support.tiny_policies import tiny_policy
+
+LIMITS = EnvConfig(max_turns=100)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_forced_tokens_in_the_decoding_loop():
     policy, tokenizer = tiny_policy(), Digits()
     example = Example(({"role": "user", "content": "?"},), "?", (1, 2), "3", {})
     episodes = [Episode(example) for _ in range(8)]
-    session = CalculatorSession(episodes, tokenizer, lambda tokens: str(list(tokens)), 100, 0)
+    session = CalculatorSession(episodes, tokenizer, lambda tokens: str(list(tokens)), LIMITS)
     began = session.begin
 
     def begin(row, tokens):  # random tokens hardly spell an expression: one is put in their place
@@ -136,4 +139,4 @@ def test_forced_tokens_in_the_decoding_loop():
 def test_a_tokenizer_without_the_marks_is_refused():
     """By the names that are missing."""
     with pytest.raises(UserError, match=r"lacks <.python_start.>"):
-        CalculatorSession([], Digits(MARKS[1:]), str, 1, 0)
+        CalculatorSession([], Digits(MARKS[1:]), str, LIMITS)
