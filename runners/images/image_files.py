@@ -67,21 +67,19 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
             f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
         )
     path = folder / Path(value).expanduser()
+    fault, size = "", 0
     try:
-        inside = path.resolve().is_relative_to(folder.resolve())
-        size = path.stat().st_size if inside and path.is_file() else None
+        if not path.resolve().is_relative_to(folder.resolve()):
+            outside = "where nothing is read; data.image_folder names another folder"
+            fault = f", which leads out of {folder}, {outside}"
+        elif not path.is_file():
+            fault = f", but there is {'a folder' if path.is_dir() else 'no file'} {path}"
+        elif (size := path.stat().st_size) > MAX_IMAGE_BYTES:
+            fault = f": expected {MAX_IMAGE_BYTES:,} bytes at most, found {size:,}"
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
-        raise UserError(f"names {show(value)}: {first_line(error)}") from error
-    if not inside:
-        raise UserError(
-            f"names {show(value)}, which leads out of {folder}, where nothing is read; data.image_folder "
-            "names another folder"
-        )
-    if size is None:
-        what = "a folder" if path.is_dir() else "no file"
-        raise UserError(f"names {show(value)}, but there is {what} {path}")
-    if size > MAX_IMAGE_BYTES:
-        raise UserError(f"names {show(value)}: expected {MAX_IMAGE_BYTES:,} bytes at most, found {size:,}")
+        fault = f": {first_line(error)}"
+    if fault:
+        raise UserError(f"names {show(value)}{fault}")
     return (ImageFile(value, path=path),)
 
 

@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -27,16 +27,6 @@ _PREFIXES = (TOWER_PREFIX, "visual.", "model.visual.", "model.vision_tower.")
 CACHE_BYTES = 1 << 28  # of cached features, for prompts that come again
 
 
-class HasImages(Protocol):
-    """A prompt's tokens and images."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-
-    @property
-    def images(self) -> tuple[ImageFile, ...]: ...
-
-
 @attrs.define(eq=False)
 class VisionPart:
     """A model's vision part: processor and tower. It is never trained."""
@@ -48,8 +38,8 @@ class VisionPart:
     dtype: mx.Dtype
     _cache: OrderedDict[ImageFile, tuple[mx.array, Grid]] = attrs.field(init=False, factory=OrderedDict)
 
-    def see(self, prompts: Sequence[HasImages]) -> list[PromptImages | None] | None:
-        """The features of each prompt's images; None if no prompt has images.
+    def see(self, prompts: Sequence[Any]) -> list[PromptImages | None] | None:
+        """The features of the images of each prompt (with `tokens` and `images`); None if none has images.
 
         Raises UserError if a file is not an image, or has changed since the prompt was made.
         """
@@ -62,7 +52,7 @@ class VisionPart:
         found = read_tower(self.path, self.module)
         return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in found.items()}
 
-    def _of_prompt(self, prompt: HasImages) -> PromptImages:
+    def _of_prompt(self, prompt: Any) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)
         places = [n for n, token in enumerate(prompt.tokens) if token == self.processor.image_token]
         try:
@@ -88,13 +78,8 @@ class VisionPart:
 
 
 def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: int = 0) -> VisionPart:
-    """The vision part of a model folder; `module`, its language part, then takes positions of images.
-
-    Args:
-        module: as mlx-lm loads it, before a policy is made of it.
-        path: the folder.
-        dtype: the model's compute dtype.
-        max_pixels: images are scaled down to it; 0: the processor's own bound.
+    """The vision part of a model folder, in the model's compute dtype; `module`, its language part as mlx-lm
+    loads it, then takes positions of images. Images are scaled down to `max_pixels`, if that is not 0.
 
     Raises UserError as `load_processor` does, for positions that do not fit the module, and for weights that
     are missing or do not fit the tower.

@@ -48,16 +48,10 @@ def sample_batches(
     vision: VisionPart | None = None,
     should_stop: ShouldStop = never,
 ) -> Iterator[Batch]:
-    """Completions of all examples, in order. They do not depend on how many are sampled at a time.
+    """Completions of all examples, in order; completion g of example n draws from (key, n, g).
 
-    Args:
-        engine: it samples, with the weights that it has loaded.
-        examples, sampling, key: completion g of example n draws from (key, n, g).
-        decoder, nudge: for the texts.
-        rows: completions at a time; 0: 256.
-        environments: they answer turns; None: each completion is one turn.
-        vision: for prompts with images.
-        should_stop: ends the present batch, which is given as it is, and no other follows.
+    They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer turns; None:
+    each completion is one turn. `should_stop` ends the present batch, which is given as it is.
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     sampler, how = _KeepsPartial(engine), {"key": key, "should_stop": should_stop}

@@ -111,15 +111,10 @@ def load_inference(
     Args:
         model: as `model.path` in a config, a folder of adapters whose adapter_config.json names the base, or
             a run's folder, which means its final model, else its newest whole checkpoint.
-        platform: from `runners.machine.startup.prepare`.
-        adapter: a folder with adapters.safetensors and adapter_config.json, to be applied to the model.
-        dtype: of the computation; "auto" is float32 on a CPU, else the model's own.
-        loader: the function that opens the folder instead of mlx-lm, as `model.loader` in a config.
-        folders: where the loader is searched.
-        trust_remote_code: run code that comes with the model.
+        adapter: a folder with adapters, to be applied to the model.
+        loader, folders: the function that opens the folder instead of mlx-lm, and where it is searched.
         with_prompt: read grpo_prompt.json, if there is one, into the result's `prompt`.
-        images: whether prompts may have images, which are scaled down to `image_max_pixels` (0: the limit of
-            the model's processor).
+        images: whether prompts may have images.
 
     Raises UserError as `load_model` does, and if adapters are missing or do not fit the model.
     """

@@ -26,20 +26,11 @@ def env_of(
     config: str = "",
     bounds: Mapping[str, Any] = {},
 ) -> tuple[EnvConfig, tuple[Path, ...]]:
-    """The [env] to use, and the folders of its files; without factory and tools there are no tools.
+    """The [env] of the command line, of a config, or of the model's run, and the folders of its files.
 
-    Args:
-        model: the model's name or folder.
-        note: gets lines.
-        tools: files, or files with a function's name.
-        factory: a class in a file, or "calculator".
-        config: a config, whose [env] is used.
-        bounds: keys of [env], None if not given.
-
-    If the run that a model came from has tools, `note` gets a line: that they are used, or how to use them,
-    because code runs only if it is named.
-
-    Raises UserError if bounds are given but no tools; ConfigError as `load_config` does.
+    `bounds` are keys of [env], None if not given. If the run has tools, `note` gets a line: that they are
+    used, or how to use them, because code runs only if it is named. Raises UserError if bounds are given but
+    no tools; ConfigError as `load_config` does.
     """
     folders: tuple[Path, ...] = (Path.cwd(),)
     env = EnvConfig()

@@ -38,13 +38,9 @@ class Written:
 
 
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
-    """Writes the page of these runs' folders to `out`; a crash leaves the old file or the new one.
+    """Writes the page of these runs' folders to `out`, whose folder has to exist.
 
-    Args:
-        runs: one or several; several are shown in the same charts.
-        out: the HTML file; its folder has to exist.
-        most_bytes: if a run's completions.jsonl has more, those of evenly spread updates are used.
-
+    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are used.
     Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
     found = [LiveRun(Path(run), max(most_bytes // len(runs), 1)) for run in runs]
@@ -57,8 +53,13 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     shown = [run.content(lambda _, make: put(make())) for run in found]
     first = put(packed({"runs": shown}))
     text = page(" · ".join(run["name"] for run in shown), blobs, {"mode": "file", "at": first})
+    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
+    try:
+        save_text(out, content.decode("utf-8"))
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
     rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
-    return Written(out, _save(out, text), rows, left_out)
+    return Written(out, len(content), rows, left_out)
 
 
 def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
@@ -112,16 +113,6 @@ def _document(title: str, body: str, policy: str, more: str = "") -> str:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
-
-
-def _save(out: Path, text: str) -> int:
-    """Writes the page; returns its size in bytes. A lone surrogate becomes an escape."""
-    content = text.encode("utf-8", "backslashreplace")
-    try:
-        save_text(out, content.decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
-    return len(content)
 
 
 @cache

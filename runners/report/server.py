@@ -65,14 +65,6 @@ class Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket, self.site, self.asked_at = found, site, float("-inf")
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection. Without free descriptors it waits a moment, for idle ones to end."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(0.2)
-            raise
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A line for a fault that is not the connection's end."""
         error = sys.exception()
@@ -104,13 +96,10 @@ def address(found: socket.socket) -> str:
 
 
 def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_parent: bool = False) -> None:
-    """Serves the run in `place`, or the runs in it, until Ctrl-C.
+    """Serves the run in `place`, or the runs in it, on the socket of `listening` until Ctrl-C.
 
-    Args:
-        place: a run's folder, or one that holds runs' folders.
-        found: the socket from `listening`.
-        hosts: host names that the server answers to, besides those of this machine's loopback.
-        with_parent: also ends when standard input ends, and so with the process that started this one.
+    It answers to the names of this machine's loopback and to `hosts`. `with_parent`: it also ends when
+    standard input ends, and so with the process that started this one.
     """
     server = Server(found, Site(place, (*LOCAL, found.getsockname()[0], *hosts)))
     if with_parent:

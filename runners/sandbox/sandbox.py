@@ -10,17 +10,17 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import attrs
 
@@ -89,46 +89,35 @@ def end_programs() -> None:
 def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
     """Feeds and reads a process until it ends or exceeds a limit."""
     assert process.stdin is not None and process.stdout is not None
-    end = time.monotonic() + limits.seconds
-    output, waiting = bytearray(), memoryview(stdin)
-    os.set_blocking(process.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        while selector.get_map():
-            left = end - time.monotonic()
-            if left <= 0:
-                return Outcome(bytes(output), process.poll() or 0, "time")
-            for key, _ in selector.select(left):
-                if key.fileobj is process.stdout:
-                    found = os.read(key.fd, 65536)
-                    output += found
-                    if len(output) > limits.output:
-                        return Outcome(bytes(output[: limits.output]), 0, "output")
-                    if not found:
-                        selector.unregister(process.stdout)
-                        if process.stdin in {entry.fileobj for entry in selector.get_map().values()}:
-                            selector.unregister(process.stdin)
-                else:
-                    try:
-                        waiting = waiting[os.write(key.fd, waiting[:65536]) :]
-                    except BrokenPipeError:
-                        waiting = waiting[:0]
-                    if not waiting:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        _end(process)
+
+    timer = threading.Timer(limits.seconds, end)
+    timer.start()
+    threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
     try:
-        return Outcome(bytes(output), process.wait(max(end - time.monotonic(), 0)))
-    except subprocess.TimeoutExpired:
-        return Outcome(bytes(output), 0, "time")
+        output = process.stdout.read(limits.output + 1)
+        if len(output) > limits.output:
+            return Outcome(output[: limits.output], 0, "output")
+        code = process.wait()
+        return Outcome(output, code, "time" if late.is_set() else "")
+    finally:
+        timer.cancel()
+
+
+def _feed(stream: IO[bytes], content: bytes) -> None:
+    with suppress(OSError), stream:  # the program may end without reading it all
+        stream.write(content)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the program, and waits for its end."""
     _end(process)
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+    if process.stdout is not None:
+        process.stdout.close()
     process.wait()
 
 

@@ -67,8 +67,6 @@ class Diary(Report):
                 self._record("note", text=one_line(text, os.environ))
             case Remark(kind, text):
                 self._record(kind, text=one_line(text, os.environ))
-            case _:
-                pass
         if self._log is not None:
             self._log.handle(event)
         with self._whole():
@@ -126,7 +124,13 @@ class Diary(Report):
             self._write(record | {"update": event.done})
 
     def _end(self, error: BaseException) -> None:
-        state, text = _end_of(error)
+        state, text = "failed", str(error) if isinstance(error, UserError) else error_line(error)
+        if isinstance(error, Stopped):
+            state, text = "stopped", f"signal {error.exit_code - 128}"
+        elif isinstance(error, KeyboardInterrupt):
+            state, text = "stopped", "interrupted at once, without saving"
+        elif isinstance(error, OutputLost):
+            state = "stopped"
         self._record("end", state=state, text=one_line(text, os.environ))
 
     def _record(self, kind: str, **more: Any) -> None:
@@ -139,38 +143,22 @@ class Diary(Report):
             self._log.write(EVENTS, [record])
 
 
-def _end_of(error: BaseException) -> tuple[str, str]:
-    """The final state of a run that ends with this exception, and the reason."""
-    if isinstance(error, Stopped):
-        return "stopped", f"signal {error.exit_code - 128}"
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped", "interrupted at once, without saving"
-    if isinstance(error, OutputLost):
-        return "stopped", str(error)
-    return "failed", str(error) if isinstance(error, UserError) else error_line(error)
-
-
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
     """The report's facts about machine and versions, and the keys that config or command line set."""
-    memory = read_memory().total
     found = {
         "system": f"{platform.system()} {platform.machine()}",
-        "backend": machine.backend,
-        "device": machine.device,
-        "cores": machine.cores,
-        "blas": machine.blas,
-        "memory_gb": round(memory / 1e9, 1),
+        **{name: getattr(machine, name) for name in ("backend", "device", "cores", "blas")},
+        "memory_gb": round(read_memory().total / 1e9, 1),
     }
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
     return {
         "process": os.getpid(),
         "machine": {name: value for name, value in found.items() if value},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": versions,
         "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -96,8 +96,6 @@ class LiveReport(Report):
                 self._stop()
                 self._finished = True
                 self._print(_facts(summary))
-            case _:
-                pass
         if isinstance(event, Started | Status | Updated) and self._live.is_started:
             self._live.refresh()
 

@@ -62,8 +62,6 @@ class MetricsLog:
                 self.write(EVALUATIONS, event.problems)
             case Completions(records):
                 self.write(COMPLETIONS, records)
-            case _:
-                pass
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Writes one line of metrics. Dashboards get the finite numbers."""

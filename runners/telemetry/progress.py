@@ -70,8 +70,6 @@ class Progress:
                 self.scores += [] if event.score is None else [event.score]
                 self.held_out += [] if event.reward is None else [event.reward]
                 self._evaluating += event.seconds
-            case _:
-                pass
         if isinstance(event, Updated | Evaluated):
             self.memory = max(self.memory, self._read_memory())
 
@@ -118,21 +116,14 @@ class Progress:
         return f"{line} {duration_text(max(left, 0.0))} left"
 
     @property
-    def exact_match(self) -> float | None:
-        """Of the last evaluation, 0 to 1."""
-        return self.scores[-1] if self.scores else None
-
-    @property
     def headline(self) -> tuple[str, str, str]:
-        """What an evaluation is judged by, its latest value and its first one; "" if there is only one.
-
-        Exact match, or the mean of the run's own rewards where there are no gold answers.
-        """
+        """Exact match, or the mean of the run's own rewards where there are no gold answers; its latest value
+        and its first one, "" if there is only one."""
+        label, values, spell = "exact match", self.scores, percent_text
         if not self.scores and self.held_out:
-            first = number_text(self.held_out[0]) if len(self.held_out) > 1 else ""
-            return "held-out reward", number_text(self.held_out[-1]), first
-        first = percent_text(self.scores[0]) if len(self.scores) > 1 else ""
-        return "exact match", percent_text(self.exact_match), first
+            label, values, spell = "held-out reward", self.held_out, number_text
+        first = spell(values[0]) if len(values) > 1 else ""
+        return label, spell(values[-1] if values else None), first
 
 
 def is_finite(value: Any) -> bool:
@@ -182,9 +173,9 @@ def as_text(value: Any) -> str:
 
 def eval_line(event: Evaluated) -> str:
     """An evaluation in one line."""
-    found = [] if event.score is None else [f"exact match {percent_text(event.score)}"]
-    if found:
-        found[0] += f" ({event.correct} of {event.total})"
+    found = []
+    if event.score is not None:
+        found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
     if event.reward is not None:
         found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
     return f"eval {event.name}: {', '.join(found) or 'nothing to measure'} in {event.seconds:.1f} s"

@@ -20,10 +20,7 @@ from runners.telemetry.run_statistics import combine_logged
 def run_header(
     config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int
 ) -> dict[str, Any]:
-    """The header that is shown before the first step of a run in `folder`: name -> value.
-
-    `train` and `held_out` are numbers of examples.
-    """
+    """The header of a run in `folder`, with `train` and `held_out` examples: name -> value."""
     overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
     header = {
         "run": config.run.name,
@@ -51,11 +48,7 @@ def run_summary(
     updates: int,
     tokens: int,
 ) -> dict[str, Any]:
-    """The summary that is shown at the end.
-
-    `scores` and `rewards` are exact match and the mean of the run's own rewards at its evaluations, on
-    `held_out` problems.
-    """
+    """The summary at the end; exact match (`scores`) and the mean reward are those of its evaluations."""
     shown: dict[str, Any] = {}
     if scores:
         before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
@@ -72,10 +65,7 @@ def run_summary(
 
 
 def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:
-    """One record for each completion, for completions.jsonl; docs/rewards.md lists the keys.
-
-    Records are made one by one, as they are read.
-    """
+    """A record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     lengths, played = experience.sampled_lengths.tolist(), experience.played
@@ -119,10 +109,7 @@ def _of_turns(experience: Experience) -> list[list[float]]:
 def evaluation_records(
     examples: Sequence[Example], completions: Sequence[Any], update: int
 ) -> Iterator[dict[str, Any]]:
-    """One record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys.
-
-    `completions` are those of the evaluation (`runners.evaluation.completions`).
-    """
+    """A record for each held-out problem, for evaluations.jsonl; docs/report.md lists the keys."""
     for index, (example, one) in enumerate(zip(examples, completions, strict=True)):
         yield {
             "update": update,

@@ -74,8 +74,6 @@ class PlainReport(Report):
             case Finished(summary):
                 self._line(f"finished in {duration_text(self._progress.elapsed())}")
                 self._facts(summary)
-            case _:
-                pass
 
     def __exit__(self, *error: object) -> None:
         self._stream.flush()

@@ -51,19 +51,18 @@ class Tally:
 def rollout_metrics(
     tallies: Sequence[Tally], reward_names: Sequence[str], *, baseline: str | None = None
 ) -> dict[str, float]:
-    """Rewards and completions of an update's batch steps.
+    """Rewards and completions of an update's batch steps; NaN where there is nothing to compute one from.
 
-    `reward_std` is the mean over groups of the standard deviation within a group; NaN means that there was
-    nothing to compute it from. `frac_reward_zero_std` is the share of groups that get no advantage from the
-    `baseline`: groups without variance, or, with the baseline `batch_mean`, all groups of a batch step
-    without variance; None: a group's baseline. A metric that a reward logged keeps its name, unless one of
-    these has that name.
+    `reward_std` is the mean over groups of the standard deviation within a group. `frac_reward_zero_std` is
+    the share of groups that get no advantage from the `baseline`: groups without variance, or, with
+    `batch_mean`, all groups of a batch step without variance. A metric that a reward logged keeps its name,
+    unless one of these has that name.
     """
-    rewards_pg = np.concatenate([tally.rewards_pg for tally in tallies])
-    values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
-    lengths = np.concatenate([tally.lengths_b for tally in tallies])
-    finished = np.concatenate([tally.finished_b for tally in tallies])
     steps = [tally.rewards_pg for tally in tallies]
+    rewards_pg, values_kb = np.concatenate(steps), np.concatenate([t.values_kb for t in tallies], axis=1)
+    lengths, finished = (
+        np.concatenate([getattr(t, n) for t in tallies]) for n in ("lengths_b", "finished_b")
+    )
     if baseline == "batch_mean":  # a whole step is compared, so each of its groups is as varied as the step
         varied = np.concatenate([np.repeat(is_varied(step.reshape(1, -1)), len(step)) for step in steps])
     else:
@@ -88,12 +87,10 @@ def rollout_metrics(
     }
     if all(tally.counts for tally in tallies):
         metrics |= _turn_metrics(tallies)
-    resampled = sum(tally.resampled for tally in tallies)
-    if resampled:
-        metrics["dynamic_sampling/resampled_groups"] = float(resampled)
-        used = int(lengths.sum())
+    if resampled := sum(tally.resampled for tally in tallies):
         drawn = sum(tally.sampled_tokens for tally in tallies)
-        metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(used, 1)
+        metrics["dynamic_sampling/resampled_groups"] = float(resampled)
+        metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(int(lengths.sum()), 1)
     return metrics
 
 
@@ -119,6 +116,30 @@ def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float
     return {} if penalty_b is None else {"length_penalty": float(np.array(penalty_b).mean())}
 
 
+_OF_TOKENS = {  # name in the log -> field of LossStats
+    "entropy": "entropy",
+    "sampling/sampling_logp_difference/mean": "logp_diff_mean",
+    "sampling/sampling_logp_difference/max": "logp_diff_max",
+    "sampling/importance_sampling_ratio/min": "is_ratio_min",
+    "sampling/importance_sampling_ratio/mean": "is_ratio_mean",
+    "sampling/importance_sampling_ratio/max": "is_ratio_max",
+    "sampling/kl": "sampling_kl_k3",
+    "sampling/effective_sample_size": "ess",
+    "sampling/masked_fraction": "masked_fraction",
+    "ratio/min": "ratio_min",
+    "ratio/mean": "ratio_mean",
+    "ratio/max": "ratio_max",
+}
+_OF_CLIPS: dict[tuple[str, ...], dict[str, str]] = {  # TRL's names, by the sides that a surrogate clips
+    ("low", "high"): {
+        "clip_ratio/low_mean": "clip_low",
+        "clip_ratio/high_mean": "clip_high",
+        "clip_ratio/region_mean": "clip_region",
+    },
+    ("high",): {"cispo_clip_ratio": "clip_high"},  # it caps its weight
+}
+
+
 def loss_metrics(
     stats: g.LossStats, update: g.UpdateStats, spec: g.LossSpec, has_reference: bool
 ) -> dict[str, Any]:
@@ -133,34 +154,9 @@ def loss_metrics(
         metrics["update_skipped"] = True
     if stats.num_tokens.item() == 0:
         return metrics
-    if has_reference:
-        metrics["kl"] = stats.kl.item()
-    return metrics | {
-        "entropy": stats.entropy.item(),
-        **_clip_metrics(stats, SURROGATES[spec.surrogate].clipped_sides),
-        "sampling/sampling_logp_difference/mean": stats.logp_diff_mean.item(),
-        "sampling/sampling_logp_difference/max": stats.logp_diff_max.item(),
-        "sampling/importance_sampling_ratio/min": stats.is_ratio_min.item(),
-        "sampling/importance_sampling_ratio/mean": stats.is_ratio_mean.item(),
-        "sampling/importance_sampling_ratio/max": stats.is_ratio_max.item(),
-        "sampling/kl": stats.sampling_kl_k3.item(),
-        "sampling/effective_sample_size": stats.ess.item(),
-        "sampling/masked_fraction": stats.masked_fraction.item(),
-        "ratio/min": stats.ratio_min.item(),
-        "ratio/mean": stats.ratio_mean.item(),
-        "ratio/max": stats.ratio_max.item(),
-    }
-
-
-def _clip_metrics(stats: g.LossStats, sides: tuple[str, ...]) -> dict[str, Any]:
-    """TRL's names: one for both sides of a clip, another for cispo, which caps its weight."""
-    if sides == ("low", "high"):
-        return {
-            "clip_ratio/low_mean": stats.clip_low.item(),
-            "clip_ratio/high_mean": stats.clip_high.item(),
-            "clip_ratio/region_mean": stats.clip_region.item(),
-        }
-    return {"cispo_clip_ratio": stats.clip_high.item()} if sides == ("high",) else {}
+    fields = {"kl": "kl"} if has_reference else {}
+    fields |= _OF_TOKENS | _OF_CLIPS.get(SURROGATES[spec.surrogate].clipped_sides, {})
+    return metrics | {name: getattr(stats, field).item() for name, field in fields.items()}
 
 
 def combine_logged(name: str, values: Sequence[float]) -> float:
