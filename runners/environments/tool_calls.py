@@ -116,5 +116,6 @@ def _whole_json(text: str) -> ToolCall | None:
         found = json.loads(text) if text.lstrip().startswith("{") else None
     except (ValueError, RecursionError):
         return None
-    known = isinstance(found, dict) and ("arguments" in found or "parameters" in found)
-    return _call(found) if known and isinstance(found.get("name"), str) else None
+    if not isinstance(found, dict) or not {"arguments", "parameters"} & found.keys():
+        return None
+    return _call(found) if isinstance(found.get("name"), str) else None

@@ -111,7 +111,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         # What a pattern or a function of the user reads is not known here.
         *(_judge(rewards, kinds, values_kan, read, tried) if right or read is None else []),
     ]
-    images = train[0].images if processor else ()
+    images = [(each.name, processor.count_tokens(each)) for each in train[0].images] if processor else []
     shown = [(name, each) for name, judge in judges.items() for each in (judge.exchanges or [])[:EXCHANGES]]
     return RewardCheck(
         tokenizer=f"{type(getattr(tokenizer, '_tokenizer', tokenizer)).__name__} of {path}",
@@ -124,7 +124,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
         knows_right=bool(right) or read is None,
-        images=tuple((image.name, processor.count_tokens(image)) for image in images),
+        images=tuple(images),
         exchanges=tuple(shown),
         warnings=tuple(warnings),
     )

@@ -198,4 +198,4 @@ def _reply(content: bytes, seconds: float) -> Reply | _Fault:
     if not isinstance(text, str) or not text.strip():
         cut = choice.get("finish_reason") == "length"
         return _Fault(Failure(f"got an empty answer{': max_tokens is too few for it' if cut else ''}"))
-    return Reply(text, *tokens, seconds)
+    return Reply(text, tokens[0], tokens[1], seconds)

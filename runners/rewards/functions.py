@@ -138,7 +138,7 @@ def resolve_reward(
     the function's `check_ready`, if it has one.
     """
     judge, judges = judge_of(name), judges or {}
-    if judge in judges:
+    if judge is not None and judge in judges:
         return Reward(name, build_judge(judge, judges[judge]), weight)
     if ":" not in name:
         if name in REWARDS:

@@ -142,8 +142,10 @@ class Scorer:
         """The outcome of each reward's call: async ones together, then the others one after another."""
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
-        there = {k: function for k, function in enumerate(functions) if isinstance(function, UserFunction)}
-        here = [k for k, function in enumerate(functions) if k not in there and is_async(function)]
+        there = {k: each for k, each in enumerate(functions) if isinstance(each, UserFunction)}
+        here = [
+            k for k, each in enumerate(functions) if not isinstance(each, UserFunction) and is_async(each)
+        ]
         for k, function in there.items():
             if function.is_async:
                 self._start(k, function, called[k], TOGETHER)
