@@ -198,24 +198,21 @@ def conversation(model, sampling, **options):
     return Conversation(model, ending(model, sampling), key=generation_key(0), **options)
 
 
-def test_a_conversation_remembers_and_reuses_its_cache(model):
-    """The second turn's prompt holds the first; its reply is that of the whole prompt computed anew."""
-    sampling = g.Sampling(temperature=0.0, max_new_tokens=9)
+@pytest.mark.parametrize("kind", ["whole", "interrupted", "without a cache that can be cut"])
+def test_a_second_turn_is_that_of_the_whole_prompt(model, kind, monkeypatch):
+    """It holds the first turn, or what came of it before it was stopped, which is not computed again."""
+    cut = kind.startswith("without")
+    if cut:
+        monkeypatch.setattr("mlx_lm.models.cache.can_trim_prompt_cache", lambda cache: False)
+    sampling, speed = g.Sampling(temperature=0.0, max_new_tokens=9), Speed()
     talk = conversation(model, sampling, system="Be brief.")
-    first = "".join(talk.reply("How many?"))
-    speed = Speed()
+    asked = iter([False, kind == "interrupted", *[False] * 99])
+    first = "".join(talk.reply("How many?", should_stop=lambda: next(asked)))
     second = "".join(talk.reply("And now?", speed=speed))
-    assert [message["role"] for message in talk.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-    ]
+    assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 2]
     assert [message["content"] for message in talk.messages[1:4]] == ["How many?", first, "And now?"]
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert fresh(model, prompt, sampling) == second
-    assert 0 < speed.prompt_tokens < len(prompt), "the first turn was computed again"
+    assert (speed.prompt_tokens == len(prompt)) == cut and fresh(model, prompt, sampling) == second
 
 
 def test_a_cleared_conversation_starts_from_its_beginning(model):
@@ -238,17 +235,6 @@ def test_a_nudge_begins_each_reply(model):
     )
 
 
-def test_a_conversation_goes_on_after_an_interruption(model):
-    """What had come stays; the next reply is that of the whole prompt."""
-    sampling = g.Sampling(temperature=0.0, max_new_tokens=12)
-    talk = conversation(model, sampling)
-    asked = iter([False, True])
-    list(talk.reply("How many?", should_stop=lambda: next(asked)))
-    second = "".join(talk.reply("And now?"))
-    _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert fresh(model, prompt, sampling) == second
-
-
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
     """An exception in the midst of a reply: no message, and the next turn is right."""
     sampling = g.Sampling(temperature=0.0, max_new_tokens=6)
@@ -265,16 +251,3 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
     second = "".join(talk.reply("And now?"))
     _, prompt = render(model.tokenizer, talk.messages[:-1])
     assert fresh(model, prompt, sampling) == second
-
-
-def test_models_without_a_cache_that_can_be_cut(model, monkeypatch):
-    """Each turn is computed from its beginning then."""
-    monkeypatch.setattr("mlx_lm.models.cache.can_trim_prompt_cache", lambda cache: False)
-    sampling = g.Sampling(temperature=0.0, max_new_tokens=6)
-    talk = conversation(model, sampling)
-    list(talk.reply("How many?"))
-    speed = Speed()
-    second = "".join(talk.reply("And now?", speed=speed))
-    _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert speed.prompt_tokens == len(prompt) and fresh(model, prompt, sampling) == second
-    mx.clear_cache()

@@ -22,19 +22,6 @@ def test_the_oldest_go_first(tmp_path):
     assert list(cache.find(f"d{i}" for i in range(6))) == ["d3", "d4", "d5"]
 
 
-def test_a_damaged_cache_file_is_reported_once(tmp_path):
-    """Nothing is found and nothing kept; the file stays as it was."""
-    file = tmp_path / "judges.sqlite"
-    file.write_bytes(b"no database" * 100)
-    cache = AnswerCache(file)
-    assert cache.find(["d"]) == {}
-    cache.keep({"d": "x"})
-    assert cache.find(["d"]) == {}
-    (notice,) = cache.notices
-    assert "judges' answers are not saved" in notice and str(file) in notice
-    assert file.read_bytes() == b"no database" * 100
-
-
 def test_the_digest_depends_on_address_and_body():
     """On each part of the request, not on the order of keys."""
     body = {"messages": [{"role": "user", "content": "ü"}], "temperature": 0.0}

@@ -35,7 +35,6 @@ def test_a_score_is_a_share_of_the_scale(answer, score):
         ("", "without a score", "nothing"),
         ("I cannot judge that.", "without a score", "cannot judge"),
         ("SCORE: high", "without a score", "high"),
-        ("<think>SCORE: 9 and", "beyond", ""),
         ("SCORE: 11", "beyond the scale from 0 to 10", "11"),
         ("SCORE: -1", "beyond the scale", "-1"),
         ("SCORE: 1.2.3", "without a score", "1.2.3"),
@@ -44,9 +43,6 @@ def test_a_score_is_a_share_of_the_scale(answer, score):
 def test_no_score_is_a_failure(answer, reason, found):
     """With a reason that is the same for all of its kind, and what was found."""
     failure = read_score(answer, SCALE)
-    if answer.startswith("<think>"):  # a thought that was cut off before its end may still hold the form
-        assert failure == pytest.approx(0.9)
-        return
     assert isinstance(failure, Failure)
     assert reason in failure.reason and found in failure.found
 

@@ -5,8 +5,6 @@ Screenshots are left in pytest's temporary folder, under `shots`.
 
 import json
 import threading
-from contextlib import closing
-from importlib.resources import files
 
 import pytest
 
@@ -133,33 +131,6 @@ def test_the_whole_prompt_is_there(tab, tmp_path):
     assert quiet(tab)
 
 
-@pytest.mark.parametrize(
-    ("step", "ticks", "shown"),
-    [
-        (0.25, (0, 0.25, 0.75, -1.5), ["0", "0.25", "0.75", "−1.50"]),
-        (5e-7, (0, 5e-7, 1e-6, 1.5e-6), ["0", "5e−7", "1.0e−6", "1.5e−6"]),
-        (2e-5, (0.0012, 0.00122), ["0.00120", "0.00122"]),
-        (2500, (5000, 7500, 10_000, 12_500), ["5000", "7500", "10.0k", "12.5k"]),
-        (0.1 + 0.2, (0.1 + 0.2, 0.6, 0.9), ["0.3", "0.6", "0.9"]),
-        (250_000, (1_000_000, 1_250_000), ["1.00M", "1.25M"]),
-    ],
-)
-def test_ticks_of_an_axis_are_told_apart(tab, step, ticks, shown):
-    """By as many digits as their distance needs, and no more."""
-    tab.add_script_tag(content=(files("runners.report") / "assets" / "format.js").read_text())
-    assert tab.evaluate(f"{list(ticks)}.map((tick) => tickText(tick, {step}))") == shown
-
-
-def test_a_stacked_chart_starts_at_nothing(tab, tmp_path):
-    """The parts of an update's time lie on each other from 0 up."""
-    opened(tab, write_report([make_run(tmp_path / "run", updates=20)], tmp_path / "page.html").path)
-    tab.locator("text=Speed and memory").scroll_into_view_if_needed()
-    tab.wait_for_selector('[data-chart="parts"] canvas', timeout=WAIT)
-    chart = tab.locator('[data-chart="parts"]')
-    assert chart.get_attribute("data-low") == "0"
-    assert "rollout from 0.5 to 0.5" in chart.get_attribute("aria-label")
-
-
 def test_held_out_problems_that_became_right(tab, tmp_path):
     """From wrong to right between two evaluations."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "problems")
@@ -232,17 +203,6 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, tmp_path, scheme):
         assert tab.evaluate("document.getElementById('tabs').scrollWidth") <= 390
         tab.goto("about:blank")
     context.close()
-
-
-def test_what_is_nearly_constant_has_short_labels(tab, tmp_path):
-    """A share of 0.9999999 is drawn as one of 1, and its labels are not cut off."""
-    folder = make_run(tmp_path / "run")
-    with closing(JsonLines(folder / "training_log.jsonl", keep=1 << 40)) as log:
-        for update in range(7, 12):
-            log.write({"update": update, "sampling/effective_sample_size": 1 - update % 2 * 1e-7})
-    opened(tab, write_report([folder], tmp_path / "page.html").path)
-    tab.locator("text=Effective sample size").scroll_into_view_if_needed()
-    assert float(tab.get_attribute('[data-chart="ess"]', "data-low")) < 99.96
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])

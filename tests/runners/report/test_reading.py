@@ -71,14 +71,6 @@ def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
     assert record.state() == "interrupted"
 
 
-def test_times_are_to_the_second(tmp_path):
-    """Not in the seven digits that metrics have."""
-    record = RunRecord(make_run(tmp_path / "run"))
-    record.refresh()
-    facts = record.facts()
-    assert facts["started"] == 1_700_000_001.5 and facts["events"][-1]["time"] == 1_700_000_061.5
-
-
 def test_numbers_that_are_not_finite_are_named(tmp_path):
     """They are gaps in their column, and their places are kept."""
     record = RunRecord(make_run(tmp_path / "run", nan_at=3))
@@ -87,14 +79,6 @@ def test_numbers_that_are_not_finite_are_named(tmp_path):
     assert (line, "loss") in record.nonfinite and (line, "grad_norm") in record.nonfinite
     assert record.columns["loss"][line] is None and record.columns["kl"][line] is None
     assert {len(column) for column in record.columns.values()} == {record.lines}
-
-
-def test_only_what_is_new_is_handed_on(tmp_path):
-    """Metrics from a line on."""
-    record = RunRecord(make_run(tmp_path / "run"))
-    record.refresh()
-    later = record.metrics(record.lines - 2)
-    assert {len(values) for values in later["columns"].values()} == {2}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -301,24 +301,6 @@ def test_async_rewards_run_together() -> None:
     assert scores.problems == []
 
 
-def test_an_async_reward_that_is_cancelled_fails_alone() -> None:
-    """As one that raises."""
-
-    async def cancels(completions):
-        raise asyncio.CancelledError("own will")
-
-    async def counts(completions):
-        await asyncio.sleep(0)
-        return [1.0] * 3
-
-    scores = score(by_completion, cancels, counts)
-    assert_row(scores.values_kb[2], [1.0] * 3)
-    assert [note.split(":")[0] for note in scores.problems] == [
-        'reward "f0" failed at completion 1, "beta"',
-        'reward "f1" failed',
-    ]
-
-
 def test_async_results_behind_a_plain_function() -> None:
     """A plain function that gives an awaitable is awaited as well, also if the caller has a running loop."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from runners.config.loading import load_config
 from runners.rewards.library import on_texts
-from runners.rewards.scoring import Reward, Scorer, resolve_rewards
+from runners.rewards.scoring import Reward, Scorer
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -129,18 +129,6 @@ def test_functions_of_plain_texts():
     assert Reward("mentions", on_texts(mentions)).needs == ("prompts", "completions", "task")
 
 
-def test_a_failing_text_reward_names_its_completion():
-    """What failed is found behind the wrapper too."""
-
-    def fails(completions, **kwargs):
-        for text in completions:
-            if "one" in text:
-                raise ValueError("no")
-        return [0.0] * 3
-
-    assert "at completion 2" in score(on_texts(fails)).problems[0]
-
-
 def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
     """Updates so far at each batch step; the logged metric and column reach the two logs."""
     monkeypatch.chdir(tmp_path)
@@ -164,16 +152,3 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     assert all(line["reward"] > 0 for line in updates)  # the log's own names stay its own
     rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and all(row["extra"] == {"of": 2} for row in rows)
-
-
-def test_named_in_a_config(tmp_path):
-    """An object that takes token ids and **kwargs, but no `completions`, is found by its name."""
-    (tmp_path / "r.py").write_text(
-        "class Penalty:\n"
-        "    def __call__(self, completion_ids, **kwargs):\n"
-        "        return [-float(len(ids)) for ids in completion_ids]\n"
-        "penalty = Penalty()\n"
-    )
-    rewards = resolve_rewards(["r.py:penalty"], base_dirs=[tmp_path])
-    scores = Scorer(rewards).score(TEXTS, PROMPTS, COLUMNS, IDS)
-    assert scores.values_kb.tolist() == [[-10, -18, -30]]

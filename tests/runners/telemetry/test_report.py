@@ -16,7 +16,7 @@ from runners.telemetry import progress
 from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Updated
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
-from runners.telemetry.report import PlainReport, Quiet, make_report
+from runners.telemetry.report import PlainReport, make_report
 from tests.support.processes.terminal import Session
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -219,12 +219,6 @@ def test_no_color_and_dumb_terminals_are_honoured():
     assert isinstance(make_report(stream=io.StringIO()), PlainReport)
 
 
-def test_quiet_shows_nothing(capsys):
-    """The whole story without a character."""
-    story(Quiet(), Clock())
-    assert capsys.readouterr() == ("", "")
-
-
 def after(clock, run, *steps):
     """The seconds left after steps: (seconds, event)."""
     for seconds, event in steps:
@@ -243,10 +237,7 @@ def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
     assert run.seconds_left() == pytest.approx(8 * 2 - 1)
     clock.now += 100
     assert run.seconds_left() == 0
-
-
-def test_a_saved_rollout_does_not_count_as_the_pace_of_a_resumed_run():
-    """Its update takes 1 s, since the checkpoint had the completions: nothing is known until the next one."""
+    # Nor does a resumed run's first update, of which the checkpoint had the completions.
     run = Progress(clock := Clock(), lambda: 0)
     steps = (0, Started(10, {}, done=5, waiting=True)), (1, Updated({"update": 6}))
     assert after(clock, run, *steps) is None
