@@ -7,16 +7,13 @@ import pytest
 
 from runners.checkpoints import saving
 from runners.checkpoints.run_folder import list_checkpoints
-from runners.checkpoints.saving import final_size
 from runners.errors import UserError
 from runners.machine.signals import Stopped
-from runners.models.model_writer import save_final
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
-from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
-from tests.support.tiny_states import load, make_state, same_bits
+from tests.support.tiny_states import same_bits
 
 
 @pytest.fixture
@@ -30,21 +27,6 @@ def disk(monkeypatch):
 def size_of(folder):
     """Bytes of its files."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-@pytest.mark.parametrize(
-    ("model", "tune", "most"),
-    [
-        ({}, "full", 1.0),
-        ({"dtype": "bfloat16"}, "dora", 1.0),
-        ({"quantize": {"group_size": 32, "bits": 4}}, "lora", 8.0),  # counted as if nothing stayed packed
-    ],
-)
-def test_the_size_of_the_final_model_is_known_before_it_is_made(tmp_path, model, tune, most):
-    """To small files and adapters; at most where some weights stay packed."""
-    loaded = load(make_model_folder(tmp_path / "base", vocab_size=8000, **model), tune=tune)
-    final = size_of(save_final(tmp_path / "run", make_state(loaded), loaded))
-    assert final > 120_000 and final - 90_000 < final_size(loaded) < most * (final + 60_000)
 
 
 def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_path, disk):

@@ -3,11 +3,9 @@
 import pytest
 
 from runners.checkpoints.run_folder import checkpoint_folders
-from runners.telemetry.events import Started
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import SHIPPED, SHORT, config_in, killed, outcome, saved, straight_run
-from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
 SYNCED_LATE = ["loss.sync_every=3", "optim.batch_size=5"]
@@ -90,48 +88,3 @@ def test_a_run_killed_before_it_pruned_keeps_no_more_than_it_should():
     resumed = run_training(keep_two, report=Quiet(), resume=True)
     assert [*checkpoint_folders(resumed.folder)] == [2, 3]
     assert outcome(resumed.folder) == outcome(straight)
-
-
-class Start(Notes):
-    """Keeps what a report is told at the start as well."""
-
-    def handle(self, event):
-        """The run begins."""
-        super().handle(event)
-        if isinstance(event, Started):
-            self.done, self.scores, self.waiting = event.done, event.scores, event.waiting
-
-
-CONVERGES = """
-def letters(completions, trainer_state, **_):
-    if trainer_state.global_step < 2:
-        return [float(n % 2) for n in range(len(completions))]
-    return [0.5] * len(completions)  # its maximum, which all completions reach
-"""
-
-
-def test_a_resumed_run_is_told_of_as_one_with_what_was_before(tmp_path):
-    """No line on a reward that gave more than one value before the cut; the display gets the first score."""
-    settings = [
-        "optim.max_steps=13",
-        "answer.form=exact",
-        "checkpoint.every=2",
-        "eval.every=0",
-        "rollout.max_new_tokens=2",
-    ]
-    config = config_in(tmp_path / "b", *settings)
-    (tmp_path / "letters.py").write_text(CONVERGES)
-    killed(config, "sampling", 3)
-    report = Start()
-    result = run_training(config, report=report, resume=True)
-    assert [line for line in report.lines if "nothing is learned from it" in line] == []
-    assert (report.done, report.scores, report.waiting) == (2, (result.first_em,), False)
-
-
-def test_a_resume_says_that_a_rollout_waits_for_its_update(tmp_path):
-    """Of two batch steps an update, one was in the checkpoint: the update takes less time than the others."""
-    config = config_in(tmp_path, *SHORT, "optim.gradient_accumulation_steps=2", "optim.max_steps=2")
-    killed(config, "sampling", 2)
-    report = Start()
-    run_training(config, report=report, resume=True)
-    assert (report.done, report.waiting) == (0, True)

@@ -226,18 +226,6 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
     run_training(config, report=Quiet(), overwrite=True)
 
 
-def test_a_bad_config_leaves_an_old_run_and_makes_no_folder(copy, tmp_path):
-    """--overwrite clears only when the new run is ready to start."""
-    before = sorted(path for path in copy.folder.rglob("*"))
-    bad = ["run.overwrite=true", "data.question=nope"]
-    with pytest.raises(UserError):
-        run_training(copy(*bad), report=Quiet())
-    assert sorted(path for path in copy.folder.rglob("*")) == before
-    with pytest.raises(UserError):
-        run_training(copy(*bad, f"run.output_dir={tmp_path / 'new' / 'place'}"), report=Quiet())
-    assert not (tmp_path / "new").exists()
-
-
 def test_what_does_not_change_the_weights_may_differ(copy, finished):
     """Logging and saving: shown in a line, and gone on with, to the same weights."""
     notes = Notes()
@@ -295,14 +283,6 @@ def test_an_older_checkpoint_by_name_begins_a_new_branch(copy, finished, tmp_pat
     assert same_bits(result.state, finished.state) and outcome(result.folder) == outcome(finished.folder)
     names = {path.name for path in copy.folder.iterdir() if path.name.startswith("checkpoint")}
     assert names == {"checkpoint-1", "checkpoint-2.aside", "checkpoint-3.aside"}
-
-
-def test_a_log_that_is_shorter_than_the_checkpoint_says_is_gone_on_with(copy):
-    """Someone cut it: whole lines stay, and the rest of the run is written."""
-    shutil.rmtree(copy.folder / "checkpoint-3")
-    cut(copy.folder / "training_log.jsonl")
-    run_training(copy(), report=Quiet(), resume=True)
-    assert [line["update"] for line in lines_of(copy.folder / "training_log.jsonl")] == [1, 2, 3, 3]
 
 
 HOLDS = """

@@ -2,21 +2,14 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
-import attrs
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from runners.checkpoints.run_inputs import columns_read, run_inputs
-from runners.config.loading import Config, load_config
-from runners.config.sections import EnvConfig, ModelConfig
+from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.startup import Platform
-from runners.rewards.builtin import REWARDS
-from runners.rewards.functions import Reward
 from runners.training import start
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -159,64 +152,3 @@ def test_another_arithmetic_is_told(place, monkeypatch):
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]
     assert "cores (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
-
-
-def test_which_columns_a_reward_is_given():
-    """Those that it names; all with **kwargs, but for the built-in ones, which read the answer alone."""
-    names = ["question", "answer", "level"]
-
-    def named(completions, level, question="", answer=""):
-        return [0.0]
-
-    def everything(completions, **columns):
-        return [0.0]
-
-    assert columns_read([Reward("a", named)], names) == ["question", "level"]
-    assert columns_read([Reward("a", everything)], names) == ["question", "level"]
-    assert columns_read([Reward("a", everything)], names, with_gold=False) == names
-    assert columns_read([Reward(name, function) for name, function in REWARDS.items()], names) == []
-
-
-@pytest.fixture
-def inputs(tmp_path, monkeypatch):
-    """`run_inputs` of a config with an environment, and of one example whose column `x` has a value."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shop.py").write_text("class Shop: ...")
-    (tmp_path / "config.json").write_text("{}")
-    env = EnvConfig(factory="shop.py:Shop", tools=("shop.py:price", "shop.py"))
-    config = attrs.evolve(Config(model=ModelConfig(path="x")), env=env)
-    loaded = SimpleNamespace(path=tmp_path, eos_ids=(2,), base_digest="")
-
-    def found(value=0):
-        example = SimpleNamespace(columns={"x": value}, tokens=[1], answer="")
-        return run_inputs(config, loaded, [example], [], [Reward("r", lambda completions, x: [])])
-
-    return found
-
-
-def test_the_files_of_environments_are_compared(inputs, tmp_path):
-    """A class, a tool, and a file of tools: each decides what a conversation says."""
-    found = inputs()
-    assert [name for name in found if "file" in name] == [
-        *("the file of the tool shop.py:price", "the file of the tool shop.py", "the file of env.factory"),
-    ]
-    (tmp_path / "shop.py").write_text("class Shop: other = 1")
-    assert inputs()["the file of env.factory"] != found["the file of env.factory"]
-
-
-def test_columns_are_compared_in_full_and_alike_in_every_process(inputs):
-    """Long arrays to their last number; without the order of sets and without places in memory."""
-
-    class Thing:
-        pass
-
-    def digest(value):
-        return inputs(value)['the column "x", which a reward reads']
-
-    many = np.arange(10_000)
-    other = many.copy()
-    other[5_000] = 0
-    assert digest(many) == digest(np.arange(10_000)) != digest(other)
-    assert digest(many.astype(object)) != digest(other.astype(object))
-    assert digest({"a", "b"}) == digest({"b", "a"}) and digest([Thing()]) == digest([Thing()])
-    assert digest({"a": [1, None, 2.5, "é\ud800", b"x", (True,)]}) != digest({"a": [1, None, 2.5, "é", b"x"]})

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import resource
 import shutil
 
 import mlx.core as mx
@@ -105,23 +104,6 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
     assert set(silent) <= {"unlink", "rmdir", "mkdir", ""} and silent.count("mkdir") <= 1
 
 
-def test_a_file_that_may_not_grow_is_refused_by_the_kernel(llama, tmp_path):
-    """RLIMIT_FSIZE: real short writes, then a real error, at several sizes."""
-    old = make_state(llama, seed=1)
-    folder = save_checkpoint(tmp_path, 5, old, llama, {})
-    largest = max(file.stat().st_size for file in folder.iterdir())
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (0, 1, 100, largest // 2, largest - 1):
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            with pytest.raises(UserError, match=r"checkpoint-6: cannot be written: File too large"):
-                save_checkpoint(tmp_path, 6, make_state(llama, seed=2), llama, {})
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "latest"}
-        assert_whole(folder, old)
-
-
 def test_log_lines_wait_for_room(tmp_path, monkeypatch):
     """A full disk takes half a line, then nothing, then there is room: the file has every line, whole."""
     lines = JsonLines(tmp_path / "log.jsonl")
@@ -196,15 +178,3 @@ def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):
         run_training(
             config_in(tmp_path / "c", "optim.max_steps=2", "checkpoint.on_error=stop"), report=Notes()
         )
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
-    """A read-only file system: one line with the key."""
-    config = config_in(tmp_path / "out")
-
-    def refused(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(pathlib.Path, "mkdir", refused)
-    with pytest.raises(UserError, match=r"run\.name: .*tiny cannot be written: Read-only file system"):
-        run_training(config, report=Notes())

@@ -8,7 +8,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
-from grpo_fn.trees import map_arrays, named_leaves
+from grpo_fn.trees import named_leaves
 from runners.checkpoints.run_folder import list_checkpoints
 from runners.checkpoints.snapshot import prune_checkpoints
 from runners.checkpoints.trainer_state import VERSION
@@ -91,28 +91,6 @@ def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune,
     module, _ = mlx_lm.load(str(final))
     assert mx.allclose(module(TOKENS), wanted, rtol=1e-3, atol=1e-3)
     assert not mx.allclose(mlx_lm.load(str(base))[0](TOKENS), wanted, rtol=1e-2, atol=1e-2)
-
-
-def test_layers_that_the_config_names_one_by_one_are_merged_too(tmp_path):
-    """A config may say for each layer how it is packed; final/ says of the merged ones that they are not."""
-    base = make_model_folder(tmp_path / "base", quantize=QUANTIZED)
-    config = json.loads((base / "config.json").read_text())
-    config["quantization"]["model.layers.1.self_attn.q_proj"] = QUANTIZED
-    (base / "config.json").write_text(json.dumps(config))
-    loaded = load(base, tune="lora")
-    state = make_state(loaded)
-    module, _ = mlx_lm.load(str(save_final(tmp_path / "run", state, loaded)))
-    assert mx.allclose(module(TOKENS), logits(loaded, state), rtol=1e-3, atol=1e-3)
-
-
-def test_saving_works_when_the_module_has_no_weights(tmp_path):
-    """The weights come from the state and the loaded leaves: what stands in the module does not matter."""
-    loaded = load(make_model_folder(tmp_path / "base"), tune="lora")
-    state = make_state(loaded)
-    wanted = logits(loaded, state)
-    loaded.module.update(map_arrays(lambda a: mx.array(0.0), loaded.module.parameters()))
-    module, _ = mlx_lm.load(str(save_final(tmp_path / "run", state, loaded)))
-    assert mx.allclose(module(TOKENS), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_folder_may_be_saved_over_the_one_it_was_loaded_from(tmp_path):

@@ -84,12 +84,6 @@ def test_every_command_is_tried_here():
     assert {command[0] for command in (*FOR_A_CONFIG, *FOR_A_MODEL, *FOR_A_RUN)} | {"doctor"} == {*COMMANDS}
 
 
-def test_a_run_that_is_not_there(place):
-    """One line that names it."""
-    for command in FOR_A_RUN:
-        assert "nope" in refused(*command)
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -144,14 +138,6 @@ def test_tokens_that_the_model_has_no_embedding_for(place):
     Path("prompts.txt").write_text("2\n")
     assert line in refused("generate", "model", "--prompts", "prompts.txt", "--nudge", "<reasoning>")
     assert line in refused("eval", "model", "--config", "train.toml")
-
-
-def test_a_bad_row_may_be_skipped(place):
-    """data.on_bad_row = "skip": the run goes on without it, and says so."""
-    Path("rows.jsonl").write_text("\n".join([*BAD_MIDDLE, LONG]))
-    result = CliRunner().invoke(main, ["check", "train.toml", "--set", "data.on_bad_row=skip"])
-    assert result.exit_code == 0, result.output
-    assert "2 bad rows left out (the first: rows.jsonl, line 6: not JSON" in result.output
 
 
 @pytest.mark.parametrize(
@@ -261,18 +247,6 @@ def test_bad_models(model, spoil):
     for line in refused_by_all(model, (["run"], ["generate", "MODEL", "hello"])):
         assert "model" in line
     assert not (model.parent / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["truncated weights", "an index that climbs", "a link out", "a config of junk"]
-)
-def test_bad_models_by_every_command(model, name):
-    """All of them look at the folder in the same way, those that read no weights too."""
-    SPOILED[name](model)
-    commands = (*FOR_A_CONFIG, *FOR_A_MODEL)
-    if name == "truncated weights":  # `check` reads none
-        commands = tuple(command for command in commands if command[0] != "check")
-    refused_by_all(model, commands)
 
 
 TOUCH = b"touch ran"

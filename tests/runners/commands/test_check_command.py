@@ -7,17 +7,10 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
-from runners.config.sections import DataConfig
-from runners.data.rendering import template_notices
 from runners.errors import UserError
-from runners.evaluation.reward_check import check_rewards
-from runners.evaluation.sampled_check import sample_completions
-from runners.machine import startup
-from runners.models.model_reader import load_tokenizer
 from runners.telemetry.events import Started
 from runners.training.train import run_training
 from tests.support.resuming import Killed
-from tests.support.tiktoken_files import make_encoding, make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
 
@@ -66,16 +59,6 @@ def test_a_good_config_has_nothing_to_warn_of(check):
     assert "warning" not in result.stdout
 
 
-@pytest.mark.parametrize(("samples", "said"), [(7, "7 of 24"), (0, "24"), (999, "24")])
-def test_the_held_out_problems_are_counted_as_in_the_run(check, tmp_path, samples, said):
-    """The number that the run's own header gives, and of how many."""
-    (tmp_path / "t.toml").write_text(small(eval={"samples": samples}))
-    result = check("t.toml")
-    assert result.stdout.splitlines()[1].endswith(f" to train on, {said} held out")
-    shown = shown_by_run("t.toml")
-    assert shown.header["data"].endswith(f" to train on, {said.split()[0]} held out)")
-
-
 def test_a_missing_chat_template_is_mentioned(check, tmp_path):
     """By the check and by the run; not where there is one."""
     for name, template in (("plain", False), ("chat", True)):
@@ -85,13 +68,6 @@ def test_a_missing_chat_template_is_mentioned(check, tmp_path):
         assert (f"warning: {said}" in check("t.toml").stdout) is not template
         shown = shown_by_run("t.toml")
         assert any(line.startswith(said) for line in shown.lines) is not template
-
-
-def test_nanochat_s_turns_are_a_chat_template(tmp_path):
-    """A tokenizer.pkl with the marks for turns has one; without them prompts are plain text."""
-    turns = load_tokenizer(make_nanochat_folder(tmp_path / "turns"))
-    plain = load_tokenizer(make_nanochat_folder(tmp_path / "plain", make_encoding(("<|bos|>",))))
-    assert template_notices(turns, DataConfig()) == [] and len(template_notices(plain, DataConfig())) == 1
 
 
 def test_no_weights_are_loaded(check, tmp_path, monkeypatch):
@@ -194,16 +170,6 @@ def test_what_has_no_right_completion_is_not_scored_as_one(check, tmp_path, row,
     assert "--sample" not in real and "  reward  0\n" in real
 
 
-def test_a_sample_has_the_chat_template_of_the_config(check, tmp_path):
-    """The prompt that is completed is the one that was shown."""
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}OWN {{ m['content'] }}{% endfor %}")
-    (tmp_path / "t.toml").write_text(small())
-    keys = ["data.chat_template=own.jinja", "rollout.max_new_tokens=4"]
-    sampled = sample_completions(load_config("t.toml", keys).check(), startup.prepare(0.0), 1)
-    ((example, _),) = sampled.completions
-    assert example.text.startswith("OWN ") and example.text in check("t.toml", f"--set={keys[0]}").stdout
-
-
 def test_another_form_of_answers(check, tmp_path):
     """--form says what a right completion looks like; without the answer's place it is refused."""
     write_data(tmp_path / "d.jsonl", ["1/2", "3", "x^2", "7"] * 5)
@@ -218,30 +184,6 @@ def test_another_form_of_answers(check, tmp_path):
     assert row[1:] == ["1", "0", "0.75", "0", "0", "0"] and "warning" not in result.stdout
     refused = check("t.toml", "--form", "x")
     assert refused.exit_code == 2 and "{answer}" in refused.stderr
-
-
-def test_left_out_prompts_are_counted(tmp_path, monkeypatch):
-    """Bad rows and long prompts, of both parts; nanochat's tokenizer serves as well."""
-    monkeypatch.chdir(tmp_path)
-    folder = make_nanochat_folder(tmp_path / "nano")
-    rows = [{"question": "a" * (400 if i == 3 else 5), "answer": None if i == 5 else "1"} for i in range(20)]
-    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = load_config(
-        None,
-        [
-            f"model.path={folder}",
-            "data.source=d.jsonl",
-            "data.on_bad_row=skip",
-            "data.system_prompt=''",
-            "data.max_prompt_length=64",
-        ],
-    ).check()
-    checked = check_rewards(config)
-    assert checked.tokenizer.startswith("TiktokenTokenizer of ")
-    assert checked.prompt == "<|bos|><|user_start|>aaaaa<|user_end|><|assistant_start|><reasoning>"
-    assert checked.train == len(checked.lengths) == 17 and max(checked.lengths) <= 64
-    assert "train data: 1 bad rows left out (the first: d.jsonl, line 6: " in checked.warnings[0]
-    assert checked.warnings[1].startswith("train data: 1 of 18 prompts left out, longer than")
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,6 @@ def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, traini
     assert written == config.to_dict() and written["loss"]["epsilon_high"] == 0.28
 
 
-def test_a_run_prepares_the_machine_first_and_trains_the_checked_config(invoke, training):
-    """Notices on stderr, then the loop with every choice made."""
-    result = invoke("quickstart", "--set", "max_completion_length=9", "--set", "system.memory_limit_gb=2")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert [call[0] for call in training.calls] == ["prepare", "train"]
-    assert training.calls[0] == ("prepare", 2.0)
-    config = training.calls[1][1]
-    assert (config.rollout.max_new_tokens, config.loss.baseline) == (9, "group_mean")
-    first, second = result.stderr.splitlines()
-    assert first.startswith("--set: max_completion_length = 9 is taken for max_new_tokens")
-    assert second == "no BLAS here"
-
-
 @pytest.mark.parametrize(
     ("arguments", "origin", "changes", "overwrite"),
     [
@@ -217,16 +204,6 @@ def test_unusable_command_lines_are_refused(invoke, training, arguments, message
     assert result.exit_code == 2 and message in result.stderr and not training.calls
 
 
-def test_a_faulty_config_ends_with_code_2_before_anything_is_prepared(invoke, training):
-    """One line for each fault on stderr, nothing on stdout, no traceback."""
-    result = invoke("train.toml", "--set", "optim.eps=0", "--set", "rollout.top_q=1")
-    assert (result.exit_code, result.stdout, training.calls) == (2, "", [])
-    assert result.stderr.splitlines() == [
-        "--set: rollout.top_q: unknown key; did you mean rollout.top_p?",
-        "--set: optim.eps: expected a number > 0, found 0",
-    ]
-
-
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
@@ -245,33 +222,3 @@ def test_a_fault_of_the_program_is_not_hidden(invoke, training):
     """Any other exception keeps its traceback."""
     training.fail_with(ZeroDivisionError("a bug"))
     assert isinstance(invoke("train.toml").exception, ZeroDivisionError)
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(invoke, tmp_path):
-    """--dry-run into a folder's place ends with a line and code 2."""
-    (tmp_path / "outputs" / "grpo" / "config.resolved.json").mkdir(parents=True)
-    result = invoke("train.toml", "--dry-run")
-    assert result.exit_code == 2 and "Traceback" not in result.stderr
-    assert result.stderr.startswith("train.toml: run.output_dir: ") and "cannot be written" in result.stderr
-
-
-def test_ctrl_c_in_a_process_of_its_own(tmp_path):
-    """A real SIGINT during the loop ends the process with code 130 and one line."""
-    code = (
-        "import os, signal, sys, types;"
-        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # whatever runs the tests may ignore it
-        "hit = lambda config, **how: os.kill(os.getpid(), signal.SIGINT);"
-        "sys.modules['runners.training.train'] = types.SimpleNamespace(run_training=hit);"
-        "from runners.cli import main; main(['run', 'smoke_test'])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 130
-    assert done.stderr.splitlines() == ["interrupted", "to continue: -c run smoke_test --resume"]

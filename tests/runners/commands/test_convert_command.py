@@ -9,8 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.config.loading import load_config
-from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
@@ -57,16 +55,6 @@ def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, gr
     assert np.abs(found - full).mean() < np.abs(full).mean()
 
 
-def test_prompt_settings_are_copied(convert, source, tmp_path):
-    """grpo_prompt.json of a trained model is there afterwards too; other models get none."""
-    assert convert("model", "plain").exit_code == 0
-    assert not (tmp_path / "plain" / "grpo_prompt.json").exists()
-    settings = PromptSettings.of(load_config("quickstart").to_dict())
-    write_prompt(source, settings)
-    assert convert("model", "packed", "--bits", "4", "--group-size", "32").exit_code == 0
-    assert read_prompt(tmp_path / "packed") == settings
-
-
 def test_a_recipe_mixes_bits(convert, source, tmp_path):
     """More bits for some layers."""
     assert convert("model", "out", "--recipe", "mixed_3_6", "--group-size", "32").exit_code == 0
@@ -87,16 +75,6 @@ def test_without_options_the_weights_stay(convert, source, tmp_path):
     assert not any(hasattr(part, "bits") for _, part in module.named_modules())
     packed = logits_of(tmp_path / "packed")[0]  # the same numbers, to the rounding of bfloat16
     assert np.abs(found - packed).mean() < 0.25 * np.abs(packed - logits_of(source)[0]).mean()
-
-
-@pytest.mark.parametrize("options", [(), ("--dtype", "float16"), ("--dequantize",), ("--bits", "4")])
-def test_a_folder_with_nanochats_tokenizer_keeps_it(convert, tmp_path, options):
-    """Whatever is done to the weights."""
-    nano = make_nanochat_folder(tmp_path / "nano")
-    result = convert("nano", "out", *options)
-    assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "out" / "tokenizer.pkl").read_bytes() == (nano / "tokenizer.pkl").read_bytes()
-    mlx_lm.utils.load_model(tmp_path / "out")
 
 
 def test_own_code_runs_only_when_trusted_and_is_copied(convert, source, tmp_path):

@@ -3,7 +3,6 @@
 import getpass
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -166,37 +165,6 @@ def test_a_config_is_shared_without_the_machines_paths():
     }
 
 
-def test_stop_strings_are_on_the_card(export, runs, tmp_path):
-    """A model that lies in no run, with stop strings and nothing else around its questions."""
-    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
-    file = model / "grpo_prompt.json"
-    changes = {"stop": ["</a>", "\n"], "nudge": "", "system_prompt": ""}
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert export(model, "--out", "out").exit_code == 0
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert 'A reply ends with:\n\n```text\n"</a>", "\\n"\n```' in text and "around every question" not in text
-
-
-def test_a_run_from_before_the_file_gets_one(export, runs, tmp_path):
-    """Its config says the same."""
-    run = shutil.copytree(runs["full"], tmp_path / "run")
-    (run / "final" / "grpo_prompt.json").unlink()
-    assert export(run, "--out", "out").exit_code == 0
-    written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
-    assert written == (runs["full"] / "final" / "grpo_prompt.json").read_bytes()
-
-
-def test_a_checkpoint_is_exported_as_it_was_then(export, runs, tmp_path):
-    """Without final/ the newest whole one, with a line; the card of an earlier one ends with it."""
-    run = shutil.copytree(runs["full"], tmp_path / "run")
-    shutil.rmtree(run / "final")
-    result = export(run, "--out", "out")
-    assert result.exit_code == 0 and "using its newest whole checkpoint, checkpoint-4" in result.stderr
-    assert np.array_equal(logits_of(tmp_path / "out")[0], logits_of(run / "checkpoint-4")[0])
-    assert export(run / "checkpoint-2", "--out", "early").exit_code == 0
-    assert "2 updates" in (tmp_path / "early" / "README.md").read_text(encoding="utf-8")
-
-
 def test_a_model_of_no_run_has_a_short_card(export, tmp_path):
     """nanochat's as well, whose tokenizer travels along; its numbers stay."""
     make_nanochat_folder(tmp_path / "nano")
@@ -267,16 +235,3 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
         assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
-
-
-def test_a_refused_upload_is_a_line(runs, tmp_path):
-    """The folder stays, and the message says so."""
-    with serving() as hub:
-        pass  # nobody listens there any more
-    done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--upload-repo", "someone/my-model")
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith('--upload-repo "someone/my-model": the upload failed (') and last.endswith(
-        "out is whole"
-    )
-    assert (tmp_path / "out" / "README.md").is_file()

@@ -12,8 +12,6 @@ from click.testing import CliRunner
 from runners import cli
 from runners.checkpoints.run_list import find_runs, summarize
 from runners.config.loading import load_config
-from runners.report.live_run import LiveRun
-from runners.report.site import list_page
 from runners.training.train import run_training
 from tests.support.resuming import lines_of
 from tests.support.tiny_runs import Notes, small
@@ -91,33 +89,6 @@ def test_time_stamps_do_not_decide_a_state(outputs, tmp_path):
     assert summarize(copy).state == "interrupted"
     (copy / "events.jsonl").unlink()
     assert summarize(copy).state == "finished"
-
-
-def test_numbers_that_are_none_do_not_end_the_list(outputs, tmp_path):
-    """NaN, integers of hundreds of digits and texts count as missing."""
-    copy = shutil.copytree(outputs / "done", tmp_path / "done")
-    huge = "1" + "0" * 400
-    (copy / "training_log.jsonl").write_text(
-        f'{{"update": {huge}, "reward": NaN, "step_time": 1e999, "batch_step": "2"}}\n'
-        f'{{"update": 3, "reward": {huge}, "step_time": {huge}}}\n{{"em": {huge}, "update": true}}\n'
-    )
-    (copy / "config.resolved.json").write_text(f'{{"optim": {{"max_steps": {huge}}}, "run": [NaN]}}')
-    run = summarize(copy)
-    assert (run.update, run.batch_step, run.batch_steps, run.reward, run.seconds) == (3, 0, None, None, 0)
-    assert runs(tmp_path).exit_code == runs(tmp_path, "--json").exit_code == 0
-
-
-def test_a_run_without_gold_answers_shows_the_rewards_of_its_evaluations(outputs, tmp_path):
-    """The first and the last, where others have the exact match: in `grpo runs` and in the list of pages."""
-    copy = shutil.copytree(outputs / "done", tmp_path / "done")
-    lines = [{"update": at, "time/eval": 1.0, "eval/reward": reward} for at, reward in ((0, 0.0), (2, 0.9))]
-    lines.insert(1, {"update": 2, "step_time": 1.0, "reward": 0.25})
-    (copy / "training_log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    run = summarize(copy)
-    assert (run.first_em, run.first_eval_reward, run.last_eval_reward, run.reward) == (None, 0.0, 0.9, 0.25)
-    assert "  0 → 0.900 " in runs(tmp_path).output
-    page = list_page(tmp_path, {"done": LiveRun(copy)})
-    assert "<th>evaluation</th><th>reward</th>" in page and "<td>0.9</td><td>0.25</td>" in page
 
 
 def test_a_running_run_is_known_by_its_lock(outputs):

@@ -1,12 +1,9 @@
 """Faulty configs: one line for each fault: file, key, what was expected, what was found, what is near."""
 
-import attrs
 import pytest
 
-from runners.config import sections
 from runners.config.loading import SECTIONS, ConfigError, load_config
 from runners.config.reading import preset_names
-from runners.config.rules import Mismatch
 
 MODEL = 'model.path = "embedded"\n'
 
@@ -198,15 +195,6 @@ def test_faults_of_the_command_line_are_named_so(faults, override, line):
     assert faults(MODEL + "optim.eps = 1e-6", override) == [line]
 
 
-@pytest.mark.parametrize("more", ["ref_mixup = 1.0, ref_sync_every = 8", "ref_sync_every = 0"])
-def test_a_quantized_reference_may_move_as_a_whole(tmp_path, more):
-    """With ref_mixup = 1 nothing is mixed, and without ref_sync_every nothing moves."""
-    (tmp_path / "a.toml").write_text(
-        MODEL + f'loss = {{beta = 0.1, ref_quantization = "affine-4", {more}}}\nrollout.group_size = 32'
-    )
-    load_config(str(tmp_path / "a.toml")).check()
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -289,13 +277,3 @@ def test_a_loss_without_meaning_is_refused_by_check(tmp_path, monkeypatch, text,
     with pytest.raises(ConfigError) as caught:
         config.check()
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(start)
-
-
-def test_values_are_checked_without_a_file_too():
-    """A section that is built by hand obeys the same ranges, and the error names the field."""
-    with pytest.raises(Mismatch, match="num_generations: expected an integer >= 2, found 1"):
-        sections.RolloutConfig(num_generations=1)
-    with pytest.raises(
-        Mismatch, match=r"scale: expected one of group, batch, none, found .Group.; did you mean"
-    ):
-        attrs.evolve(sections.LossConfig(), scale="Group")

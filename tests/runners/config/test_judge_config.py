@@ -94,24 +94,6 @@ def test_names_have_to_be_right(load, text, line):
     assert line in str(caught.value)
 
 
-def test_notices(load):
-    """A judge that no reward names, and a key that goes out unencrypted."""
-    config = load(BASE, "reward.functions=['int_reward_func']")
-    assert any("[judge.kind-one] is not used" in notice for notice in config.notices)
-    far = load(with_keys(url="http://example.org/v1", api_key_env="MY_JUDGE"))
-    assert any("goes over the network unencrypted" in notice for notice in far.notices)
-    for url in ("http://127.0.0.1/v1", "http://[::1]:80", "http://localhost:1/v1", "https://example.org/v1"):
-        assert load(with_keys(url=url, api_key_env="MY_JUDGE")).notices == ()
-
-
-def test_a_folder_beside_the_config_and_a_users_module_named_judge(load, tmp_path):
-    """The classifier's path is resolved; `judge.x:f` stays a function of one's own."""
-    (tmp_path / "rm").mkdir()
-    text = BASE.replace(f'url = "{URL}"', 'kind = "classifier"\npath = "rm"')
-    assert load(text).judge["kind-one"].path == "rm"
-    assert load("model.path='embedded'\nreward.functions=['judge.x:f']").reward.functions == ("judge.x:f",)
-
-
 def test_conditions_may_name_a_judges_numbers(load):
     """Those that it logs, with the nearest spelling."""
     assert load(BASE, "stop.when=['judge/kind-one/total_cost > 5']").stop.when

@@ -139,18 +139,3 @@ def test_a_preset_runs_for_a_step(name, tmp_path, monkeypatch):
         assert updates[0]["rollout/quantization"] == "affine-4" and mismatch > 1e-3
     else:
         assert mismatch < 1e-4
-
-
-def test_the_two_nanochats_differ_as_their_depths_ask():
-    """4-bit rollouts for 20 layers, full precision for 32."""
-    d20, d32 = (load_config(name) for name in ("nanochat_grpo", "nanochat_d32"))
-    assert (d20.rollout.quantization, d20.optim.learning_rate, d20.rollout.max_new_tokens) == (
-        "affine-4",
-        5e-6,
-        64,
-    )
-    assert (d32.rollout.quantization, d32.optim.learning_rate, d32.rollout.max_new_tokens) == (
-        "none",
-        3e-6,
-        128,
-    )

@@ -86,16 +86,6 @@ def test_nearly_right_keys_run_nothing(run, tmp_path, name):
             assert "config.resolved.json" in result.stderr, (content, result.stderr)
 
 
-def test_the_code_would_run_if_it_were_named(run, tmp_path):
-    """So that the test above can fail."""
-    (run / "config.resolved.json").write_text("{}")
-    result = CliRunner().invoke(
-        cli.main, ["generate", str(run), "hi", "--max-tokens", "1", "--tools", str(run / "evil.py")]
-    )
-    assert result.exit_code == 0, result.stderr
-    assert (tmp_path / "ran").exists()
-
-
 def test_known_keys_with_possible_values_are_taken(run):
     """In JSON's types; every other entry is a fault, and one line says so."""
     (run / "config.resolved.json").write_text(

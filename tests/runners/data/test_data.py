@@ -91,14 +91,6 @@ def test_a_file_of_every_format(tmp_path: Path, name: str, write: Callable[[Path
     assert (train.skipped, evaluation.skipped) == (0, 0)
 
 
-def test_line_ends_inside_json_strings(tmp_path: Path) -> None:
-    """Unicode's line and paragraph separators may stand inside a JSON line and do not end it."""
-    rows = [{"question": "one\u2028two\u2029three\x85?", "answer": "3"}] * 2
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    assert load(path) == (rows[:1], rows[1:])
-
-
 def test_a_folder_of_splits(tmp_path: Path) -> None:
     """A folder gives the file of each split, in any format; validation has several names."""
     jsonl(tmp_path / "train.jsonl", ROWS[:10])
@@ -201,24 +193,6 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     assert train.first_fault.startswith(f"{path}, line 3: ")
 
 
-def test_bad_csv_rows(tmp_path: Path) -> None:
-    """A row with too few cells is a bad row of its line; a quote that never ends spoils the file."""
-    path = tmp_path / "rows.csv"
-    path.write_text('question,answer\n"a\nb",1\nlonely\n\nc,2\nd,3\n', encoding="utf-8")
-    assert f"{path}, line 4: expected 2 cells, as in the header, found 1" in refused(path)
-    train, evaluation = load(path, on_bad_row="skip")
-    assert train.skipped == 1
-    assert [*train, *evaluation] == [
-        {"question": "a\nb", "answer": "1"},
-        {"question": "c", "answer": "2"},
-        {"question": "d", "answer": "3"},
-    ]
-    path.write_text('question,answer\na,1\n"b,2\n', encoding="utf-8")
-    assert "not CSV: unexpected end of data" in refused(path, on_bad_row="skip")
-    path.write_text("question,answer,answer\na,1,1\n", encoding="utf-8")
-    assert 'two columns named "answer"' in refused(path)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
@@ -279,24 +253,6 @@ def test_odd_files(tmp_path: Path, name: str, content: str, kept: list[str], fau
         assert fault in refused(path)
 
 
-def test_bad_parquet_rows(tmp_path: Path) -> None:
-    """A row that is too large, or whose bytes are no text, is named or left out; the others are read."""
-    path = tmp_path / "rows.parquet"
-    odd = pyarrow.array([b"a", b"caf\xe9", b"c"], pyarrow.binary()).view(pyarrow.string())
-    for texts, fault in (
-        (odd, "can't decode byte 0xe9"),
-        (["a", BIG, "c"], "expected at most 16,777,216 bytes"),
-    ):
-        table = pyarrow.table({"question": texts, "answer": ["1", "2", "3"]})
-        pyarrow.parquet.write_table(table, path)
-        assert "rows.parquet, row 2: " in refused(path) and fault in refused(path)
-        train, evaluation = load(path, on_bad_row="skip")
-        assert [row["question"] for row in (*train, *evaluation)] == ["a", "c"]
-    twice = pyarrow.Table.from_arrays([table[1]] * 2, names=["answer", "answer"])
-    pyarrow.parquet.write_table(twice, path)
-    assert refused(path).endswith('has two columns named "answer"')
-
-
 def test_missing_fields(tmp_path: Path) -> None:
     """A field that no row has is named with its key, those found and the nearest, even when skipping."""
     path = jsonl(tmp_path / "rows.jsonl", [{"qestion": "a", "gold": 1}] * 3)
@@ -315,15 +271,6 @@ def test_missing_fields(tmp_path: Path) -> None:
     )
     train, evaluation = load(path, question="qestion", answer="gold")
     assert (len(train), len(evaluation)) == (2, 1)
-
-
-def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What looks like a path is never asked of the Hub; a Hub configuration means nothing for a file."""
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the Hub was asked"))
-    for source in ("none.jsonl", "./none", f"{tmp_path}/none", "~/none/at/all", "a/b/c"):
-        assert "there is no file or folder" in refused(source)
-    jsonl(tmp_path / "rows.jsonl", ROWS)
-    assert "leave data.name out" in refused(tmp_path / "rows.jsonl", name="main")
 
 
 @pytest.fixture
@@ -452,20 +399,6 @@ def test_data_that_was_downloaded_before(tmp_path: Path, monkeypatch: pytest.Mon
 def test_gold_answer(field: object, gold: str | None) -> None:
     """The text after the last mark, else the whole field, numbers as plain decimals; else nothing."""
     assert gold_answer(field) == gold
-
-
-@pytest.mark.usefixtures("in_reach")
-def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
-    answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())
-    table = pyarrow.table({"question": ["a"] * 3, "answer": answers, "half": answers.cast(pyarrow.float16())})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    hub = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
-    for source in (tmp_path / "rows.parquet", "a/b"):
-        rows = [*load(source, on_bad_row="skip", eval_split="train")[0], *load(source, on_bad_row="skip")[1]]
-        assert [row["answer"] for row in rows][:1] == [0.1] and rows[-1]["answer"] == 5e-5
-        assert rows[0]["half"] == 0.1
 
 
 @given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 1000))

@@ -1,19 +1,14 @@
 """What a run leaves opens in mlx-lm's own commands, each in a process of its own."""
 
-import json
 import os
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.support.processes.warm_process import Popen, run
+from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import train
 
 PROMPT = "Anna bakes 48 rolls."
@@ -93,49 +88,3 @@ def test_mlx_lm_fuses_the_adapters(runs, tmp_path):
         mlx_lm.load(str(path))[0](TOKENS) for path in (tmp_path / "fused", runs["lora"] / "final")
     )
     assert mx.abs(fused - final).max().item() < 1e-4
-
-
-def test_mlx_lm_serves_the_final_model(runs):
-    """One chat completion over HTTP, the same reply; then it is stopped."""
-    folder = runs["lora"] / "final"
-    body = {
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 8,
-        "temperature": 0.0,
-    }
-    answer = None
-    for _ in range(3):  # another program may take the free port before the server does
-        answer = answer or served(folder, body)
-    assert answer is not None
-    assert answer["choices"][0]["message"]["content"] == expected(folder)
-
-
-def served(folder, body):
-    """The answer of a server of its own to a chat completion; None where it could not come up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port)]
-    server = Popen(command, env=OFFLINE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        return post(f"http://127.0.0.1:{port}/v1/chat/completions", body, server)
-    finally:
-        server.terminate()
-        server.wait(timeout=600)
-
-
-def post(url, body, server, *, patience=600):
-    """The JSON answer, once the server listens; None where it ends before."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    end = time.monotonic() + patience
-    while True:
-        try:
-            with opener.open(request, timeout=patience) as response:
-                return json.load(response)
-        except urllib.error.URLError as error:
-            assert isinstance(error.reason, ConnectionRefusedError), error
-            if server.poll() is not None:
-                return None
-            assert time.monotonic() < end, "the server has not come up"
-            time.sleep(0.2)

@@ -185,15 +185,3 @@ def test_messages_as_arrow_gives_them() -> None:
     )
     talk[0]["content"] = [{"type": "image"}]
     assert prompt_fault(talk) == "message 0: expected text as its content, found list"
-
-
-def test_columns_have_names_that_rewards_can_have() -> None:
-    """Those of arguments get a prefix, which is free; identifiers are spelled as Python spells them."""
-    fields = ["prompts", "column_prompts", "self", "cafe\u0301", "x²", "level id", "", "п"]
-    assert reward_columns([dict.fromkeys(fields)], with_answer=False) == {
-        "column_column_prompts": "prompts",
-        "column_prompts": "column_prompts",
-        "column_self": "self",
-        "caf\xe9": "cafe\u0301",
-        **{name: name for name in fields[4:]},
-    }

@@ -9,7 +9,7 @@ import pytest
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.data.row_images import image_folder, row_images, with_image_parts
+from runners.data.row_images import image_folder, row_images
 from runners.errors import UserError
 from runners.images.image_files import ImageFile
 from tests.support.vision_runs import write_vision_data
@@ -90,24 +90,6 @@ def test_bad_rows_can_be_left_out(tmp_path):
     config = DataConfig(source=str(tmp_path / "train.jsonl"), image="picture")
     with pytest.raises(UserError, match=r'no field named "picture" \(data\.image\); found'):
         load_rows(config)
-
-
-def test_images_stand_in_the_last_user_message():
-    """In front of its text; other messages are as they were."""
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    shown = with_image_parts([*messages, {"role": "assistant", "content": "c"}, messages[1]], 1)
-    assert [type(message["content"]) for message in shown] == [str, str, str, list]
-    assert shown[3]["content"] == [{"type": "image"}, {"type": "text", "text": "b"}]
-    with pytest.raises(UserError, match="no user message"):
-        with_image_parts(messages[:1], 1)
-
-
-def test_prompts_of_text_are_not_given_to_the_processor_of_a_command_without_images(tmp_path):
-    """A command that shows no images says so, where it would ask without them."""
-    write_vision_data(tmp_path)
-    config = data_config(tmp_path)
-    with pytest.raises(UserError, match="this command shows no images"):
-        build_examples(load_rows(config)[0], config, Tokenizer())
 
 
 def test_images_of_the_hub_come_as_files(monkeypatch):

@@ -77,14 +77,6 @@ def test_what_a_transform_may_not_do(folder, code, fault):
         load(folder, "odd.py:odd")
 
 
-def test_a_row_is_not_changed_by_a_function_that_changes_its_argument(folder):
-    """Each gets a copy; the split read twice is the same."""
-    (folder / "pop.py").write_text(
-        "def pop(row):\n    return {'question': str(row.pop('n')), 'answer': 1, 'left': len(row)}\n"
-    )
-    assert load(folder, "pop.py:pop")[0] == load(folder, "pop.py:pop")[0]
-
-
 def test_the_check_command_and_a_module_beside_the_config(folder):
     """The config's folder is looked in for modules, and what was left out is a warning."""
     place = folder / "elsewhere"

@@ -84,16 +84,6 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
     assert len(hub.requests) == before
 
 
-def test_plan_and_check_fetch_no_weights(hub, home, tmp_path):
-    """The memory is predicted from config.json alone."""
-    (tmp_path / "train.toml").write_text(CONFIG.replace(NAME, PLANNED))
-    before = len(hub.requests)
-    done = grpo(hub, home, tmp_path, "plan", "train.toml")
-    assert done.returncode == 0, done.stderr
-    fetched = {line.rpartition("/")[2] for line in hub.requests[before:] if line.startswith("GET /someone")}
-    assert fetched == {"config.json"}
-
-
 @pytest.mark.parametrize(
     ("command", "key"),
     [
@@ -111,12 +101,6 @@ def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
     assert [line for line in done.stderr.splitlines() if "BLAS" not in line] == [
         f'{key} = "someone/tiny-lama": there is no such folder here and no such model on the Hub'
     ]
-
-
-def test_a_repository_with_a_part_missing_is_named(hub, home, tmp_path):
-    """As a folder would be."""
-    done = grpo(hub, home, tmp_path, "generate", "someone/broken", "hi")
-    assert done.returncode == 2 and "the tokenizer is missing; expected" in done.stderr.splitlines()[-1]
 
 
 NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"

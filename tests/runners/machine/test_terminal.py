@@ -1,7 +1,6 @@
 """What reaches a terminal: no control character of a model's, a tokenizer's, a reward's or a data set's."""
 
 import io
-import json
 import logging
 import os
 import pty
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners.files.json_files import json_line, to_json
 from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
@@ -50,13 +48,6 @@ def test_every_control_character_is_spelt_out(text):
     assert harmless(shown.encode().decode())
     if text.isprintable() or set(text) <= {"\n", "\t", "a"}:
         assert shown == text
-
-
-def test_what_stands_in_their_place():
-    """As Python spells them; what turns the writing's direction is spelt as well, and letters are not."""
-    assert visible(f"a\tb\n{EVIL}") == f"a\tb\n{SHOWN}"
-    assert visible("\u202eabc\u2066 \ud800") == "\\u202eabc\\u2066 \\ud800"
-    assert visible("Größe 漢字 שלום 👩\u200d👩 \u00a0") == "Größe 漢字 שלום 👩\u200d👩 \u00a0"
 
 
 @pytest.mark.parametrize("err", [False, True])
@@ -154,12 +145,6 @@ def test_displays_show_it_visible():
     assert "\x1b]0;evil" in file.getvalue()  # as it is
 
 
-def test_lines_of_json_have_no_control_characters():
-    """Not in the logs, nor from `grpo generate`: C1 and delete are spelt as JSON spells them."""
-    for line in (json_line({"a": EVIL}), to_json({"a": EVIL})[0]):
-        assert harmless(line) and "\n" not in line and json.loads(line) == {"a": EVIL}
-
-
 def test_what_others_log_is_visible(monkeypatch):
     """Their records and warnings quote files; afterwards all is as it was."""
     stream = Terminal()
@@ -244,35 +229,3 @@ def test_a_pipe_gets_the_models_bytes(model, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "EVIL": "\x1b[31mred\x9b0m"},
     )
     assert done.stdout == "\x1b[31mred\x9b0m\n".encode()
-
-
-CONFIG = """
-run = {name = "r", output_dir = "out"}
-model.path = "MODEL"
-data = {source = "rows.jsonl", system_prompt = ""}
-rollout = {num_generations = 2, max_new_tokens = 4}
-optim = {batch_size = 2, max_steps = 2}
-eval = {samples = 2}
-reward.functions = ["mine.py:evil"]
-"""
-
-
-@pytest.mark.parametrize("command", ["check", "run"])
-def test_data_and_rewards_on_a_terminal(model, tmp_path, command):
-    """A question, a column and a reward's exception, in the prompt shown, in warnings and on the display."""
-    rows = [{"question": f"{i} {EVIL}", "answer": EVIL + str(i), EVIL: 1} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "mine.py").write_text(f"def evil(completions, **_):\n    raise ValueError({EVIL!r})\n")
-    (tmp_path / "train.toml").write_text(CONFIG.replace("MODEL", str(model)))
-    written = on_a_terminal(command, "train.toml", folder=tmp_path)
-    assert not injected(written), written
-    assert b"\\x1b]0;evil" in written
-
-
-def test_every_output_goes_through_one_place():
-    """No command writes by itself; the tokenizer probe's output is read by its parent."""
-    words = ("click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write", "\n    print(", "\nprint(")
-    for path in (ROOT / "runners").rglob("*.py"):
-        if path.name not in ("terminal.py", "tokenizer_probe.py"):
-            found = [word for word in words if word in path.read_text(encoding="utf-8")]
-            assert not found, (path, found)

@@ -5,29 +5,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from runners.config.loading import load_config
-from runners.machine.memory_readings import MemoryReading, swap_used
+from runners.machine.memory_readings import MemoryReading
 from runners.memory import peak_watch
 from runners.memory.peak_watch import MemoryWatch
 from runners.telemetry.events import Note, Updated
 from runners.telemetry.report import Quiet
-from runners.training.train import run_training
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.mark.parametrize(("said", "swap"), [("total = 2.00G  used = 61.50M  free", 61.5 * 2**20), ("", None)])
-def test_swap_is_read_on_macos(monkeypatch, said, swap):
-    """From sysctl, in bytes; a text without it gives None."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=said))
-    assert swap_used() == swap
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -93,15 +83,3 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
     assert abs(late - early) < 0.02 * early
     assert 0.98 * held < late < 1.02 * held
     assert swap >= 0
-
-
-def test_a_run_past_nine_tenths_is_told_once(tmp_path):
-    """The loop's own warning, from a limit between what the run must have and what it takes."""
-    shown, held = Noting(), mx.set_memory_limit(10**12)
-    mx.set_memory_limit(held)
-    try:
-        run_training(settings(tmp_path, "optim.max_steps=3", "system.memory_limit_gb=0.0095"), report=shown)
-    finally:
-        mx.set_memory_limit(held)  # it belongs to the process: the run's would slow the tests that follow
-    warnings = [note for note in shown.notes if note.startswith("memory: the peak so far")]
-    assert len(warnings) == 1 and "lower " in warnings[0]

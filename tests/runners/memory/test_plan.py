@@ -182,21 +182,6 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
-def test_an_evaluation_has_no_more_rows_than_there_are_problems(config):
-    """24 are held out."""
-    plans = [config("data.max_samples=8", f"eval.samples={samples}") for samples in (4, 24, 200, 0)]
-    few, *all_of_them = (json.loads(plan.make_plan(each, CPU, as_json=True)[0])["phases"] for each in plans)
-    assert all(phases["evaluation"] == all_of_them[0]["evaluation"] for phases in all_of_them)
-    assert few["evaluation"]["total"] < all_of_them[0]["evaluation"]["total"]
-
-
-def test_without_data_at_hand_the_longest_allowed_prompt_counts(config):
-    """A data set on the Hub is not fetched for a plan: data.max_prompt_length stands for its prompts."""
-    checked = config("data.source=somebody/something", "data.max_prompt_length=77")
-    facts = json.loads(plan.make_plan(checked, CPU, as_json=True)[0])
-    assert (facts["prompt_tokens"], facts["prompt_tokens_from"]) == (77, "data.max_prompt_length")
-
-
 def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config, tmp_path):
     """Parts of the phases, against a plain run."""
     base, count = predict(config()), model_sizes(config(), CPU).trained
@@ -309,15 +294,6 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grp
     assert "(system.memory_limit_gb)" in str(caught.value) and "\n" not in str(caught.value)
     result = grpo_plan("system.memory_limit_gb=0.0001")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "gradients alone" in result.stderr
-
-
-def test_lora_is_named_where_it_would_fit(config):
-    """Full training above the memory, adapters within it."""
-    checked = config("model.lora.rank=1")
-    sizes = model_sizes(checked, CPU)
-    line = plan.too_large_line(checked, CPU, 300_000, sizes)
-    assert line is not None and 'model.tune = "lora" needs' in line
-    assert plan.too_large_line(checked, CPU, sizes.floor, sizes) is None
 
 
 def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):

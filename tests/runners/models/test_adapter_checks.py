@@ -7,7 +7,6 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from grpo_fn.trees import named_leaves
 from runners import cli
 from runners.config.loading import load_config
 from runners.config.sections import LoraConfig, ModelConfig
@@ -16,7 +15,6 @@ from runners.conversion.packing import QuantizationOptions
 from runners.errors import ConfigError, UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.models.adapters import new_adapters
 from runners.models.base_digest import SAMPLED, WHOLE, base_digest
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
@@ -187,15 +185,6 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
         changed[part * width : (part + 1) * width] = 1
         assert base_digest({"a": changed.reshape(large.shape)}) != base_digest({"a": large})
     assert SAMPLED < WHOLE
-
-
-def test_a_model_that_was_adapted_has_the_digest_of_its_base(base):
-    """It is taken before adapters are in the module."""
-    loaded = load_model(ModelConfig(path=str(base), tune="dora", lora=LoraConfig(rank=2)), CPU)
-    plain = load_model(ModelConfig(path=str(base)), CPU).module
-    assert loaded.base_digest == base_digest(named_leaves(plain.parameters()))
-    new_adapters(plain, "lora", LoraConfig(rank=2), 0)
-    assert loaded.base_digest != base_digest(named_leaves(plain.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from runners import cli
 from runners.config.loading import load_config
 from runners.config.sections import ModelConfig
 from runners.config.user_functions import resolve_function
-from runners.errors import ConfigError, UserError
+from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -127,26 +126,3 @@ def test_a_faulty_loader_is_refused_in_one_line(folder, text, message):
     with pytest.raises(UserError, match=message) as caught:
         load_model(ModelConfig(path="wide", loader="own.py:load"), CPU)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_for_a_loader_still_needs_config_and_tokenizer(folder):
-    """They are read here, whatever the loader does with the weights."""
-    (folder / "wide" / "model.safetensors").rename(folder / "wide" / "weights.npz")
-    assert resolve_model("wide", custom_loader=True) == folder / "wide"
-    (folder / "wide" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="the tokenizer is missing"):
-        resolve_model("wide", custom_loader=True)
-    (folder / "wide" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"config.json is missing"):
-        resolve_model("wide", custom_loader=True)
-
-
-@pytest.mark.parametrize("key", ["model.loader", "data.transform"])
-def test_a_function_is_looked_at_before_anything_is_loaded(folder, key):
-    """A missing file, or what is no function's name, is a fault of the config."""
-    for value, message in (
-        ("nope.py:load", 'no such file: "nope.py"'),
-        ("load", "expected package.module:func"),
-    ):
-        with pytest.raises(ConfigError, match=rf"--set: {key}: .*{message}"):
-            load_config("train.toml", [f"{key}={value}"])

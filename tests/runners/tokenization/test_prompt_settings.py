@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import attrs
 import pytest
 from click.testing import CliRunner
 
@@ -11,7 +10,7 @@ from runners import cli
 from runners.checkpoints.manifest import model_of_run
 from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
-from runners.errors import UserError, spell
+from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
@@ -103,19 +102,6 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_file_of_version_1_has_no_template_arguments(tmp_path):
-    """It is read as one with an empty table; so is the config of a run from before the key."""
-    write_prompt(tmp_path, SETTINGS)
-    file = tmp_path / PROMPT_FILE
-    content = json.loads(file.read_text())
-    del content["chat_template_kwargs"]
-    file.write_text(json.dumps({**content, "version": 1}))
-    assert read_prompt(tmp_path) == attrs.evolve(SETTINGS, chat_template_kwargs={})
-    config = load_config("quickstart").to_dict()
-    del config["data"]["chat_template_kwargs"]
-    assert PromptSettings.of(config).chat_template_kwargs == {}
-
-
 def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
     """The same for files that are cut off, or lie elsewhere."""
     write_prompt(tmp_path, SETTINGS)
@@ -184,39 +170,6 @@ def test_what_is_given_wins(grpo, runs):
         assert found.stdout == wanted.stdout, given
     nothing = grpo("generate", full, "7+5", *TRAINED)
     assert "as in training" not in nothing.stderr and "as in training" not in found.stderr
-
-
-def test_stop_strings_are_kept_and_turned_off(grpo, runs, tmp_path):
-    """A stop string of the file ends the reply; --stop "" does not; "" beside another is refused."""
-    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
-    plain = grpo("generate", model, "7+5", "--nudge", "")
-    text = plain.stdout
-    at = next(n for n in range(1, len(text)) if text[n].isprintable() and text[n] not in text[:n])
-    stop = text[at]
-    settings = read_prompt(model)
-    assert settings is not None
-    file = json.loads((model / PROMPT_FILE).read_text())
-    (model / PROMPT_FILE).write_text(json.dumps({**file, "stop": [stop], "nudge": ""}))
-    stopped = grpo("generate", model, "7+5")
-    assert stopped.exit_code == 0 and f"stop {spell(stop)}" in stopped.stderr
-    assert stopped.stdout == text[: at + 1] + "\n" != text
-    assert grpo("generate", model, "7+5", "--stop", "").stdout == plain.stdout
-    refused = grpo("generate", model, "7+5", "--stop", "", "--stop", "x")
-    assert refused.exit_code == 2 and '--stop "" means no stop string' in refused.stderr
-
-
-def test_many_prompts_and_messages_of_their_own(grpo, runs, tmp_path):
-    """The system message goes before each conversation but those that bring one, and is not repeated."""
-    talk = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "7+5"}]
-    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"prompt": p}) for p in ("7+5", talk)))
-    result = grpo("generate", runs["full"], "--prompts", "p.jsonl")
-    assert result.exit_code == 0, result.stderr
-    first, second = (json.loads(line) for line in result.stdout.splitlines())
-    assert first["prompt"] == "7+5" and second["prompt"] == talk
-    assert first["completion"].startswith("<reasoning>") and first["tokens"] <= 8
-    (tmp_path / "p.txt").write_text("7+5\n")
-    by_hand = grpo("generate", runs["bare"], "--prompts", "p.txt", *TRAINED)
-    assert json.loads(by_hand.stdout) == first
 
 
 def test_chat_asks_as_in_training(grpo, runs):

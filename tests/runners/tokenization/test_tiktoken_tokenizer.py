@@ -1,24 +1,18 @@
 """nanochat's tokenizer: transformers' surface, nanochat's chat form, whole characters, real generation."""
 
-import json
-
 import mlx.core as mx
-import mlx_lm
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import grpo_fn as g
 from runners.config.sections import DataConfig, ModelConfig
 from runners.data.rendering import render, template_notices
-from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.folders import check_folder, copy_companions
 from runners.models.loaded_model import load_model
 from runners.tokenization.text import TextDecoder
 from runners.tokenization.tiktoken_tokenizer import TiktokenTokenizer, load_tiktoken
 from tests.support.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, make_nanochat_folder, write_pickle
-from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")
 HELLO = [{"role": "user", "content": "How many?"}]
@@ -116,21 +110,6 @@ def test_a_conversation_has_nanochats_turns(tokenizer):
     )
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "message"),
-    [
-        ([{"role": "tool", "content": "x"}], {}, "expected turns of user and assistant, found one of tool"),
-        ([{"role": "user", "content": [{"type": "image"}]}], {}, "expected a text as a message's content"),
-        ([*HELLO, {"role": "system", "content": "x"}], {}, "expected turns of user and assistant, found one"),
-        (HELLO, {"return_dict": True}, "return_dict = False"),
-    ],
-)
-def test_what_the_form_cannot_say_is_refused(tokenizer, messages, options, message):
-    """Unknown roles, contents and options are errors, never left out."""
-    with pytest.raises(Exception, match=message):
-        tokenizer.apply_chat_template(messages, tokenize=False, **options)
-
-
 def test_without_turn_marks_there_is_no_template(tmp_path):
     """Prompts are plain text, with <|bos|> in front where there is one, and a line says so."""
     write_pickle(tmp_path, make_encoding(("<|bos|>",)))
@@ -167,63 +146,6 @@ def test_the_text_decoder_works_on_it(loaded):
     assert decoder.decode([*tokens, 324]) == text
     assert decoder.find_stop(["</answer>"])([*tokens, 97, 98], 0) == len(tokens)
     assert decoder.find_stop(["<|python_start|>"])([97, 325, 98], 0) == 2
-
-
-def test_mlx_lms_own_generate_runs_on_it(loaded):
-    """The streamed text is the decoded tokens, and greedy tokens are those of our own generate."""
-    prompt = loaded.tokenizer.apply_chat_template(HELLO, add_generation_prompt=True)
-    responses = list(mlx_lm.stream_generate(loaded.module, loaded.tokenizer, prompt, max_tokens=24))
-    tokens = [response.token for response in responses]
-    # The last response repeats the token that ended it; it is no text if that is an end token.
-    ended = tokens[-1] in loaded.eos_ids
-    assert "".join(r.text for r in responses) == loaded.tokenizer.decode(tokens[:-1] if ended else tokens)
-    policy = g.Policy.from_module(loaded.module)
-    sampling = g.Sampling(num_generations=1, max_new_tokens=24, temperature=0.0, eos_ids=loaded.eos_ids)
-    rollout = g.generate(policy, policy.params, [prompt], sampling, key=mx.random.key(0))
-    assert rollout.completions() == [tokens]
-
-
-def test_mlx_lms_generate_stops_at_the_assistants_end(loaded):
-    """A model that is made to say `hi<|assistant_end|>` says "hi"."""
-    wanted = [*b"hi", 324]
-
-    def follow(tokens, logits):
-        """Everything at −∞ but the next token of the script; two tokens are the prompt's."""
-        number = wanted[min(tokens.size - 2, 2)]
-        return mx.where(mx.arange(logits.shape[-1]) == number, 0.0, -mx.inf)[None]
-
-    text = mlx_lm.generate(
-        loaded.module, loaded.tokenizer, [320, 97], max_tokens=9, logits_processors=[follow]
-    )
-    assert text == "hi"
-
-
-def test_the_configs_end_of_text_counts_as_well(tmp_path):
-    """config.json may name more ids, as a number or a list."""
-    folder = make_nanochat_folder(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    for stated, wanted in ((321, (320, 321, 324)), ([321, 322], (320, 321, 322, 324))):
-        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": stated}))
-        assert load_model(ModelConfig(path=str(folder)), CPU).eos_ids == wanted
-
-
-def test_a_pickle_that_cannot_be_used_stops_the_loading(tmp_path):
-    """One that runs code, named with its file, and one with more ids than the embedding has rows."""
-    folder = make_nanochat_folder(tmp_path, padding=0)
-    (folder / "tokenizer.pkl").write_bytes(b"cos\nsystem\n(S'touch gotcha'\ntR.")
-    with pytest.raises(UserError, match=r'tokenizer\.pkl: the pickle asks for "os\.system"'):
-        load_model(ModelConfig(path=str(folder)), CPU)
-    write_pickle(folder, make_encoding(size=340))
-    with pytest.raises(UserError, match="the model's embedding only 329 rows"):
-        load_model(ModelConfig(path=str(folder)), CPU)
-
-
-def test_transformers_files_win_over_a_pickle(tmp_path):
-    """Where a folder has both, the tokenizer is the one that mlx-lm's own commands take."""
-    folder = make_model_folder(tmp_path)
-    write_pickle(folder)
-    tokenizer = load_model(ModelConfig(path=str(folder)), CPU).tokenizer
-    assert not isinstance(tokenizer._tokenizer, TiktokenTokenizer)
 
 
 def test_the_pickle_travels_with_the_model(tmp_path):

@@ -36,14 +36,6 @@ def test_all_but_the_end_is_text(tmp_path, special_tags):
     assert decoder.decode(tokens[-2:]) == "" == decoder.decode(())
 
 
-def test_half_a_character_is_a_replacement_character(plain):
-    """A completion cut inside a character decodes all the same; nothing decodes to nothing."""
-    decoder, tokenizer = plain
-    tokens = tokenizer.encode("12√")
-    assert decoder.decode(tokens[:-1]).rstrip("\ufffd") == "12"
-    assert decoder.decode([]) == ""
-
-
 def make_sentencepiece():
     """Words with their space in front, bytes for unknown characters: decoding trims the first space."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
@@ -106,23 +98,6 @@ def test_a_stop_string_ends_the_completion(plain, stops, text, kept):
     assert (None if count is None else decoder.decode(tokens[:count])) == kept
 
 
-class Counted(list):
-    """Tokens that count how many of them were read."""
-
-    reads = 0
-
-    def __getitem__(self, place):
-        """One of them, or some."""
-        found = super().__getitem__(place)
-        Counted.reads += len(found) if isinstance(place, slice) else 1
-        return found
-
-    def __iter__(self):
-        """All of them."""
-        Counted.reads += len(self)
-        return super().__iter__()
-
-
 def looks(find, tokens, places):
     """What a decoding loop finds that looks when so many tokens are there, one look after another."""
     start = 0
@@ -151,42 +126,12 @@ def test_find_stop_equals_the_naive_search(plain, sentencepiece, text, stops, cu
         assert looks(decoder.find_stop(stops), tokens, places) == shortest(decoder, tokens, stops)
 
 
-@pytest.mark.parametrize("text", ["abab ", "12 <|im_start|>"], ids=["no end", "an end in every look"])
-@pytest.mark.parametrize("every", [1, 8])
-def test_a_long_completion_is_not_gone_through_again_at_every_look(plain, monkeypatch, text, every):
-    """Twice the length is twice the work: tokens read and text decoded, whatever looks at each token."""
-    decoder, tokenizer = plain
-    decoded = []
-    decode = decoder.decode
-    monkeypatch.setattr(decoder, "decode", lambda tokens: decoded.append(len(tokens)) or decode(tokens))
-
-    def work(repeats):
-        tokens, find = tokenizer.encode(text) * repeats, decoder.find_stop(["2 times", "no 2"])
-        Counted.reads = 0
-        decoded.clear()
-        for stop in range(every, len(tokens) + 1, every):
-            assert find(Counted(tokens[:stop]), stop - every) is None
-        return Counted.reads, sum(decoded)
-
-    (reads, texts), (more_reads, more_texts) = work(100), work(200)
-    assert reads > 0 and more_reads < 2.1 * reads and more_texts <= 2.1 * texts
-
-
 @pytest.mark.parametrize("text", ["é√", "éé√", "漢√", "😀√", "a√"])
 def test_a_stop_behind_other_characters_of_many_bytes(plain, sentencepiece, text):
     """A look back that begins inside a character must not spoil the stop string behind it."""
     for decoder, tokenizer in (plain, sentencepiece):
         tokens = tokenizer.encode(text)
         assert decoder.find_stop(["√"])(tokens, 0) == len(tokens) == shortest(decoder, tokens, ["√"])
-
-
-def test_one_finder_serves_many_completions(plain):
-    """What a finder remembers of tokens does not leak from one completion to the next."""
-    decoder, tokenizer = plain
-    find = decoder.find_stop(["</answer>", "b a"])
-    texts = ["b", " a", "b a</answer>", "</answer>b a", "x"]
-    expected = [shortest(decoder, tokenizer.encode(text), ["</answer>", "b a"]) for text in texts]
-    assert [find(tokenizer.encode(text), 0) for text in texts] == expected
 
 
 def test_a_special_token_can_be_a_stop_string(plain):
@@ -200,13 +145,6 @@ def test_a_special_token_can_be_a_stop_string(plain):
     assert decoder.decode(tokens) == "a<|im_start|> b"
     stream = decoder.stream()
     assert "".join([*map(stream.add, tokens), stream.finish()]) == "a<|im_start|> b"
-
-
-def test_no_stop_strings_is_no_function_and_an_empty_one_an_error(plain):
-    """Nothing to look for costs nothing; an empty string would end everything."""
-    assert plain[0].find_stop([]) is None
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        plain[0].find_stop(["</answer>", ""])
 
 
 @given(text=st.text(alphabet="ab1 \né√<>/漢😀", max_size=30), cut=st.integers(0, 3))

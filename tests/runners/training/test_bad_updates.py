@@ -1,12 +1,10 @@
 """Numbers that are not finite in a run: skipped, counted, and an end in time."""
 
 import json
-import math
 
 import attrs
 import mlx.core as mx
 import numpy as np
-import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
@@ -14,12 +12,7 @@ from runners.checkpoints.state_files import load_trees
 from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.errors import NumbersError
-from runners.memory.forecast import with_keys
 from runners.quickstart import MODEL_DIR
-from runners.telemetry.diary import Diary
-from runners.telemetry.events import Silent
-from runners.training.bad_updates import check_bad_updates, count_bad_update
-from runners.training.run_state import RunState
 from runners.training.train import run_training
 from tests.support.tiny_runs import Notes, small
 
@@ -122,45 +115,3 @@ def test_flat_rewards_are_warned_about(tmp_path):
 
 def numbers(update, **changes):
     return {"update": update, "batch_step": update, "loss": 0.1, "grad_norm": 1.0, **changes}
-
-
-class Counting:
-    """What `count_bad_update` takes of a session."""
-
-    def __init__(self, limit):
-        self.state, self.shown = RunState(train=None), Diary(Silent())
-        self.config = with_keys(load_config("quickstart"), "optim", max_bad_updates=limit)
-
-    def change(self, **changes):
-        self.state = attrs.evolve(self.state, **changes)
-
-    def save(self, why, *, strict):
-        assert strict
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"loss": math.nan}, "its loss is nan"),
-        ({"loss": math.inf, "grad_norm": math.nan}, "its loss is inf"),
-        ({"grad_norm": math.inf}, "the norm of its gradient is inf"),
-        ({}, "the new weights would not be finite"),
-    ],
-)
-def test_the_reason_is_reported(changes, why):
-    """Loss first, then gradient, then weights."""
-    metrics = numbers(1, update_skipped=True, **changes)
-    (line,) = count_bad_update(Counting(2), metrics)
-    assert line == f"update 1 skipped: {why}; the weights are unchanged"
-
-
-def test_the_third_skipped_update_in_a_row_ends_the_run():
-    """A good one in between starts the count again, but not the total."""
-    session = Counting(3)
-    for update, skipped in enumerate((True, True, False, True, True, True), 1):
-        check_bad_updates(session)
-        metrics = numbers(update, update_skipped=skipped)
-        count_bad_update(session, metrics)
-    assert metrics["bad_updates"] == 5
-    with pytest.raises(NumbersError, match="3 updates in a row"):
-        check_bad_updates(session)

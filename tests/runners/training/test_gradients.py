@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import halve_batch
 from runners.errors import UserError, is_out_of_memory
 from runners.ranks.ranks import Ranks
 from runners.training.gradients import MicroBatches
@@ -106,12 +105,6 @@ def test_a_single_completion_cannot_be_halved(policy):
     assert "\n" not in str(caught.value)
 
 
-def test_other_errors_stay_what_they_are(policy):
-    """A fault of the program is not taken for a full memory."""
-    with pytest.raises(RuntimeError, match="shapes"):
-        gathered(policy, [0], RuntimeError("[matmul] shapes do not fit"))
-
-
 @pytest.mark.parametrize(
     ("error", "is_it"),
     [
@@ -132,21 +125,3 @@ def test_other_errors_stay_what_they_are(policy):
 def test_what_running_out_of_memory_looks_like(error, is_it):
     """The messages of MLX's backends, of CUDA, C++ and Python."""
     assert is_out_of_memory(error) is is_it
-
-
-def test_each_micro_batch_is_reported_once_it_is_computed(policy):
-    """All but the last, after which the step ends; none at the beginning."""
-    reports, pieces = [], pieces_of(policy, 1, tokens=30)
-    step = grad_step_of(policy, SPECS["grpo"])
-    learner = MicroBatches(step, print, 30, Ranks(), print, lambda *report: reports.append(report))
-    learner.gradients(make_state(policy), [pieces], 30)
-    assert reports == [("micro-batches", n, len(pieces)) for n in range(len(pieces) - 1)]
-
-
-def test_halving_is_exact_where_rows_are(policy):
-    """A batch whose rows are halved twice still has every row once."""
-    pieces = pieces_of(policy, 0, tokens=1000)
-    halves = [half for piece in pieces for whole in halve_batch(piece) for half in halve_batch(whole)]
-    counts = [sum(float(getattr(part, name)) for part in halves) for name in ("num_sequences", "num_tokens")]
-    assert counts == [sum(float(getattr(p, n)) for p in pieces) for n in ("num_sequences", "num_tokens")]
-    assert sum(part.mask_bt.sum().item() for part in halves) == counts[1]

@@ -12,7 +12,6 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
-from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
 from tests.support.runs.talking_runs import talking_run
@@ -93,17 +92,6 @@ def test_a_run_leaves_what_the_design_lists(usual: tuple[RunResult, list[dict]])
     assert tokenizer.chat_template
 
 
-def test_on_policy_metrics_show_one_policy(usual: tuple[RunResult, list[dict]]) -> None:
-    """One update a rollout in full precision: sampler and learner agree, nothing is clipped."""
-    _, log = usual
-    for line in updates_of(log):
-        assert line["sampling/sampling_logp_difference/max"] < 1e-4
-        assert line["ratio/min"] == line["ratio/max"] == 1.0
-        assert line["clip_ratio/region_mean"] == 0.0
-        assert 0 < line["entropy"] < 6.3  # below log of the vocabulary
-        assert np.isfinite(line["grad_norm"]) and line["grad_norm"] > 0
-
-
 def test_the_same_seed_gives_the_same_run(usual: tuple[RunResult, list[dict]], tmp_path: Path) -> None:
     """Log lines agree but for times and memory; another seed gives another run."""
 
@@ -156,34 +144,6 @@ def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
     assert line["rewards/starts_with_the_nudge/mean"] == 1.0
     assert line["rewards/brevity/mean"] < 0
     assert -12 < line["reward"] < 1
-
-
-BY_PROMPT = """
-def by_prompt(completions, question, **_):
-    return [float(len(text) % 2) for text in question]
-"""
-
-
-def test_groups_without_variance_teach_under_the_batch_baseline(tmp_path: Path) -> None:
-    """All completions of a prompt get one reward, but not all prompts: A = R − mean of the batch, not 0."""
-    (tmp_path / "mine.py").write_text(BY_PROMPT, encoding="utf-8")
-    more = ['reward.functions=["mine.py:by_prompt"]', "optim.batch_size=6", "optim.max_steps=1"]
-    _, log = run(tmp_path, *more, "loss.baseline=batch_mean")
-    line = updates_of(log)[0]
-    assert 0 < line["reward"] < 1, "prompts of odd and of even length"
-    assert line["frac_reward_zero_std"] == 0.0 and line["grad_norm"] > 0
-    result, log = run(tmp_path, *more, "run.name=group")
-    line = updates_of(log)[0]
-    assert line["frac_reward_zero_std"] == 1.0 and line["loss"] == line["grad_norm"] == 0.0
-    before, after = mx.load(str(MODEL_DIR / "model.safetensors")), named_leaves(result.state.params)
-    assert all(mx.array_equal(before[name], after[name]) for name in after)
-
-
-def test_accumulated_batch_steps_make_one_update(tmp_path: Path) -> None:
-    """Five batch steps, two an update: three updates, the last from what is left."""
-    result, log = run(tmp_path, "optim.gradient_accumulation_steps=2", "optim.max_steps=5")
-    assert result.updates == 3
-    assert [line["batch_step"] for line in updates_of(log)] == [2, 4, 5]
 
 
 def test_several_updates_of_one_rollout_leave_the_old_policy(tmp_path: Path) -> None:
