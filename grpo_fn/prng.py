@@ -17,6 +17,7 @@ REFERENCE_ROUNDING = 2**31 + 2  # of the reference when it is mixed; then the nu
 ADAPTERS = 2**31 + 3  # their first values
 GENERATION = 2**31 + 5  # completions of `grpo generate` and `grpo chat`
 EVALUATION = 2**31 + 6  # completions of `grpo eval`
+CURRICULUM = 2**31 + 7  # prompts drawn by their pass rates; then how many were drawn before
 
 
 def fold_in(key: mx.array, *numbers: int | mx.array) -> mx.array:

@@ -34,6 +34,7 @@ COMMANDS = {
     "bench": "runners.commands.plan:bench_command",
     "init": "runners.commands.init:init_command",
     "check": "runners.commands.check:check_command",
+    "difficulty": "runners.commands.difficulty:difficulty_command",
     "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",
     "chat": "runners.commands.chat:chat_command",

@@ -39,6 +39,16 @@ completions/max_length | tokens | the longest | below `rollout.max_new_tokens` |
 completions/clipped_ratio | share | completions that were cut off at `rollout.max_new_tokens` | below 0.1 | a larger limit, `rollout.stop`, or `loss.mask_truncated_completions = true`
 dynamic_sampling/resampled_groups | groups | groups that were replaced because all their rewards were equal | below the number of prompts in a batch step | many in every step: prompts of other difficulty
 dynamic_sampling/tokens_per_used_token | ratio | sampled tokens for each token that is learned from | 1 to 3 | higher: most sampling is thrown away; prompts of other difficulty, or a lower `loss.max_resample`
+groups/taught | share | groups with a spread of rewards, of all that were drawn; the others teach nothing | 0.3 to 0.9 | near 0: [curriculum](curriculum.md), [warm-up](cold-start.md), or easier prompts
+groups/tokens_per_taught | tokens | sampled tokens for each group that taught; is not there if none did | a few times `rollout.num_generations` × `completions/mean_length` | rises: `data.curriculum = "adaptive"`, `rollout.first_stage`
+groups/pass_rate/new | share, 0 to 1 | with `data.curriculum`, completions that passed, of prompts that had never been measured | – | –
+groups/pass_rate/hard | share, 0 to 1 | the same, of prompts whose first measured rate was below 0.25 | rises over many updates | flat while `medium` rises: prompts that are out of reach
+groups/pass_rate/medium | share, 0 to 1 | the same, from 0.25 to 0.75 | rises | flat: nothing is learned where most could be
+groups/pass_rate/easy | share, 0 to 1 | the same, from 0.75 on | near 1 | falls: the model unlearns; a lower `optim.learning_rate`
+groups/share/new | share, 0 to 1 | with `data.curriculum`, groups whose prompt had never been measured | falls once most were | –
+groups/share/hard | share, 0 to 1 | the same, with a first rate below 0.25 | below `medium` with `adaptive`, unless nearly all prompts are hard | –
+groups/share/medium | share, 0 to 1 | the same, from 0.25 to 0.75 | has most with `adaptive` | –
+groups/share/easy | share, 0 to 1 | the same, from 0.75 on | as `hard` | –
 
 # Turns and tools
 tools/call_frequency | calls | calls of tools in a completion, the mean | above 0 once the model has found the tools | show the form of a call in the system prompt, or reward one

@@ -126,7 +126,7 @@ def decode(
                 keys_b2 = completion_keys(
                     key,
                     mx.array([numbers[row // group] for row in rows]),
-                    mx.array([row % group for row in rows]),
+                    mx.array([sampling.first_generation + row % group for row in rows]),
                 )
                 # All at once on the device, because a number from the host at each step would be waited for.
                 bits_nbw = draw_bits(keys_b2, 0, sampling.max_new_tokens)

@@ -23,6 +23,7 @@ class Sampling:
 
     Attributes:
         num_generations: completions of each prompt, G.
+        first_generation: the number of the first one, if the group is drawn in stages.
         max_new_tokens: length limit of a completion in tokens; in conversations with replies, of all turns
             together.
         temperature: divides the logits; 0 takes the most likely token.
@@ -36,6 +37,7 @@ class Sampling:
     """
 
     num_generations: int = 1
+    first_generation: int = 0
     max_new_tokens: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,6 +51,7 @@ class Sampling:
     def __attrs_post_init__(self) -> None:
         for name, fits, wanted in (
             ("num_generations", self.num_generations >= 1, "at least 1"),
+            ("first_generation", self.first_generation >= 0, "at least 0"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "a number >= 0"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),

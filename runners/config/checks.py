@@ -105,6 +105,11 @@ class _Paths:
         template = self.existing(data.chat_template) if data.chat_template else ""
         if data.chat_template and (template is None or not os.path.isfile(template)):
             self.fault("data.chat_template", f"no such file: {show(data.chat_template)}")
+        difficulty = self.existing(data.difficulty) if data.difficulty else ""
+        if data.difficulty and (difficulty is None or not os.path.isfile(difficulty)):
+            self.fault(
+                "data.difficulty", f"no such file: {show(data.difficulty)}; `grpo difficulty` makes one"
+            )
         source = self.source(data.source, "data.source", _EXPECTED_DATA, _DATA_SUFFIXES)
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if source == _GSM8K and not os.path.exists(source) else ""
@@ -113,6 +118,7 @@ class _Paths:
             "name": data.name or usual,
             "image_folder": folder or data.image_folder,
             "chat_template": template or data.chat_template,
+            "difficulty": difficulty or data.difficulty,
             "transform": self.function(data.transform, "data.transform"),
         }
 
@@ -241,6 +247,16 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     rows = (value("optim.batch_size") or 0) * (value("rollout.num_generations") or 0)
     if rows and value("optim.minibatches") > rows:
         expect("optim.minibatches", f"at most {rows}, the completions of a batch step")
+    if first := value("rollout.first_stage"):
+        if first >= (value("rollout.num_generations") or first + 1):
+            expect("rollout.first_stage", "less than rollout.num_generations")
+        if value("env.factory") or value("env.tools"):
+            expect("rollout.first_stage", "0 with [env]")
+        for name, judge in (built["judge"] or {}).items():
+            if judge.kind == "ranking":
+                expect("rollout.first_stage", f"0 with [judge.{name}], which ranks whole groups")
+    if value("data.curriculum") == "static" and not value("data.difficulty"):
+        expect("data.difficulty", 'a file of `grpo difficulty` with data.curriculum = "static"')
     modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}
     if value("rollout.group_size") and modes and not any(map(built["rollout"].group_size_of, modes)):
         expect("rollout.group_size", f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size")

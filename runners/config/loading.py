@@ -205,6 +205,9 @@ def _check_complete(config: Config) -> None:
             faults.append((f"loss.{key}", f"expected {expected}"))
     if loss.baseline == "turn" and loss.scale == "batch":
         faults.append(("loss.scale", 'expected "group" or "none" with loss.baseline = "turn", found "batch"'))
+    if loss.baseline == "batch_mean" and config.rollout.first_stage:
+        why = 'with loss.baseline = "batch_mean", by which groups without variance teach too'
+        faults.append(("rollout.first_stage", f"expected 0 {why}, found {config.rollout.first_stage}"))
     for name in config.system.disable:
         try:
             check_mechanism(name)

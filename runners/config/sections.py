@@ -138,6 +138,13 @@ class DataConfig:
     max_samples: int = key(0, "how many rows to train on, from the first; 0: all", ">= 0")
     max_prompt_length: int = key(512, "longer prompts (tokens) are left out and counted", ">= 1")
     on_bad_row: Literal["raise", "skip"] = key("raise", "a row without a question or an answer ends the run, or is left out and counted")
+    curriculum: Literal["none", "static", "adaptive"] = key("none", "which prompts are drawn: all in mixed order; those of `data.difficulty` with a middling pass rate, from easy to hard; or by pass rates that the run estimates as it goes: see [curriculum](curriculum.md)")
+    difficulty: str = key("", "the pass rates that `grpo difficulty` has measured, a file; needed for `static`, and what `adaptive` begins with; empty: none")
+    pass_rates: tuple[float, float] = key((0.05, 0.95), "with `static`: prompts with a measured rate outside of these bounds, or with none, are left out and counted", "0 <= low < high")
+    target_rate: float = key(0.5, "with `adaptive`: prompts whose pass rate is near this are drawn most", "0 < x < 1")
+    rate_decay: float = key(0.98, "with `adaptive`: what is known of a prompt counts by this factor less after every batch step", "0 < x < 1")
+    explore: float = key(0.2, "with `adaptive`: share of the draws that go through all prompts in turn, whatever their pass rates", "0 <= x <= 1")
+    pass_reward: float = key(1.0, "a completion passes with a combined reward of at least this; with `correctness_reward_func` among the rewards, if its answer is right")
     transform: str = key("", "your function from a row to a row, named in the same way: see [own data](own-data.md); empty: none")
 
 
@@ -155,6 +162,7 @@ class RolloutConfig:
     """[rollout]: how completions are drawn."""
 
     num_generations: int = key(8, "completions per prompt, G", ">= 2")
+    first_stage: int = key(0, "draw so many completions of each prompt first, and the rest of the group only where their rewards differ; 0: all at once. Each completion is the same as without: see [curriculum](curriculum.md#two-stages)", "0 or >= 2")
     max_new_tokens: int = key(512, "length limit of a completion, tokens; L_max of the aggregation `constant`", ">= 1")
     temperature: float = key(1.0, "divides the sampler's logits and the learner's alike", "> 0")
     top_p: float = key(1.0, "second, keep the smallest set of tokens with this probability of what `top_k` left; 1: all", "0 < x <= 1")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
+import numpy as np
 
 from runners.config.loading import Config
+from runners.data.curriculum import Estimates, draw_key, draw_weights, drawn, explores
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 
@@ -19,6 +21,7 @@ class PromptStream:
     examples: Sequence[Example]
     seed: int
     position: int = 0  # examples handed out so far
+    rates_n: np.ndarray | None = None  # measured pass rates: each epoch goes from easy to hard; None: mixed
     _order: tuple[int, list[int]] = attrs.field(default=(-1, []), init=False)
 
     @property
@@ -30,12 +33,45 @@ class PromptStream:
         """The next examples; a batch may extend into the next epoch."""
         taken = []
         for _ in range(number):
-            epoch, place = divmod(self.position, len(self.examples))
-            if self._order[0] != epoch:
-                self._order = epoch, epoch_order(len(self.examples), self.seed, epoch).tolist()
-            taken.append(self.examples[self._order[1][place]])
+            taken.append(self.examples[self._in_order(self.position)])
             self.position += 1
         return taken
+
+    def taking(self, known: Estimates | None, step: int, config: Config) -> Callable[[int], list[Example]]:
+        """`take` for a batch step; with estimates, data.explore of its draws follow the usual order, and the
+        others are drawn by weight. No prompt is drawn twice in a step while there are others."""
+        if known is None or config.data.curriculum != "adaptive":
+            return self.take
+        data, taken = config.data, set[int]()
+        weights_n = draw_weights(
+            known,
+            step,
+            target=data.target_rate,
+            decay=data.rate_decay,
+            size=config.rollout.num_generations,
+        )
+
+        def take(number: int) -> list[Example]:
+            key, start = draw_key(self.seed, self.position), self.position
+            self.position += number
+            places = [explores(position, data.explore) for position in range(start, self.position)]
+            chosen = [self._in_order(place) for place in places if place is not None]
+            taken.update(chosen)
+            chosen += drawn(weights_n, number - len(chosen), taken, key)
+            taken.update(chosen)
+            return [self.examples[each] for each in chosen]
+
+        return take
+
+    def _in_order(self, position: int) -> int:
+        """The number of the example at a place of the usual order."""
+        epoch, place = divmod(position, len(self.examples))
+        if self._order[0] != epoch:
+            order = epoch_order(len(self.examples), self.seed, epoch)
+            if self.rates_n is not None:
+                order = order[np.argsort(-self.rates_n[order], kind="stable")]
+            self._order = epoch, order.tolist()
+        return self._order[1][place]
 
 
 @attrs.frozen

@@ -62,9 +62,13 @@ class Evaluator:
     problems: dict[str, None] = attrs.field(factory=dict)  # faults so far, a line each
 
     def complete(
-        self, examples: Sequence[Example], sampling: g.Sampling, key: mx.array
+        self,
+        examples: Sequence[Example],
+        sampling: g.Sampling,
+        key: mx.array,
+        numbered: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[Completion], Batch]]:
-        """Completions of all examples, G of each in a row, batch by batch.
+        """Completions of all examples, G of each in a row, batch by batch; `numbered` as `sample_batches`.
 
         Raises RewardError for a failing reward where `reward.on_error` is "raise".
         """
@@ -78,6 +82,7 @@ class Evaluator:
             rows=self.rows,
             environments=self.environments,
             vision=self.vision,
+            numbered=numbered,
         ):
             yield self._judged(batch, sampling.num_generations), batch
 

@@ -1,11 +1,13 @@
-"""Real completions before a run, for `grpo check --sample`: what is read from each, and each reward."""
+"""A run's prompts, completed by its model before it starts: `grpo check --sample`, `grpo difficulty`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 
+import grpo_fn as g
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples
@@ -19,6 +21,18 @@ from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.rewards.scoring import Scorer
 
+OnError = Literal["skip", "raise"]  # of a failing reward
+
+
+@attrs.frozen(eq=False)
+class Problems:
+    """A config's training prompts, with what completes and scores them as in a run."""
+
+    evaluator: Evaluator
+    sampling: g.Sampling
+    examples: list[Example]
+    notices: tuple[str, ...]
+
 
 @attrs.frozen(eq=False)
 class Sampled:
@@ -28,8 +42,8 @@ class Sampled:
     warnings: tuple[str, ...]
 
 
-def sample_completions(config: Config, machine: Platform, count: int) -> Sampled:
-    """Loads the model of a checked config and completes the first `count` training problems.
+def open_problems(config: Config, machine: Platform, on_error: OnError, most: int | None = None) -> Problems:
+    """Loads the model of a checked config, and its training prompts: the first `most`, None: all.
 
     Sampling is the run's, with weights in full precision, and rewards score as in a run, as do its errors.
     """
@@ -38,6 +52,7 @@ def sample_completions(config: Config, machine: Platform, count: int) -> Sampled
     loaded = load_inference(
         config.model.path,
         machine,
+        adapter=config.model.adapters,
         dtype=config.model.dtype,
         loader=config.model.loader,
         folders=config.folders,
@@ -53,26 +68,33 @@ def sample_completions(config: Config, machine: Platform, count: int) -> Sampled
     every = all_rewards(rewards, environments)
     rows = load_rows(config.data, config.folders)[0]
     config = with_answers_of(config, rows)
-    del rows[count:]
-    tools = environments.schemas if environments else ()
+    del rows[len(rows) if most is None else most :]
     processor = vision.processor if vision else None
-    examples, _ = build_examples(rows, config.data, tokenizer, tools, processor)
-    limit = config.rollout.max_new_tokens
-    loaded.check([example.tokens for example in examples], limit)
+    tools = environments.schemas if environments else ()
+    examples, too_long = build_examples(rows, config.data, tokenizer, tools, processor)
+    left_out = rows.notices("train", too_long, config.data.max_prompt_length)
+    loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)
     evaluator = Evaluator(
         engine=loaded.engine,
-        scorer=Scorer(every, config.reward.timeout, "skip") if every else None,
+        scorer=Scorer(every, config.reward.timeout, on_error) if every else None,
         form=config.answer_form,
         decoder=decoder,
         nudge=config.data.nudge,
+        rows=config.rollout.max_batch,
         environments=environments,
         vision=vision,
     )
     sampling = sampling_of(config, ends, decoder.find_stop(config.rollout.stop))
     sampling = attrs.evolve(sampling, num_generations=1, with_entropy=False)
+    return Problems(evaluator, sampling, examples, (*loaded.notices, *left_out))
+
+
+def sample_completions(config: Config, machine: Platform, count: int) -> Sampled:
+    """A completion of each of the first `count` training problems of a checked config."""
+    opened = open_problems(config, machine, "skip", count)
     found: list[Completion] = []
-    for part, _ in evaluator.complete(examples, sampling, evaluation_key(config)):
+    for part, _ in opened.evaluator.complete(opened.examples, opened.sampling, evaluation_key(config)):
         found += part
-    notice = evaluator.notice(found, examples, limit)
-    warnings = (*loaded.notices, *evaluator.problems, *filter(None, [notice]))
-    return Sampled(list(zip(examples, found, strict=True)), warnings)
+    notice = opened.evaluator.notice(found, opened.examples, opened.sampling.max_new_tokens)
+    warnings = (*opened.notices, *opened.evaluator.problems, *filter(None, [notice]))
+    return Sampled(list(zip(opened.examples, found, strict=True)), warnings)

@@ -47,17 +47,19 @@ def sample_batches(
     environments: Environments | None = None,
     vision: VisionPart | None = None,
     should_stop: ShouldStop = never,
+    numbered: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
     """Completions of all examples, in order; completion g of example n draws from (key, n, g).
 
     They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer turns; None:
-    each completion is one turn. `should_stop` ends the present batch, which is given as it is.
+    each completion is one turn. `should_stop` ends the present batch, which is given as it is. `numbered` are
+    the n of the examples; None: 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
     sampler, how = _KeepsPartial(engine), {"key": key, "should_stop": should_stop}
     for start in range(0, len(examples), together):
         began, part = time.perf_counter(), examples[start : start + together]
-        numbers, played = range(start, start + len(part)), None
+        numbers, played = (numbered or range(len(examples)))[start : start + len(part)], None
         if environments is None:
             rollout = sampler.generate(requests_of(part, numbers, vision), sampling, **how)
             sampled = rollout.completions()

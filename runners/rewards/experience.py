@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -11,6 +12,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.algorithm import has_varied_rewards
 from runners.config.loading import Config
+from runners.data.curriculum import Outcome
 from runners.data.prompts import Example
 from runners.rewards.finished_episodes import FinishedEpisodes
 
@@ -32,6 +34,7 @@ class Experience:
     extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
     logged: dict[str, list[float]]  # metrics that rewards logged
     reward_names: tuple[str, ...]  # of the rows of values_kb
+    outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
 
@@ -41,6 +44,12 @@ class Experience:
         if self.played is None:
             return np.array(self.rollout.lengths_b)
         return np.array([len(tokens) for tokens in self.played.sampled])
+
+    @property
+    def drawn_b(self) -> np.ndarray:
+        """Whether each completion was sampled: a group without variance may have ended at its first stage."""
+        lengths = np.array(self.rollout.lengths_b)
+        return lengths > 0 if self.played is None else np.ones(len(lengths), bool)
 
 
 def select_groups(part: Experience, groups: list[int]) -> Experience:
@@ -90,6 +99,63 @@ def join_experiences(parts: list[Experience]) -> Experience:
         penalty_b=None
         if any(part.penalty_b is None for part in parts)
         else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
+    )
+
+
+def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int], size: int) -> Experience:
+    """Groups of `size` from their first completions and, of `groups`, the rest.
+
+    The others have empty completions without a reward in place of those that were not drawn.
+    """
+    begun = first.rollout.num_generations
+    rows = _of_rows(first) if rest is None else join_experiences([_of_rows(first), _of_rows(rest)])
+    index, drawn = [], []
+    for p in range(len(first.examples)):
+        more = len(first.texts) + groups.index(p) * (size - begun) if p in groups else None
+        index += range(p * begun, (p + 1) * begun)
+        index += [p * begun] * (size - begun) if more is None else range(more, more + size - begun)
+        drawn += [True] * begun + [more is not None] * (size - begun)
+    rows, drawn_b = select_groups(rows, index), mx.array(drawn)
+    masked = {
+        name: mx.where(drawn_b.reshape(-1, *[1] * (array.ndim - 1)), array, mx.zeros_like(array))
+        for name in ("tokens_bt", "lengths_b", "logp_bt", "entropy_bt")
+        if (array := getattr(rows.rollout, name)) is not None
+    }
+    images = rows.rollout.images
+    rollout = attrs.evolve(
+        rows.rollout,
+        prompts=rows.rollout.prompts[::size],
+        num_generations=size,
+        finished_b=rows.rollout.finished_b | ~drawn_b,
+        images=None if images is None else images[::size],
+        **masked,
+    )
+    return attrs.evolve(
+        rows,
+        rollout=rollout,
+        examples=rows.examples[::size],
+        texts=tuple(text if there else "" for text, there in zip(rows.texts, drawn, strict=True)),
+        values_kb=np.where(drawn, rows.values_kb, np.nan),
+        rewards_pg=rows.rewards_pg.reshape(-1, size),
+        advantages_pg=mx.zeros((len(first.examples), size)),
+        sampled_tokens=first.sampled_tokens + (rest.sampled_tokens if rest else 0),
+    )
+
+
+def _of_rows(part: Experience) -> Experience:
+    """The experience as groups of one completion each."""
+    size, rollout = part.rollout.num_generations, part.rollout
+
+    def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(value for value in values for _ in range(size))
+
+    images = None if rollout.images is None else repeated(rollout.images)
+    return attrs.evolve(
+        part,
+        rollout=attrs.evolve(rollout, prompts=repeated(rollout.prompts), num_generations=1, images=images),
+        examples=repeated(part.examples),
+        rewards_pg=part.rewards_pg.reshape(-1, 1),
+        advantages_pg=mx.zeros((len(part.texts), 1)),
     )
 
 

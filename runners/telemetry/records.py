@@ -75,6 +75,8 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
     for row, text in enumerate(experience.texts):
+        if not experience.drawn_b[row]:
+            continue
         example = experience.examples[row // size]
         values = zip(experience.reward_names, experience.values_kb[:, row].tolist(), strict=True)
         extra = {column: values[row] for column, values in experience.extras.items()}

@@ -12,6 +12,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
+from runners.data.curriculum import rate_metrics
 from runners.judges import combined
 from runners.rewards.experience import Experience, is_varied, length_penalty
 
@@ -31,6 +32,7 @@ class Tally:
     counts: dict[str, np.ndarray] = attrs.field(
         factory=dict
     )  # of conversations: see `rewards.finished_episodes`
+    outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)  # as `rate_metrics` takes them
 
     @classmethod
     def of(cls, experience: Experience) -> Tally:
@@ -38,8 +40,8 @@ class Tally:
         return cls(
             rewards_pg=experience.rewards_pg,
             values_kb=experience.values_kb,
-            lengths_b=experience.sampled_lengths,
-            finished_b=np.array(experience.rollout.finished_b),
+            lengths_b=experience.sampled_lengths[experience.drawn_b],
+            finished_b=np.array(experience.rollout.finished_b)[experience.drawn_b],
             sampled_tokens=experience.sampled_tokens,
             resampled=experience.resampled,
             logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
@@ -87,11 +89,16 @@ def rollout_metrics(
     }
     if all(tally.counts for tally in tallies):
         metrics |= _turn_metrics(tallies)
-    if resampled := sum(tally.resampled for tally in tallies):
-        drawn = sum(tally.sampled_tokens for tally in tallies)
+    resampled = sum(tally.resampled for tally in tallies)
+    drawn = sum(tally.sampled_tokens for tally in tallies)
+    if resampled:
         metrics["dynamic_sampling/resampled_groups"] = float(resampled)
         metrics["dynamic_sampling/tokens_per_used_token"] = drawn / max(int(lengths.sum()), 1)
-    return metrics
+    taught = int(varied.sum())
+    metrics["groups/taught"] = taught / (len(varied) + resampled)
+    if taught:
+        metrics["groups/tokens_per_taught"] = drawn / taught
+    return metrics | rate_metrics([each for tally in tallies for each in tally.outcomes])
 
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:

@@ -59,6 +59,9 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     budget = min(state.micro_batch_tokens, run.config.system.micro_batch_tokens)
     if origin.facts.config.get("stop") != run.config.to_dict()["stop"]:  # other conditions, nothing reached
         state = attrs.evolve(state, seen=attrs.evolve(state.seen, reached=None))
+    known, first = state.curriculum, run.curriculum
+    if known is None or first is None or len(known.step_n) != len(first.step_n):  # of other data
+        state = attrs.evolve(state, curriculum=first)
     return attrs.evolve(state, train=train, micro_batch_tokens=budget)
 
 
@@ -81,6 +84,7 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     own = {
         **{f"the config's [{name}]": _digest(config[name]) for name in ("rollout", "loss", "optim", "eval")},
         "the training data": data_digest(run.data.train),
+        "the pass rates of data.difficulty": run.curriculum and _digest(run.curriculum.first_n.tolist()),
         **inputs,
         "the model's weights": _weights(state.params),
         "the version of mlx": installed_version("mlx"),

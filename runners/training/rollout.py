@@ -13,6 +13,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.prng import fold_in
 from runners.config.loading import Config
+from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of
 from runners.engines.engine import Engine
 from runners.engines.settings import requests_of
@@ -24,6 +25,7 @@ from runners.rewards.experience import (
     Experience,
     is_varied,
     join_experiences,
+    join_stages,
     length_penalty,
     select_groups,
 )
@@ -71,12 +73,14 @@ class Collector:
         wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         kept: list[Experience] = []
+        outcomes: list[Outcome] = []
         failed: dict[int, Failed] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
             part, failed_now = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
             failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
             spent += part.sampled_tokens
+            outcomes += self._outcomes(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
             missing -= len(varied)
             if missing == 0 or number == rounds:
@@ -90,7 +94,17 @@ class Collector:
         whole = join_experiences(kept)
         advantages_pg = advantages_of(whole, self.config.loss, with_turn_rewards=self._turn_rewards)
         mx.eval(advantages_pg)
-        return attrs.evolve(whole, advantages_pg=advantages_pg, sampled_tokens=spent, resampled=replaced)
+        counted = {"sampled_tokens": spent, "resampled": replaced, "outcomes": tuple(outcomes)}
+        return attrs.evolve(whole, advantages_pg=advantages_pg, **counted)
+
+    def _outcomes(self, part: Experience) -> list[Outcome]:
+        """How many completions of each group passed, of those with a reward."""
+        shape, at_least = part.rewards_pg.shape, self.config.data.pass_reward
+        passed_b = passed(part.reward_names, part.values_kb, part.rewards_pg.reshape(-1), at_least)
+        known_pg = ~np.isnan(part.rewards_pg)
+        passes_p = (passed_b.reshape(shape) & known_pg).sum(axis=1).tolist()
+        numbers = [example.number for example in part.examples]
+        return list(zip(numbers, passes_p, known_pg.sum(axis=1).tolist(), strict=True))
 
     @property
     def _turn_rewards(self) -> bool:
@@ -114,36 +128,74 @@ class Collector:
     ) -> RankExperience:
         """One round, and the rewards that failed for all its completions; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
-        own, part, fault = [examples[number] for number in numbers], None, None
+        own = [examples[number] for number in numbers]
+        size, begun = self.sampling.num_generations, self.config.rollout.first_stage
+        sampling = attrs.evolve(self.sampling, num_generations=begun or size)
+        part, fault = self._stage(own, numbers, sampling, key, trainer_state)
+        if begun:  # all ranks sample equally often
+            varied = np.flatnonzero(is_varied(part[0].rewards_pg)).tolist() if part else []
+            again = [own[p] for p in varied], [numbers[p] for p in varied]
+            sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
+            rest, late = self._stage(*again, sampling, key, trainer_state)
+            fault = fault or late
+            if part is not None and fault is None:
+                part = self._whole(part, rest, varied)
+        if part is not None and self.ranks.is_alone:
+            return part
+        return gather_rollout(self.ranks, examples, None if fault else part, fault)
+
+    def _stage(
+        self,
+        examples: Sequence[Example],
+        numbers: Sequence[int],
+        sampling: g.Sampling,
+        key: mx.array,
+        trainer_state: TrainerState,
+    ) -> tuple[RankExperience | None, str | None]:
+        """This rank's completions with their rewards, None without examples; or why a reward ends the run."""
         started = time.perf_counter()
         try:
-            rollout, played = self._sampled(own, numbers, key)
+            rollout, played = self._sampled(examples, numbers, sampling, key)
         except RewardError as error:
             if self.ranks.is_alone:
                 raise
             raise UserError(str(error)) from error  # the others are within the rollout: nothing is saved
-        if own:
-            try:
-                part = self._scored(own, rollout, played, trainer_state, started)
-            except RewardError as error:
-                if self.ranks.is_alone:
-                    raise
-                fault = str(error)
-        if part is not None and self.ranks.is_alone:
-            return part
-        return gather_rollout(self.ranks, examples, part, fault)
+        try:
+            return self._scored(examples, rollout, played, trainer_state, started) if examples else None, None
+        except RewardError as error:
+            if self.ranks.is_alone:
+                raise
+            return None, str(error)
+
+    def _whole(
+        self, first: RankExperience, rest: RankExperience | None, groups: Sequence[int]
+    ) -> RankExperience:
+        """Both stages as one; the rest is of these groups."""
+        size = self.sampling.num_generations
+        whole = join_stages(first[0], rest and rest[0], groups, size)
+        rewards_pg = self._combined(whole.values_kb, whole.penalty_b).reshape(-1, size)
+        failed = {k: fault for k, fault in first[1].items() if rest is None or k in rest[1]}
+        return attrs.evolve(whole, rewards_pg=rewards_pg), failed
+
+    def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int = 0) -> np.ndarray:
+        """The rewards of completions, float64 [B], in groups of `size`, with the penalty on their lengths."""
+        rewards_b = g.combine_rewards(
+            mx.array(values_kb.astype(np.float32)),
+            mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
+            aggregate=self.config.reward.aggregate,
+            group_size=size or self.sampling.num_generations,
+        )
+        return np.array(rewards_b if penalty_b is None else rewards_b + mx.array(penalty_b), np.float64)
 
     def _sampled(
-        self, examples: Sequence[Example], numbers: Sequence[int], key: mx.array
+        self, examples: Sequence[Example], numbers: Sequence[int], sampling: g.Sampling, key: mx.array
     ) -> tuple[g.Rollout, FinishedEpisodes | None]:
         """Completions, or conversations; `numbers` are the examples' places among those of all ranks."""
         if self.environments is None:
             requests = requests_of(examples, numbers, self.vision)
-            return self.engine.generate(requests, self.sampling, key=key), None
+            return self.engine.generate(requests, sampling, key=key), None
         agree = functools.partial(self.ranks.any_rank, "the prompts")
-        return self.environments.play(
-            self.engine, examples, self.sampling, key=key, numbers=numbers, agree=agree
-        )
+        return self.environments.play(self.engine, examples, sampling, key=key, numbers=numbers, agree=agree)
 
     def _scored(
         self,
@@ -171,16 +223,10 @@ class Collector:
             scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
         if self._turn_rewards:
             scores.problems.extend(check_turn_rewards(scores, rollout))
-        rewards_b = g.combine_rewards(
-            mx.array(scores.values_kb.astype(np.float32)),
-            mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
-            aggregate=self.config.reward.aggregate,
-            group_size=size,
-        )
         penalty_b = length_penalty(self.config, rollout.lengths_b)
-        if penalty_b is not None:
-            rewards_b = rewards_b + penalty_b
-        rewards_pg = np.array(rewards_b, np.float64).reshape(len(rollout.prompts), size)
+        penalty_b = None if penalty_b is None else np.array(penalty_b)
+        rewards_b = self._combined(scores.values_kb, penalty_b, size)
+        rewards_pg = rewards_b.reshape(len(rollout.prompts), size)
         experience = Experience(
             rollout=rollout,
             examples=tuple(examples),
@@ -195,7 +241,7 @@ class Collector:
             extras=scores.extras,
             logged=scores.metrics,
             reward_names=tuple(reward.name for reward in self.scorer.rewards),
-            penalty_b=None if penalty_b is None else np.array(penalty_b),
+            penalty_b=penalty_b,
             played=played,
         )
         return experience, scores.failed

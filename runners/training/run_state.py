@@ -14,6 +14,7 @@ from grpo_fn.images import ImageRows
 from grpo_fn.learner import Shape
 from runners.checkpoints.trainer_state import from_table
 from runners.config import rules
+from runners.data.curriculum import Estimates
 from runners.errors import UserError
 from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import Tally
@@ -59,6 +60,7 @@ class RunState(Counters):
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
     waiting: tuple[list[Pieces], ...] = ()  # of these steps: minibatch × micro-batch
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
+    curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = ()  # of these steps, as far as this process made them; not saved
 
     @property
@@ -79,6 +81,7 @@ class RunState(Counters):
                 [[_piece_tree(piece) for piece in pieces] for pieces in parts] for parts in self.waiting
             ],
             "shapes": [list(shape) for shape in sorted(self.shapes)],
+            "curriculum": self.curriculum and {n: mx.array(a) for n, a in _fields(self.curriculum).items()},
         }
 
 
@@ -86,7 +89,7 @@ def restore_state(
     plain: Mapping[str, Any], trees: Mapping[str, Any], train: g.TrainState, where: str
 ) -> RunState:
     """The inverse of `plain` (through JSON) and `trees`. UserError, which begins with `where`, for others."""
-    counters = from_table(plain, Counters, where)
+    counters, known = from_table(plain, Counters, where), trees.get("curriculum")
     try:
         return RunState(
             **_fields(counters),
@@ -96,6 +99,7 @@ def restore_state(
                 [[_piece_of(piece) for piece in pieces] for pieces in parts] for parts in trees["waiting"]
             ),
             shapes=frozenset(Shape(*map(int, shape)) for shape in trees["shapes"]),
+            curriculum=known and Estimates(**{name: np.array(array) for name, array in known.items()}),
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{where}: not what a run saved: {error}") from error

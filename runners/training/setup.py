@@ -11,7 +11,9 @@ import attrs
 from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
 from runners.config.loading import Config
+from runners.data.curriculum import Estimates
 from runners.data.datasets import load_rows, with_answers_of
+from runners.data.difficulty import with_difficulty
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
@@ -61,6 +63,7 @@ class Run:
     data: Data
     length: RunLength
     stream: PromptStream
+    curriculum: Estimates | None  # of the training prompts before the first step; None: there is none
     learner: Learner
     collector: Collector
     decoder: TextDecoder
@@ -117,12 +120,14 @@ def build_run(
         where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
         raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
     data = _examples(config, rows, loaded, environments)
+    train, rates_n, curriculum, left_out = with_difficulty(data.train, config.data)
+    data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
     longest = max(len(example.tokens) for example in data.train)
     config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
     length = RunLength.of(config, len(data.train))
-    stream = PromptStream(data.train, config.run.seed)
+    stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
     decided = decided() if callable(decided) else decided
     if decided is not None:
         config = with_keys(config, "rollout", **decided)
@@ -140,6 +145,7 @@ def build_run(
         data=data,
         length=length,
         stream=stream,
+        curriculum=curriculum,
         learner=learner,
         collector=Collector(
             on_ranks(learner.engine, ranks),

@@ -162,7 +162,8 @@ def _state(
     """The first state, or the checkpoint's. UserError if the run's inputs are not the checkpoint's."""
     if origin is None:
         assert run.learner.state is not None
-        return RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
+        budget = run.config.system.micro_batch_tokens
+        return RunState(train=run.learner.state, micro_batch_tokens=budget, curriculum=run.curriculum)
     if not changed:
         check_inputs(facts["inputs"], origin)
     shown.status("loading the checkpoint")

@@ -57,10 +57,12 @@ def _form_notice(session: Session, experience: Experience) -> list[str]:
     if session.state.batch_step > 1 or session.state.evaluated_at >= 0 or experience.played is not None:
         return []
     size, limit = experience.rollout.num_generations, session.config.rollout.max_new_tokens
-    golds = [example.answer for example in experience.examples for _ in range(size)]
-    cut = [not finished for finished in np.array(experience.rollout.finished_b).tolist()]
-    lengths = experience.sampled_lengths.tolist()
-    line = form_notice(session.config.answer_form, experience.texts, golds, cut, lengths, limit)
+    drawn = np.flatnonzero(experience.drawn_b)
+    texts = [experience.texts[row] for row in drawn]
+    golds = [experience.examples[row // size].answer for row in drawn]
+    cut = (~np.array(experience.rollout.finished_b)[drawn]).tolist()
+    lengths = experience.sampled_lengths[drawn].tolist()
+    line = form_notice(session.config.answer_form, texts, golds, cut, lengths, limit)
     return [line] if line else []
 
 

@@ -17,6 +17,7 @@ from grpo_fn.learner import Shape, all_reduce, chosen_experts, deal, routing_sta
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
+from runners.data.curriculum import updated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
@@ -69,7 +70,8 @@ class TrainSteps:
         key = fold_in(state.train.key, ROLLOUTS, state.batch_step)
         progress = TrainerState(state.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
-            experience = self.run.collector.collect(stream.take, key, progress)
+            take = stream.taking(state.curriculum, state.batch_step, self.config)
+            experience = self.run.collector.collect(take, key, progress)
         finally:
             self._report_events()
         for part in ("rollout", "reward"):
@@ -104,12 +106,18 @@ class TrainSteps:
 
     def accept(self, state: RunState, experience: Experience, parts: list[Pieces], budget: int) -> RunState:
         """After a batch step: its micro-batches wait for their updates."""
+        tally, known = Tally.of(experience), state.curriculum
+        if known is not None:
+            outcomes = experience.outcomes
+            tally = attrs.evolve(tally, outcomes=[(float(known.first_n[n]), *rest) for n, *rest in outcomes])
+            known = updated(known, outcomes, state.batch_step, self.config.data.rate_decay)
         return attrs.evolve(
             state,
             batch_step=state.batch_step + 1,
             position=self.run.stream.position,
             sampled_tokens=state.sampled_tokens + experience.sampled_tokens,
-            tallies=(*state.tallies, Tally.of(experience)),
+            tallies=(*state.tallies, tally),
+            curriculum=known,
             waiting=(*state.waiting, parts),
             shapes=state.shapes.union(*map(_shapes, parts)),
             experiences=(*state.experiences, experience),

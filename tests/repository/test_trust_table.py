@@ -41,6 +41,7 @@ def load(folder, config):
 USES = {
     "run": (["CONFIG"], {"outputs"}),
     "check": (["CONFIG"], set()),
+    "difficulty": (["CONFIG", "--samples", "1"], {"outputs"}),
     "plan": (["CONFIG"], set()),
     "bench": (["CONFIG", "--steps", "1"], set()),
     "init": (["MODEL", "embedded", "--out", "made"], {"made"}),

@@ -4,6 +4,8 @@ const one = (name, more) => ({ name, ...more });
 const chart = (id, title, unit, series, more) => ({ id, title, unit, series, ...more });
 const lines = (table, prefix = "") => Object.entries(table).map(([label, name]) => one(`${prefix}${name}`, { label }));
 
+const BANDS = { new: "new", hard: "hard", medium: "medium", easy: "easy" };
+
 const GROUPS = [
   { title: "Learning", charts: [
     chart("reward", "Reward", "", [one("reward", { spread: "reward_std" })], { wide: true }),
@@ -14,6 +16,10 @@ const GROUPS = [
     chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { sparse: true, where: "em" }),
     chart("penalty", "Length penalty", "", [one("length_penalty")]),
     chart("flat", "Groups without variance", "%", [one("frac_reward_zero_std")]),
+    chart("taught", "Groups that taught, of all that were drawn", "%", [one("groups/taught")]),
+    chart("price", "Tokens for each group that taught", "tokens", [one("groups/tokens_per_taught")]),
+    chart("difficulty", "Pass rate by difficulty", "%", lines(BANDS, "groups/pass_rate/")),
+    chart("drawn", "Groups drawn by difficulty", "%", lines(BANDS, "groups/share/")),
   ] },
   { title: "Policy", charts: [
     chart("entropy", "Entropy", "nats", [one("entropy")]),

@@ -25,6 +25,7 @@ RUNS = {
         "loss.max_resample=1",
         'reward.functions=["correctness_reward_func"]',
     ],
+    "a curriculum": ["data.curriculum=adaptive"],
     "quantized rollouts that fall back": ["rollout.quantization=affine-8", "rollout.mismatch_limit=1e-9"],
 }
 
@@ -43,7 +44,7 @@ def logged(folder, name, overrides):
 
 
 def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
-    """Four runs and one whose gradient is NaN log exactly the names of the table."""
+    """Five runs and one whose gradient is NaN log exactly the names of the table."""
     found = set()
     for number, overrides in enumerate(RUNS.values()):
         found |= logged(tmp_path, f"run{number}", overrides)
@@ -58,10 +59,12 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*METRICS} == set(), "logged, and not in the table"
-    # Conversations have theirs, models with experts and several ranks: see test_train.py and test_experts.py
-    # of tests/runners/training, and tests/runners/ranks/test_ranks.py.
+    # Conversations have theirs, models with experts, several ranks and prompts that come again: see
+    # test_train.py and test_experts.py of tests/runners/training, tests/runners/ranks/test_ranks.py and
+    # tests/runners/data/test_curriculum.py.
     played = (
         "experts/",
+        "groups/pass_rate/",
         "ranks/",
         "tools/",
         "turns/",

@@ -56,6 +56,16 @@ CASES = {
         [*SHIPPED, "loss.dynamic_sampling=true", "rollout.temperature=0.3"],
         [("sampling", 4)],
     ),
+    "an adaptive curriculum, groups in two stages, a rollout of several batch steps": (
+        [
+            "data.curriculum=adaptive",
+            "data.pass_reward=0.5",
+            "data.explore=0.3",
+            "rollout.first_stage=2",
+            "optim.gradient_accumulation_steps=2",
+        ],
+        [("sampling", 2), ("learning", 1), ("step", 1)],
+    ),
     "with skipped updates": (["optim.learning_rate=1e39", "optim.max_bad_updates=0"], [("step", 4)]),
     "before it ends early": (['stop.when=["update >= 2 for 3"]'], [("sampling", 4)]),
 }

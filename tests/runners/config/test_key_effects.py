@@ -9,6 +9,8 @@ import pytest
 
 from runners.config.loading import KEYS, load_config
 from runners.config.reading import ANY_NAME
+from runners.data.curriculum import prompt_id
+from runners.data.prompts import Example
 from runners.engines.settings import decoding_of
 from runners.errors import UserError, spell_tables
 from runners.training.train import run_training
@@ -25,6 +27,10 @@ import zlib
 
 def letters(completions, **_):
     return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
+
+
+def few(completions, **_):
+    return [float(value > 0.9) for value in letters(completions)]
 
 
 def some(completions, **_):
@@ -80,6 +86,8 @@ BASE = {
     "checkpoint": {"every": 0},
     "log": {"report": False},
 }
+ADAPTIVE = 'data.curriculum="adaptive"'
+MANY = ("optim.max_steps=6", "optim.learning_rate=0.0")
 LORA = 'model.tune="lora"'
 PACKED = 'rollout.quantization="affine-8"'
 BETA = "loss.beta=0.1"
@@ -113,6 +121,18 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.max_prompt_length": ("24",),
     "data.on_bad_row": ('"skip"', 'data.question="sparse"'),
     "data.transform": ('"{root}/rewards.py:shorter"',),
+    "data.curriculum": ('"adaptive"', *MANY),
+    "data.difficulty": ('"{root}/rates-train.jsonl"', ADAPTIVE, *MANY),
+    "data.pass_rates": (
+        "[0.2, 0.5]",
+        'data.curriculum="static"',
+        'data.difficulty="{root}/rates-train.jsonl"',
+    ),
+    "data.target_rate": ("0.05", ADAPTIVE, *MANY),
+    "data.rate_decay": ("0.1", ADAPTIVE, *MANY),
+    "data.explore": ("1.0", ADAPTIVE, *MANY),
+    "data.pass_reward": ("0.2", ADAPTIVE, *MANY),
+    "rollout.first_stage": ("2", 'reward.functions=["{root}/rewards.py:few"]', "optim.batch_size=6"),
     "rollout.stop": ('["e", "a", "t", "o", " "]', "rollout.max_new_tokens=8"),
     "rollout.quantization": ('"affine-4"',),
     "rollout.group_size": ("32", PACKED),
@@ -171,6 +191,10 @@ def scratch() -> tuple[tempfile.TemporaryDirectory, Path]:
             for n in numbers
         ]
         (root / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        asked = [({"role": "user", "content": row["question"]},) for row in rows]
+        ids = [prompt_id(Example(messages, "", (), "1", {})) for messages in asked]
+        lines = [{"prompt": name, "samples": 9, "passes": n} for n, name in enumerate(ids, 1)]
+        (root / f"rates-{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return made, root
 
 

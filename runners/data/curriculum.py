@@ -1,0 +1,131 @@
+"""Which prompts a run draws: those whose pass rate is near a target teach most. Pure functions.
+
+    p̂ = (passes + m) / (weight + 1)                 a prompt's rate; m is the rate of all that are known
+    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw; the age is in batch steps
+
+The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log of the
+likelihood ratio); the second lets a prompt rest after it was drawn. What is known of a prompt fades with its
+age, passes and weight alike, so that prompts are drawn again once the policy may have changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+from grpo_fn.prng import CURRICULUM, fold_in, random_bits
+from runners.config.sections import REWARD_NAMES
+from runners.data.prompts import Example
+
+NEVER = -1  # in place of a step or a rate
+BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
+
+
+@attrs.frozen(eq=False)
+class Estimates:
+    """What a run knows of its N training prompts."""
+
+    passes_n: np.ndarray  # float32: completions that passed, faded up to step_n
+    weight_n: np.ndarray  # float32: completions, faded in the same way
+    step_n: np.ndarray  # int32: the batch step of the last draw; NEVER
+    first_n: np.ndarray  # float32: the first rate that was measured; NEVER
+
+    @classmethod
+    def of(cls, counts: Sequence[tuple[float, float]]) -> Estimates:
+        """Of prompts whose (passes, completions) were measured before the run; (0, 0): not measured."""
+        passes_n, weight_n = np.array(counts, np.float32).reshape(-1, 2).T.copy()
+        first_n = np.where(weight_n > 0, passes_n / np.maximum(weight_n, 1), NEVER).astype(np.float32)
+        return cls(passes_n, weight_n, np.full(len(counts), NEVER, np.int32), first_n)
+
+
+Outcome = tuple[int, int, int]  # a group's prompt (its number), completions that passed, completions
+
+
+def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
+    """After the groups of a batch step. A prompt without a reward is one that was drawn all the same."""
+    new = Estimates(*(array.copy() for array in attrs.astuple(known)))
+    for prompt, passes, completions in outcomes:
+        faded = decay ** max(step - max(int(new.step_n[prompt]), 0), 0)
+        new.passes_n[prompt] = new.passes_n[prompt] * faded + passes
+        new.weight_n[prompt] = new.weight_n[prompt] * faded + completions
+        new.step_n[prompt] = step
+        if completions and new.first_n[prompt] == NEVER:
+            new.first_n[prompt] = passes / completions
+    return new
+
+
+def draw_weights(known: Estimates, step: int, *, target: float, decay: float, size: int) -> np.ndarray:
+    """The weight w of each prompt, float64 [N], in a draw at a batch step of groups of `size`."""
+    faded_n = decay ** np.maximum(step - np.maximum(known.step_n, 0), 0).astype(np.float64)
+    passes_n, weight_n = known.passes_n * faded_n, known.weight_n * faded_n
+    common = (passes_n.sum() + target) / (weight_n.sum() + 1)
+    rate_n = np.clip((passes_n + common) / (weight_n + 1), 1e-4, 1 - 1e-4)
+    divergence_n = target * np.log(target / rate_n) + (1 - target) * np.log((1 - target) / (1 - rate_n))
+    rested_n = np.where(known.step_n == NEVER, 1.0, 1 - faded_n)
+    return np.exp(-2 * size * divergence_n) * rested_n
+
+
+def drawn(weights_n: np.ndarray, number: int, taken: Collection[int], key: mx.array) -> list[int]:
+    """Prompts drawn by their weights without replacement, none of `taken` while there are others.
+
+    The key's bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w win.
+    """
+    bits_n = np.array(random_bits(key[None], 0, len(weights_n), 1)).reshape(-1).astype(np.float64)
+    place_n = np.log((bits_n + 0.5) / 2.0**32) / np.maximum(weights_n, 1e-290)
+    place_n[list(taken)] = -np.inf
+    order = np.argsort(-place_n, kind="stable")
+    return [int(order[i % len(order)]) for i in range(number)]
+
+
+def draw_key(seed: int, position: int) -> mx.array:
+    """The key of the draw that begins after `position` prompts: the same on all ranks."""
+    return fold_in(mx.random.key(seed), CURRICULUM, position)
+
+
+def explores(position: int, share: float) -> int | None:
+    """The place in the usual order that draw number `position` takes; None: it is drawn by weight."""
+    before, after = int(position * share), int((position + 1) * share)
+    return before if after > before else None
+
+
+def passed(names: Sequence[str], values_kb: np.ndarray, rewards_b: np.ndarray, at_least: float) -> np.ndarray:
+    """Whether each completion passed, bool [B]: a right answer by the built-in reward that compares with the
+    gold one; where the rewards lack it, a combined reward of `at_least`."""
+    if REWARD_NAMES[0] in names:
+        return values_kb[list(names).index(REWARD_NAMES[0])] > 0
+    return rewards_b >= at_least
+
+
+def prompt_id(example: Example) -> str:
+    """A hash of a prompt's messages, images and gold answer: the same for every model."""
+    images = [image.name for image in example.images]
+    text = json.dumps([example.messages, images, example.answer], sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def measured(examples: Sequence[Example], lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """(passes, completions) of each example, from a file's lines; (0, 0): it has none."""
+    found = {str(line["prompt"]): (float(line["passes"]), float(line["samples"])) for line in lines}
+    return [found.get(prompt_id(example), (0.0, 0.0)) for example in examples]
+
+
+def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]:
+    """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes, completions).
+
+    A prompt's first group sets its first rate, and so is counted as `new` alone.
+    """
+    groups: dict[str, list[tuple[int, int]]] = {name: [] for name in ("new", *BANDS)}
+    for first, passes, completions in outcomes:
+        band = "new" if first < 0 else next(name for name, below in BANDS.items() if first < below)
+        groups[band].append((passes, completions))
+    metrics = {f"groups/share/{name}": len(rows) / len(outcomes) for name, rows in groups.items() if outcomes}
+    for name, rows in groups.items():
+        if total := sum(completions for _, completions in rows):
+            metrics[f"groups/pass_rate/{name}"] = sum(passes for passes, _ in rows) / total
+    return metrics

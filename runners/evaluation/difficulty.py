@@ -1,0 +1,94 @@
+"""The pass rate of each training prompt, for `grpo difficulty`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from runners.config.loading import Config
+from runners.data.curriculum import passed, prompt_id
+from runners.data.difficulty import read_difficulty
+from runners.errors import UserError
+from runners.evaluation.completions import Completion
+from runners.evaluation.measurement import evaluation_key
+from runners.evaluation.sampled_check import open_problems
+from runners.files.json_lines import JsonLines
+from runners.machine.startup import Platform
+
+Progress = Callable[[int, int, float], None]  # prompts done, those in all, and seconds that are left
+
+
+@attrs.frozen(eq=False)
+class Difficulty:
+    """What a file holds when all prompts are measured."""
+
+    lines: list[dict[str, Any]]
+    notices: tuple[str, ...]  # of model and data, and faults of rewards
+
+
+def measure_difficulty(
+    config: Config, machine: Platform, samples: int, path: Path, *, overwrite: bool, progress: Progress
+) -> Difficulty:
+    """Samples each training prompt of a checked config, and appends a line for each to the file.
+
+    Prompts that the file has already are left alone, so that a call which ended early is gone on with: a
+    prompt's completions depend on seed, prompt and number alone.
+
+    Raises UserError if the file was measured in another way, or cannot be written.
+    """
+    measured = _measured(config, samples)
+    known = [] if overwrite or not path.exists() else read_difficulty(path)
+    if any(line.get("measured") != measured for line in known):
+        raise UserError(
+            f"{path}: was measured with another model, sampling or reward; --overwrite starts over, --out "
+            "FILE writes elsewhere"
+        )
+    opened = open_problems(config, machine, config.reward.on_error)
+    sampling, begun = attrs.evolve(opened.sampling, num_generations=samples), time.perf_counter()
+    measured_before, before = {str(line["prompt"]) for line in known}, len(known)
+    left = {name: each for each in opened.examples if (name := prompt_id(each)) not in measured_before}
+    numbered = [each.number for each in left.values()]
+    examples, lines = list(left.values()), JsonLines(path, keep=None if overwrite else sys.maxsize)
+    try:
+        for part, batch in opened.evaluator.complete(examples, sampling, evaluation_key(config), numbered):
+            for place, example in enumerate(batch.examples):
+                found = _line(part[place * samples : (place + 1) * samples], config.data.pass_reward)
+                known.append(
+                    {"prompt": prompt_id(example), "number": example.number, **found, "measured": measured}
+                )
+                lines.write(known[-1])
+            if lines.fault:
+                raise UserError(f"{path}: cannot be written: {lines.fault.strerror or lines.fault}")
+            done, total = len(known) - before, len(examples)
+            progress(len(known), before + total, (time.perf_counter() - begun) / done * (total - done))
+    finally:
+        lines.close()
+    return Difficulty(known, (*opened.notices, *opened.evaluator.problems))
+
+
+def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
+    names = list(group[0].rewards)
+    values_kb = np.array([[each.rewards[name] for each in group] for name in names], np.float64)
+    rewards_b = np.array([each.reward for each in group], np.float64)
+    known_b = ~np.isnan(rewards_b)
+    return {
+        "samples": int(known_b.sum()),
+        "passes": int((passed(names, values_kb, rewards_b, at_least) & known_b).sum()),
+        "reward": float(rewards_b[known_b].mean()) if known_b.any() else None,
+        "tokens": sum(each.tokens for each in group) / len(group),
+    }
+
+
+def _measured(config: Config, samples: int) -> str:
+    """A digest of what pass rates depend on besides the prompt."""
+    told = config.to_dict()
+    facts = [told[name] for name in ("model", "answer", "reward", "judge", "rollout", "env") if name in told]
+    text = repr((samples, config.run.seed, config.data.nudge, config.data.pass_reward, facts))
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]

@@ -1,0 +1,107 @@
+"""`grpo difficulty`: pass rates of the training prompts, gone on with where it ended; docs/curriculum.md."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.loading import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.pages import ROOT, snippets
+from tests.support.resuming import config_in, lines_of
+
+PAGE = ROOT / "docs" / "curriculum.md"
+FEW = ["data.max_samples=6", "rollout.max_new_tokens=4", "rollout.max_batch=6", "rollout.launch=eval"]
+SHORT = ["optim.max_steps=1", "eval.samples=1", "rollout.num_generations=6", "checkpoint.every=0"]
+
+
+def keys(settings):
+    """As options."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Runs `grpo difficulty` of a tiny run's config in a fresh folder."""
+    config_in(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    settings = keys(["data.pass_reward=0.5", "rollout.max_batch=6", "data.max_samples=6"])
+    command = ["difficulty", "train.toml", "--samples", "3", "--out", "rates.jsonl", *settings]
+    return lambda *more: CliRunner().invoke(cli.main, [*command, *more])
+
+
+def test_a_measurement_goes_on_where_it_ended(measure):
+    """Cut off within a line, it ends as the same file; of another seed it is refused, or starts over."""
+    result, file = measure(), Path("rates.jsonl")
+    assert result.exit_code == 0, result.stderr
+    whole = file.read_bytes()
+    lines = lines_of(file)
+    assert [line["number"] for line in lines] == list(range(6))
+    assert {line["samples"] for line in lines} == {3}
+    assert 0 < sum(line["passes"] for line in lines) < 18
+    assert "6 of 6 prompts" in result.stderr
+    assert result.stdout.startswith("6 prompts; ") and "never passed" in result.stdout
+    cut = whole.find(b"\n", len(whole) // 2) + 9
+    file.write_bytes(whole[:cut])
+    assert measure().exit_code == 0
+    assert file.read_bytes() == whole
+    again = measure()
+    assert (again.exit_code, again.stdout, file.read_bytes()) == (0, result.stdout, whole)
+    other = measure("--set", "run.seed=1")
+    assert other.exit_code == 2 and "--overwrite starts over" in other.stderr
+    assert measure("--set", "run.seed=1", "--overwrite").exit_code == 0
+    assert file.read_bytes() != whole
+    assert Path("rates.previous.jsonl").read_bytes() == whole
+
+
+def test_the_page_as_it_stands(tmp_path, monkeypatch):
+    """Its command, then both configs on what was measured: keys of the file, metrics of the log."""
+    monkeypatch.chdir(tmp_path)
+    found = list(snippets(PAGE))
+    Path("train.toml").write_text('[model]\npath = "embedded"\n[data]\nsource = "embedded"\n')
+    (line,) = [line for s in found if s.language == "sh" for line in s.text.splitlines()]
+    result = CliRunner().invoke(cli.main, [*shlex.split(line)[1:], *keys(FEW)])
+    assert result.exit_code == 0, result.stderr
+    measured = lines_of(Path("outputs/grpo.difficulty.jsonl"))
+    assert all(f"`{key}`" in PAGE.read_text() for key in measured[0])
+    for name, more in {"static.toml": ["data.pass_rates=[0.0,1.0]"], "adaptive.toml": []}.items():
+        (text,) = [s.text for s in found if s.comments.get("file") == name]
+        Path(name).write_text(text)
+        folder = run_training(load_config(name, [*FEW, *SHORT, *more]), report=Quiet()).folder
+        log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+        shares = [line["groups/share/new"] for line in log if "groups/taught" in line]
+        assert shares == [1.0 if name == "adaptive.toml" else 0.0]
+        (folder / "training_log.jsonl").parent.rename(tmp_path / name.removesuffix(".toml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["data.curriculum=static"], "data.difficulty: expected a file of `grpo difficulty`"),
+        (["data.difficulty=none.jsonl"], 'no such file: "none.jsonl"; `grpo difficulty` makes one'),
+        (["rollout.first_stage=1"], "rollout.first_stage: expected an integer: 0 or >= 2, found 1"),
+        (["rollout.first_stage=8"], "expected less than rollout.num_generations, found 8"),
+        (["rollout.first_stage=4", "env.factory=calculator"], "rollout.first_stage: expected 0 with [env]"),
+        (
+            ["rollout.first_stage=4", "loss.baseline=batch_mean", "loss.scale=none"],
+            'expected 0 with loss.baseline = "batch_mean"',
+        ),
+        (
+            [
+                "rollout.first_stage=4",
+                'judge.a={kind="ranking",url="http://localhost:1"}',
+                'reward.functions=["judge.a"]',
+            ],
+            "expected 0 with [judge.a], which ranks whole groups",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, line):
+    """With the key that has to change."""
+    result = CliRunner().invoke(cli.main, ["run", "quickstart", "--dry-run", *keys(settings)])
+    assert result.exit_code == 2
+    assert line in result.stderr

@@ -1,0 +1,198 @@
+"""Which prompts a run draws by their pass rates: the draw, what is known of a prompt, and the files."""
+
+import json
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.config.loading import load_config
+from runners.config.sections import DataConfig
+from runners.data.curriculum import (
+    NEVER,
+    Estimates,
+    draw_key,
+    draw_weights,
+    drawn,
+    explores,
+    passed,
+    prompt_id,
+    rate_metrics,
+    updated,
+)
+from runners.data.difficulty import read_difficulty, with_difficulty
+from runners.data.prompts import Example
+from runners.data.stream import PromptStream
+from runners.errors import UserError
+
+HOW = {"target": 0.5, "decay": 0.9, "size": 8}
+COUNTS = st.lists(st.integers(0, 8), min_size=2, max_size=12)
+
+
+def examples(number: int) -> list[Example]:
+    """Prompts that differ in their text."""
+    asked = [({"role": "user", "content": f"{n}?"},) for n in range(number)]
+    return [Example(messages, "", (n,), "1", {}, (), n) for n, messages in enumerate(asked)]
+
+
+def adaptive(**keys):
+    """A config whose [data] has these keys."""
+    overrides = [f"data.{name}={value}" for name, value in keys.items()]
+    return load_config(None, ["model.path=embedded", "data.curriculum=adaptive", *overrides])
+
+
+def naive_weight(history: list[tuple[int, int, int]], step: int, common: float) -> float:
+    """The weight of one prompt, from its (step, passes, completions), by the formula."""
+    passes = sum(p * 0.9 ** (step - at) for at, p, _ in history)
+    weight = sum(n * 0.9 ** (step - at) for at, _, n in history)
+    rate = min(max((passes + common) / (weight + 1), 1e-4), 1 - 1e-4)
+    rested = 1.0 if not history else 1 - 0.9 ** (step - history[-1][0])
+    return np.exp(-16 * 0.5 * (np.log(0.5 / rate) + np.log(0.5 / (1 - rate)))) * rested
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=4, unique_by=lambda x: x[0]))
+)
+def test_weights_are_those_of_the_formula(steps):
+    """Histories of groups at steps 0, 1, …, one after the other, against sums over each prompt's history."""
+    steps, prompts = steps[:5], 4
+    known, histories = Estimates.of([(0, 0)] * prompts), [[] for _ in range(prompts)]
+    for step, groups in enumerate(steps):
+        known = updated(known, [(n, passes, 8) for n, passes in groups], step, 0.9)
+        for n, passes in groups:
+            histories[n].append((step, passes, 8))
+    now = len(steps)
+    every = [each for history in histories for each in history]
+    total = [sum(one[i] * 0.9 ** (now - one[0]) for one in every) for i in (1, 2)]
+    common = (total[0] + 0.5) / (total[1] + 1)
+    want = [naive_weight(history, now, common) for history in histories]
+    np.testing.assert_allclose(draw_weights(known, now, **HOW), want, rtol=1e-4, atol=1e-12)
+    firsts = [history[0][1] / 8 if history else NEVER for history in histories]
+    assert known.first_n.tolist() == firsts
+
+
+@given(COUNTS, st.integers(0, 2**40), st.integers(1, 6), st.integers(0, 2**31 - 1))
+def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, number, position):
+    """Without replacement, the same each time; prompts that are taken come last."""
+    weights_n = draw_weights(Estimates.of([(each, 8) for each in passes]), 3, **HOW)
+    taken = set(range(0, len(passes), 2))
+    first, again = (drawn(weights_n, number, taken, draw_key(seed, position)) for _ in range(2))
+    assert first == again
+    others = len(passes) - len(taken)
+    assert not taken & set(first[:others])
+    assert len(set(first[: len(passes)])) == min(number, len(passes))
+
+
+def test_prompts_are_drawn_as_often_as_their_weights_say():
+    """The first of a draw, over many keys, against weights with a ratio of 1 to 2 to 5."""
+    weights_n, found = np.array([1.0, 2.0, 5.0]), np.zeros(3)
+    for position in range(2000):
+        found[drawn(weights_n, 1, (), draw_key(0, position))[0]] += 1
+    np.testing.assert_allclose(found / 2000, weights_n / 8, atol=4 * np.sqrt(0.25 / 2000))
+
+
+def test_what_is_near_the_target_is_drawn_most_and_rests_after_it():
+    """By pass rate: 0, 1/8, 1/2, 7/8 and 1 of 8; unknown prompts between; and after a draw."""
+    known = Estimates.of([(0, 8), (1, 8), (4, 8), (7, 8), (8, 8), (0, 0)])
+    weights = draw_weights(known, 0, **HOW)
+    assert weights[2] > weights[1] > weights[0]
+    assert weights[2] > weights[3] > weights[4]
+    at_an_eighth = draw_weights(known, 0, **{**HOW, "target": 0.125})
+    assert at_an_eighth.argmax() == 1
+    later = draw_weights(updated(known, [(2, 4, 8)], 5, 0.9), 6, **HOW)
+    assert later[2] < 0.15 * weights[2]
+    assert draw_weights(updated(known, [(2, 0, 0)], 5, 0.9), 5, **HOW)[2] == 0  # no reward, but drawn
+
+
+@given(st.floats(0, 1), st.integers(0, 5000))
+def test_exploring_draws_go_through_the_usual_order(share, number):
+    """Their places are 0, 1, 2, … without a gap, and as many as the share says."""
+    places = [place for n in range(number) if (place := explores(n, share)) is not None]
+    assert places == list(range(int(number * share)))
+
+
+@pytest.mark.parametrize("explore", [0.0, 0.25, 1.0])
+def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore):
+    """Two streams of one state, the second resumed at the step; rounds of a step share what is taken."""
+    config, prompts = adaptive(explore=explore), examples(9)
+    known = Estimates.of([(n % 9, 8) for n in range(9)])
+    one, other = (PromptStream(prompts, 3) for _ in range(2))
+    for step, sizes in enumerate([(4,), (3, 2, 4), (8,)]):
+        other = PromptStream(prompts, 3, position=other.position)
+        takes = [stream.taking(known, step, config) for stream in (one, other)]
+        rounds = [[take(size) for size in sizes] for take in takes]
+        assert rounds[0] == rounds[1]
+        numbers = [example.number for part in rounds[0] for example in part]
+        assert len(set(numbers)) == len(numbers) or explore == 1.0  # an epoch may end within the step
+        known = updated(known, [(number, 1, 8) for number in numbers], step, 0.98)
+    assert one.position == other.position == 21
+
+
+def test_without_a_curriculum_the_order_is_the_usual_one():
+    """`taking` is `take`; and with measured rates each epoch goes from easy to hard."""
+    config = load_config(None, ["model.path=embedded"])
+    plain, stream = PromptStream(examples(6), 1), PromptStream(examples(6), 1)
+    assert stream.taking(None, 0, config)(9) == plain.take(9)
+    rates = np.array([0.5, 0.1, 0.5, 0.9, 0.1, 0.5])
+    ordered = PromptStream(examples(6), 1, rates_n=rates)
+    for _ in range(2):
+        assert [rates[example.number] for example in ordered.take(6)] == sorted(rates, reverse=True)
+
+
+def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
+    """Numbers are new, and a line tells how many; adaptive keeps all, with what was measured."""
+    path, prompts = tmp_path / "rates.jsonl", examples(5)
+    lines = [
+        {"prompt": prompt_id(one), "samples": 8, "passes": passes}
+        for one, passes in zip(prompts, (0, 8, 4, 2), strict=False)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = attrs.evolve(DataConfig(), curriculum="static", difficulty=str(path))
+    train, rates_n, known, notices = with_difficulty(prompts, config)
+    assert [example.text for example in train] == [prompts[n].text for n in (2, 3)]
+    assert [example.number for example in train] == [0, 1]
+    assert rates_n.tolist() == [0.5, 0.25]
+    assert "3 of 5 training prompts are left out" in notices[0]
+    assert known.weight_n.tolist() == [8, 8]
+    train, rates_n, known, notices = with_difficulty(prompts, attrs.evolve(config, curriculum="adaptive"))
+    assert (len(train), rates_n, notices) == (5, None, ())
+    assert known.first_n.tolist() == [0, 1, 0.5, 0.25, NEVER]
+    with pytest.raises(UserError, match=r"no prompt has a pass rate from 0.9 to 0.95"):
+        with_difficulty(prompts, attrs.evolve(config, pass_rates=(0.9, 0.95)))
+    with pytest.raises(UserError, match="none of the 1 training prompts is in it"):
+        with_difficulty(prompts[4:], config)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", '{"prompt": "a", "samples": 1, "passes": 2}', '{"prompt": 1, "samples": 1, "passes": 1}', "[1]"],
+)
+def test_a_foreign_file_is_refused(tmp_path, line):
+    """Not a measurement, more passes than samples, another type, not an object."""
+    (tmp_path / "rates.jsonl").write_text(line + "\n")
+    with pytest.raises(UserError, match=r"rates.jsonl: expected lines \{\"prompt\": HASH"):
+        read_difficulty(tmp_path / "rates.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("names", "at_least", "want"),
+    [
+        (("mine", "correctness_reward_func"), 9.0, [True, False, False]),
+        (("mine", "yours"), 1.0, [True, True, False]),
+    ],
+)
+def test_a_completion_passes_if_it_is_right_or_earns_enough(names, at_least, want):
+    """The built-in comparison with the gold answer decides where it is among the rewards."""
+    values_kb = np.array([[0.0, 1.0, np.nan], [2.0, 0.0, np.nan]])
+    assert passed(names, values_kb, np.array([2.0, 1.0, np.nan]), at_least).tolist() == want
+
+
+def test_metrics_by_first_rates():
+    """A new prompt is of no band yet; rates are of completions, shares of groups."""
+    found = rate_metrics([(NEVER, 1, 8), (0.0, 0, 8), (0.2, 2, 4), (0.25, 4, 8), (1.0, 8, 8)])
+    assert found["groups/share/hard"] == 0.4
+    rates = {name: found[f"groups/pass_rate/{name}"] for name in ("new", "hard", "medium", "easy")}
+    assert rates == {"new": 1 / 8, "hard": 2 / 12, "medium": 0.5, "easy": 1.0}
+    assert rate_metrics([]) == {}

@@ -1,0 +1,111 @@
+"""Groups in two stages: the same completions as in one, and none where the first ones' rewards are equal."""
+
+from collections import defaultdict
+
+import mlx.core as mx
+import pytest
+
+from runners.data.curriculum import updated
+from runners.machine import startup
+from runners.ranks.ranks import Ranks
+from runners.telemetry.report import Quiet
+from runners.training.setup import build_run
+from runners.training.train import run_training
+from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
+from tests.support.resuming import config_in, lines_of
+
+LETTERS = ["optim.max_steps=2", "optim.learning_rate=0.0", "eval.at_start=false", "eval.every=0"]
+FEW = '''"""Rewards of which most groups of four have one value alone, and one that differs everywhere."""
+
+import zlib
+
+
+def few(completions, **_):
+    return [float(zlib.crc32(each[0]["content"].encode()) % 5 == 0) for each in completions]
+
+
+def none_for_some(completions, **_):
+    return [None if zlib.crc32(each[0]["content"].encode()) % 3 else 0.5 for each in completions]
+'''
+CASES = {
+    "one reward": [],
+    "two, each normalised in its group, and a penalty on length": [
+        'reward.functions=["{folder}/few.py:few", "{folder}/few.py:none_for_some"]',
+        "reward.aggregate=normalize_then_sum",
+        "loss.baseline=group_mean",
+        "loss.scale=group",
+        "loss.overlong={buffer=3, penalty=0.5}",
+    ],
+    "entropies": ["loss.top_entropy_quantile=0.5"],
+    "dynamic sampling without a further round": ["loss.dynamic_sampling=true", "loss.max_resample=0"],
+}
+
+
+def groups_of(folder):
+    """The records of each batch step's groups, in order."""
+    found = defaultdict(list)
+    for line in lines_of(folder / "completions.jsonl"):
+        found[line["batch_step"], line["prompt"]].append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_completions_are_those_of_a_single_stage(tmp_path, name):
+    """Groups that differ early are the same to the last digit; others have their first completions alone."""
+    (tmp_path / "few.py").write_text(FEW)
+    usual = [f'reward.functions=["{tmp_path}/few.py:few"]', *LETTERS, "optim.batch_size=7"]
+    more = [text.replace("{folder}", str(tmp_path)) for text in CASES[name]]
+    one, two = (
+        run_training(
+            config_in(tmp_path / str(first), *usual, *more, f"rollout.first_stage={first}"), report=Quiet()
+        ).folder
+        for first in (0, 2)
+    )
+    whole, staged = groups_of(one), groups_of(two)
+    assert whole.keys() == staged.keys()
+    sizes = {len(group) for group in staged.values()}
+    assert sizes == {2, 4}
+    for place, group in staged.items():
+        drawn = [(line["completion"], line["rewards"]) for line in group]
+        assert drawn == [(line["completion"], line["rewards"]) for line in whole[place]][: len(group)]
+        if len(group) == 4:
+            assert group == whole[place]  # the same rewards and advantages
+        else:
+            assert [line["advantage"] for line in group] == [0, 0]
+            assert len({line["reward"] for line in group}) == 1
+    for line in filter(lambda line: "reward" in line, lines_of(two / "training_log.jsonl")):
+        mine = [group for (step, _), group in staged.items() if step == line["batch_step"]]
+        drawn = [each for group in mine for each in group]
+        assert line["completions/mean_length"] == sum(each["tokens"] for each in drawn) / len(drawn)
+        assert line["completions/min_length"] > 0
+        taught = sum(len({each["reward"] for each in group} - {None}) > 1 for group in mine)
+        assert line["groups/taught"] == pytest.approx(taught / 7)
+        tokens = sum(each["tokens"] for each in drawn)
+        assert line.get("groups/tokens_per_taught", 0) == (tokens / taught if taught else 0)
+
+
+def collected(config, ranks):
+    """Three batch steps on one of these ranks: prompts, completions, rewards, and what is known then."""
+    run, facts = build_run(config.check(), startup.prepare(), ranks=ranks), []
+    run.learner.engine.load(run.learner.state.old_params, 0)
+    known = run.curriculum
+    for step in range(3):
+        take = run.stream.taking(known, step, run.config)
+        found = run.collector.collect(take, mx.random.key(step))
+        known = updated(known, found.outcomes, step, run.config.data.rate_decay)
+        asked = [example.number for example in found.examples]
+        facts.append((asked, found.texts, str(found.rewards_pg), found.sampled_tokens, found.outcomes))
+    return facts, [array.tolist() for array in (known.passes_n, known.step_n, known.first_n)]
+
+
+@pytest.mark.parametrize("number", [2, 5])
+def test_ranks_draw_the_prompts_and_stages_of_one(tmp_path, number):
+    """With dynamic sampling's rounds; of five ranks one has no prompt of a step of four."""
+    (tmp_path / "few.py").write_text(FEW)
+    settings = ["data.curriculum=adaptive", "rollout.first_stage=2", "loss.dynamic_sampling=true"]
+    rewards = f'reward.functions=["{tmp_path}/few.py:few"]'
+    config = config_in(tmp_path / "runs", rewards, "reward.timeout=0", *settings)
+    want = collected(config, Ranks())
+    assert any(len(outcomes) > 4 for *_, outcomes in want[0])
+    for found in on_ranks(number, lambda own: collected(config, as_run_ranks(own))):
+        assert found == want
