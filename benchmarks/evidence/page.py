@@ -23,6 +23,7 @@ from benchmarks.evidence.readings import (
     SAMPLE_SIZE,
     SECONDS,
     STEP,
+    TAUGHT,
     TO_ENOUGH,
     TOKENS,
 )
@@ -72,6 +73,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(AFTER, "after, %"),
         Column(REWARD, REWARD),
         Column("weights moved", "weights moved, ‰ of their norm"),
+    ),
+    "difficulty": (
+        Column(BEFORE, "exact match before, %"),
+        Column(AFTER, "after, %"),
+        Column(TOKENS, TOKENS),
+        Column(TAUGHT, "groups that taught, %"),
     ),
     "real_model": (
         Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
@@ -173,10 +180,11 @@ TITLES = {
     "samplers": "Exact match of runs with few-bit samplers, means and ranges, by depth and correction",
     "presets": "Exact match and reward of the nine presets on the hard problems, means and ranges",
     "masters": "Reward of runs with weights in float32 and in bfloat16, means and ranges, by learning rate",
+    "difficulty": "Exact match over tokens sampled, by how prompts and groups are drawn, means and ranges",
     "real_model": "A pretrained model's reward over seconds of training, here and in TRL, means and ranges",
 }
-SECONDS_BELOW = ("real_model",)
-"""Commands whose curves are over seconds; the others' are over updates."""
+BELOW = {"real_model": "seconds of training", "difficulty": TOKENS}
+"""What the curves of a command are over; the others' are over updates."""
 
 
 def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, str, str]]]:
@@ -194,6 +202,8 @@ def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, st
         elif name == "real_model":
             task, who = case.rsplit(", ", 1)
             panels.setdefault(f"{task}: reward", []).append((case, REWARD, who))
+        elif name == "difficulty":
+            panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
         else:
             panels.setdefault("reward", []).append((case, REWARD, case))
             panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence import NAMES
-from benchmarks.evidence.page import PICTURES, SECONDS_BELOW, panel_names, picture_name, trials
+from benchmarks.evidence.page import BELOW, PICTURES, panel_names, picture_name, trials
 from benchmarks.harness.plots import COLOURS
 from benchmarks.harness.record import Curve, Figure, Record, load_records
 
@@ -66,7 +66,7 @@ def draw(record: Record, path: Path) -> bool:
             for place, (label, points) in enumerate(each):
                 _line(axis, label, points, (*COLOURS, *_MORE)[place % 11])
             axis.set_title(title, loc="left")
-            axis.set_xlabel("seconds of training" if record.name in SECONDS_BELOW else "updates")
+            axis.set_xlabel(BELOW.get(record.name, "updates"))
             axis.spines[["top", "right"]].set_visible(False)
             axis.legend(fontsize=8, frameon=False)
         for axis in axes.flat[len(lines) :]:

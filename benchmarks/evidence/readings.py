@@ -21,6 +21,7 @@ REWARD = "reward, last tenth"
 TO_ENOUGH = f"updates to {ENOUGH:.0f} %"
 SECONDS, STEP, RESIDENT = "from command to end", "step", "resident memory"
 TOKENS = "tokens sampled"
+TAUGHT = "groups that taught"
 PEAK = "peak memory of the GPU"
 MISMATCH, SAMPLE_SIZE, MASKED = "mismatch", "effective sample size", "masked tokens"
 _SAMPLER = {  # the log's name -> figure, unit, factor

@@ -103,10 +103,10 @@ def _reading(folder: Path) -> Callable[[], list[Figure]]:
     return lambda: over_time(read_log(folder))
 
 
-def at_grid(seconds: Sequence[float], values: Sequence[float]) -> Curve:
-    """The values on straight lines between their seconds, at every multiple of GRID seconds."""
-    points = np.arange(seconds[-1] // GRID + 1) * GRID
-    return tuple(zip(points.tolist(), np.interp(points, seconds, values).round(4).tolist(), strict=True))
+def at_grid(places: Sequence[float], values: Sequence[float], each: float = GRID) -> Curve:
+    """The values on straight lines between their places (seconds), at every multiple of `each`."""
+    points = np.arange(places[-1] // each + 1) * each
+    return tuple(zip(points.tolist(), np.interp(points, places, values).round(4).tolist(), strict=True))
 
 
 def over_time(lines: Sequence[dict[str, Any]]) -> list[Figure]:

@@ -32,7 +32,7 @@ class Example:
     answer: str  # the gold answer; empty if the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
-    number: int = 0  # of the row, among the split's usable ones
+    number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
 
 
 def build_examples(

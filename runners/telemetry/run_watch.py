@@ -68,7 +68,8 @@ def _signs(metrics: Mapping[str, float], settings: WatchConfig) -> Iterator[tupl
             f"{metrics.get('reward', 0):.3g}). If the reward has fallen, the policy has collapsed: lower "
             f"optim.learning_rate (now {metrics.get('learning_rate', 0):.3g}) or raise loss.beta, and resume "
             "from an earlier checkpoint. If it has risen, give harder prompts. Else use prompts of other "
-            "difficulty, raise rollout.num_generations or rollout.temperature, or try `grpo check CONFIG`",
+            "difficulty (`grpo difficulty CONFIG`), raise rollout.num_generations or rollout.temperature, or "
+            "try `grpo check CONFIG`",
         )
     if (entropy := metrics.get("entropy")) is not None and settings.min_entropy:
         yield (

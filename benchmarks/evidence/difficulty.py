@@ -1,0 +1,138 @@
+"""Accuracy over tokens: dynamic sampling, a curriculum that goes by pass rates, and groups in two stages.
+
+The pretrained model in GRPO_REAL_MODEL learns sums of two numbers of one or two digits, of reasoning-gym. It
+gets about 13 % of its completions right, and two thirds of the prompts never. All arms have the same settings
+but for the draw; those without dynamic sampling, which take fewer tokens an update, take more updates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import attrs
+import click
+
+from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
+from benchmarks.evidence.pictures import joined
+from benchmarks.evidence.readings import AFTER, TAUGHT, TOKENS, learning, reach, read_log
+from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid
+from benchmarks.harness.command import say
+from benchmarks.harness.machine import backend
+from benchmarks.harness.record import Curve, Figure
+
+DYNAMIC, STAGES = "loss.dynamic_sampling=true", "rollout.first_stage=4"
+ADAPTIVE = "data.curriculum=adaptive"
+ARMS = {
+    "plain": (),
+    "dynamic sampling": (DYNAMIC,),
+    "dynamic sampling, two stages": (DYNAMIC, STAGES),
+    "adaptive": (ADAPTIVE,),
+    "adaptive, two stages": (ADAPTIVE, STAGES),
+    "adaptive, dynamic sampling": (ADAPTIVE, DYNAMIC),
+}
+WANTED = 0.6  # of dynamic sampling's tokens, to its accuracy
+LONGER = 1.5  # updates of an arm without dynamic sampling, for one with it
+GRID = 2000.0  # tokens between two points of a curve
+SETTINGS = (
+    'data.system_prompt=""',
+    "data.nudge=The answer is",
+    'reward.functions=["correctness_reward_func"]',
+    "answer.form=last_number",
+    "rollout.max_new_tokens=8",
+    "eval.every=10",
+)
+PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+QUICK = ("optim.batch_size=2", "eval.samples=4", "eval.every=1")
+
+
+def summary(figures: Sequence[Figure]) -> list[Figure]:
+    """Tokens in which the mean over the seeds comes to dynamic sampling's last accuracy, over its tokens."""
+
+    def of(case: str, name: str) -> list[Figure]:
+        return [f for f in figures if f.name.startswith(f"{case}: seed") and f.name.endswith(f": {name}")]
+
+    usual = "dynamic sampling"
+    if not of(usual, AFTER):
+        return []
+    level, whole = (statistics.fmean(f.value for f in of(usual, name)) for name in (AFTER, TOKENS))
+    result = []
+    for case in ARMS if whole > 5 * GRID else ():  # else too short to say anything
+        curves = [figure.curve for figure in of(case, AFTER) if figure.curve]
+        if case == usual or not curves:
+            continue
+        mean = [(tokens, value) for tokens, value, *_ in joined(curves)]
+        found = reach(mean, level)
+        result.append(
+            Figure(
+                name=f"{ALL_SEEDS}: {case}: tokens to the accuracy of dynamic sampling / its tokens",
+                value=max(mean[-1][0] / whole, 1.0) if found is None else found / whole,
+                unit="x",
+                at_most=WANTED if case.startswith("adaptive") else None,
+                note=f"{level:.1f} %{' is not reached' if found is None else ''}",
+            )
+        )
+    return result
+
+
+@evidence("difficulty", cases=tuple(ARMS), quick_cases=tuple(ARMS)[1:4], seeds="0,1,2", summary=summary)
+@click.option("--updates", default=80, show_default=True, help="Of an arm with dynamic sampling.")
+@click.option(
+    "--sums", default="reasoning-gym:chain_sum", show_default=True, help="The data, or a copy of it."
+)
+def main(plan: Plan, updates: int, sums: str) -> Sequence[Trial]:
+    """Dynamic sampling, adaptive curriculum and two stages on a pretrained model (GRPO_REAL_MODEL)."""
+    folder = os.environ.get(MODEL, "embedded" if plan.quick else "")
+    if not folder:
+        say(f"difficulty: skipped, as {MODEL} names no folder")
+        return []
+    settings = [
+        f"model.path={folder}",
+        f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
+        f"data.source={'embedded' if plan.quick else sums}",
+        *(
+            (f"data.name={json.dumps(json.dumps(PROBLEMS))}",)
+            if sums.startswith("reasoning") and not plan.quick
+            else ()
+        ),
+        *SETTINGS,
+        *(QUICK if plan.quick else ()),
+    ]
+    trials = []
+    for seed in plan.seeds:
+        for case in plan.cases:
+            name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
+            steps = 2 if plan.quick else round(updates * (1 if DYNAMIC in ARMS[case] else LONGER))
+            more = (*ARMS[case], f"optim.max_steps={steps}", f"run.seed={seed}")
+            command = run_command(CONFIG, plan.work, name, [*settings, *more])
+            log = run_folder(plan.work, name)
+            trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
+    return trials
+
+
+def _reading(folder: Path) -> Callable[[], list[Figure]]:
+    return lambda: over_tokens(read_log(folder))
+
+
+def over_tokens(lines: Sequence[dict]) -> list[Figure]:
+    """`learning`, with exact match over the tokens sampled so far, and the share of groups that taught."""
+    tokens = {line["update"]: line["num_tokens"] for line in lines if "num_tokens" in line}
+    shares = [line["groups/taught"] for line in lines if "groups/taught" in line]
+    figures = []
+    for figure in learning(lines):
+        if figure.name == AFTER and figure.curve:
+            figure = attrs.evolve(figure, curve=_over(figure.curve, tokens))
+        figures.append(figure)
+    return [*figures, Figure(name=TAUGHT, value=100 * statistics.fmean(shares), unit="%")]
+
+
+def _over(curve: Curve, tokens: dict[int, int]) -> Curve:
+    seen = [float(tokens.get(int(update), 0)) for update, _ in curve]
+    return at_grid(seen, [value for _, value in curve], GRID)
+
+
+if __name__ == "__main__":
+    main()
