@@ -72,7 +72,7 @@ def open_problems(config: Config, machine: Platform, on_error: OnError, most: in
     processor = vision.processor if vision else None
     tools = environments.schemas if environments else ()
     examples, too_long = build_examples(rows, config.data, tokenizer, tools, processor)
-    left_out = rows.notices("train", too_long, config.data.max_prompt_length)
+    left_out = rows.notices("train", too_long, config.data.max_prompt_length) if most is None else []
     loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)
     evaluator = Evaluator(
         engine=loaded.engine,
