@@ -1,0 +1,87 @@
+"""What runs leave is the same model to transformers: logits in float32, scores of greedy completions.
+
+With `GRPO_REAL_MODEL=FOLDER` the runs are of that model, which takes minutes; else of a tiny one.
+"""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.config.loading import load_config
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import LETTERS, small
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+REAL = os.environ.get("GRPO_REAL_MODEL", "")
+LORA = {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}}
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def run(request, tmp_path_factory):
+    """A finished run's config and the folder of its whole model, adapters fused."""
+    folder = tmp_path_factory.mktemp(request.param)
+    path = REAL or str(make_model_folder(folder / "base"))
+    (folder / "letters.py").write_text(LETTERS)
+    text = small(
+        run={"name": request.param, "output_dir": str(folder)},
+        model={"path": path, "dtype": "float32", **(LORA if request.param == "lora" else {})},
+        data={"system_prompt": "Think first.", "nudge": ""},
+        answer={"form": "last_number"},
+        reward={"functions": ["correctness_reward_func", f"{folder}/letters.py:letters"]},
+        rollout={"max_new_tokens": 48 if REAL else 12},
+        optim={"learning_rate": 1e-4 if REAL else 5e-3},
+        eval={"samples": 24 if REAL else 8},
+    )
+    config = folder / "run.toml"
+    config.write_text(text)
+    done = run_training(load_config(str(config)), report=Quiet()).folder
+    whole = done / "final"
+    if request.param == "lora":
+        whole = folder / "fused"
+        _grpo("export", done, "--out", whole)
+    return load_config(str(config)), config, whole
+
+
+def test_logits_are_those_of_transformers_in_float32(run, tmp_path):
+    """On the held-out prompts, to a thousandth."""
+    from benchmarks.evidence.trl_side import compare_logits
+
+    settings, out = _settings(run), tmp_path / "compared.json"
+    compare_logits(settings, out)
+    found = json.loads(out.read_text())
+    assert found["high"] - found["low"] > 0.1  # there is something to compare
+    assert found["difference"] < 1e-3
+
+
+def test_eval_gives_the_score_of_a_plain_loop_over_generate(run, tmp_path):
+    """Exact match and reward of `grpo eval` are those of transformers' own greedy completions."""
+    from benchmarks.evidence.trl_side import evaluation, opened
+
+    settings = _settings(run)
+    theirs = evaluation(*opened(settings), settings)
+    scores = tmp_path / "scores.json"
+    _grpo("eval", run[2], "--config", run[1], "--samples", theirs["em_subset"], "--json", scores)
+    (ours,) = json.loads(scores.read_text())["models"].values()
+    assert theirs["eval/reward"] > 0
+    assert ours["reward"]["mean"] == pytest.approx(theirs["eval/reward"])
+    assert ours["exact match"]["mean"] == theirs["em"]
+
+
+def _grpo(*words):
+    done = CliRunner().invoke(cli.main, [*map(str, words)])
+    assert done.exit_code == 0, done.output
+
+
+def _settings(run):
+    """What `trl_side` needs, for the model that the run left."""
+    from benchmarks.evidence.against_trl import side_settings
+
+    config, _, folder = run
+    return {**side_settings(config), "model": str(folder)}
