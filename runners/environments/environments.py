@@ -203,7 +203,7 @@ class Environments:
     def _drop(self, numbers: Sequence[int]) -> None:
         if numbers:
             drop = "runners.environments.instances:drop"
-            self.calls.worker.submit(drop, numbers, mode=THREAD, done=lambda *_: None)
+            self.calls.worker.submit(drop, numbers, mode=THREAD)
 
 
 def build_environments(

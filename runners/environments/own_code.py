@@ -30,7 +30,7 @@ def start_worker(config: Config) -> Worker:
             worker.preload(*reward_loading(name, config.folders))
     if tools := loading(config.env, config.folders):
         worker.preload(*tools)
-        worker.submit("runners.environments.instances:prepare", mode=MAIN, done=lambda *_: None)
+        worker.submit("runners.environments.instances:prepare", mode=MAIN)
     return worker
 
 

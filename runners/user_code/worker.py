@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -38,13 +38,15 @@ _SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
 _ENDED = Outcome(fault="its process was ended", ended=True)
 _numbers = itertools.count(1)
 
-Done = Callable[[int, Outcome], None]
-
 
 @attrs.define(eq=False)
-class _Call:
+class Call:
+    """A call that has been started."""
+
     mode: str
-    done: Done | None  # None: it was given up
+    number: int = attrs.field(factory=_numbers.__next__)
+    outcome: Future[Outcome] = attrs.field(factory=Future)
+    given_up: bool = False
     let_go: threading.Event = attrs.field(factory=threading.Event)  # it blocks no other call
 
 
@@ -52,7 +54,7 @@ class _Process:
     """One process, with a thread that sends to it and one that receives."""
 
     def __init__(self, hidden: Collection[str]) -> None:
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, Call] = {}
         self.dead = ""  # why it has ended
         self._owner = os.getpid()
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -72,24 +74,24 @@ class _Process:
         for act in (self._send, self._receive):
             threading.Thread(target=act, name="grpo-worker", daemon=True).start()
 
-    def start(self, number: int, call: _Call, name: str, arguments: bytes) -> None:
-        self.calls[number] = call
-        self._messages.put(pickle.dumps((number, call.mode, name, arguments)))
+    def start(self, call: Call, name: str, arguments: bytes) -> None:
+        self.calls[call.number] = call
+        self._messages.put(pickle.dumps((call.number, call.mode, name, arguments)))
         if self.dead:
             self._end_all()
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, call: Call) -> None:
         """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
-        if call := self.calls.get(number):
-            call.done = None
-            self._messages.put(pickle.dumps((number, call.mode, "", b"")))
+        if call.number in self.calls:
+            call.given_up = True
+            self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
                 self.kill("a call that took too long did not let go")
 
     @property
     def hanging(self) -> int:
         """How many calls were given up and go on."""
-        return sum(call.done is None for call in list(self.calls.values()))
+        return sum(call.given_up for call in list(self.calls.values()))
 
     def close_in_child(self) -> None:
         """In a forked child of the run: only the run itself holds the pipe whose end ends the process."""
@@ -130,11 +132,9 @@ class _Process:
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        call = self.calls.pop(number, None)
-        if call is not None:
+        if call := self.calls.pop(number, None):
             call.let_go.set()
-            if call.done is not None:
-                call.done(number, outcome)
+            call.outcome.set_result(outcome)
 
     def _end_all(self) -> None:
         for number in list(self.calls):
@@ -156,34 +156,33 @@ class Worker:
         """`hidden`: variables of the environment that the process does not get."""
         self.notices: list[str] = []
         self._hidden = tuple(hidden)
-        self._loads: dict[tuple[Any, ...], Future[Any]] = {}
+        self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
 
-    def preload(self, name: str, *arguments: Any) -> Future[Any]:
+    def preload(self, name: str, *arguments: Any) -> None:
         """Begins an operation that later calls need; it is repeated in each new process."""
-        found = self._loads.get((name, *arguments))
-        if found is None:
-            found = self._loads[name, *arguments] = self._begin(name, *arguments)
-        return found
+        if (name, *arguments) not in self._loads:
+            self._loads[name, *arguments] = self.submit(name, *arguments, mode=MAIN)
 
     def load(self, name: str, *arguments: Any) -> Any:
         """The result of `preload`. Raises UserError if it fails."""
+        self.preload(name, *arguments)
         try:
-            return self.preload(name, *arguments).result()
+            return self._loaded((name, *arguments))
         except UserError:
             del self._loads[name, *arguments]  # a new process does without it
             raise
 
-    def submit(self, name: str, *arguments: Any, mode: str, done: Done) -> int:
-        """Starts a call and returns its number; `done(number, outcome)` is called in another thread."""
-        number = next(_numbers)
-        self._running().start(number, _Call(mode, done), name, pickle.dumps(arguments))
-        return number
+    def submit(self, name: str, *arguments: Any, mode: str) -> Call:
+        """Starts a call; its outcome comes later."""
+        call = Call(mode)
+        self._running().start(call, name, pickle.dumps(arguments))
+        return call
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, call: Call) -> None:
         """Gives a call up."""
         if self._process is not None:
-            self._process.cancel(number)
+            self._process.cancel(call)
 
     def close(self) -> None:
         """Ends the process and everything that it has started."""
@@ -204,23 +203,16 @@ class Worker:
                 f"{before.dead}"
             )
             for load in self._loads:
-                self._loads[load] = self._begin(*load)
+                self._loads[load] = self.submit(*load, mode=MAIN)
             try:
-                for load in self._loads.values():
-                    load.result(_RELOADING)
+                for load in self._loads:
+                    self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
                 raise RewardError(f"user code cannot be loaded again: {error_line(error)}") from error
         return self._process
 
-    def _begin(self, name: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def done(number: int, outcome: Outcome) -> None:
-            if outcome.fault:
-                text = outcome.fault if outcome.refused else f"{arguments[0]}: {outcome.fault}"
-                future.set_exception(UserError(text))
-            else:
-                future.set_result(outcome.value)
-
-        self.submit(name, *arguments, mode=MAIN, done=done)
-        return future
+    def _loaded(self, load: tuple[Any, ...], seconds: float | None = None) -> Any:
+        outcome = self._loads[load].outcome.result(seconds)
+        if outcome.fault:
+            raise UserError(outcome.fault if outcome.refused else f"{load[1]}: {outcome.fault}")
+        return outcome.value
