@@ -60,29 +60,26 @@ class ChatTurns:
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
-        ended = self._text_of(tokens[-1]) if tokens and tokens[-1] in self.end_ids else None
-        close = self._close(before)
-        if ended is not None:  # the turn has ended, with any of the model's end tokens
-            close = close[len(self._end_in(close)) :]
+        ends = [text for text in map(self._text_of, self.end_ids) if text]
+        place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
+        close = before[place:] if place >= 0 else ""
+        if tokens and tokens[-1] in self.end_ids:  # the turn has ended, with any of the model's end tokens
+            close = close[max((len(text) for text in ends if close.startswith(text)), default=0) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
     def _forms(self, observations: Sequence[dict[str, Any]]) -> list[tuple[Message, Sequence[Message]]]:
         """An assistant's turn and the messages after it, in all forms of templates, the best first."""
-        calls = [
-            {
-                "id": f"call{number:05d}",
-                "type": "function",
-                "function": {"name": each.get("name") or "tool", "arguments": {}},
-            }
-            for number, each in enumerate(observations)
-        ]
-        asking = {"role": "assistant", "content": "", "tool_calls": calls}
-        tools = [{**each, "tool_call_id": call["id"]} for each, call in zip(observations, calls, strict=True)]
-        as_user = [{"role": "user", "content": each["content"]} for each in observations]
+        calls, tools = [], []
+        for number, each in enumerate(observations):
+            function = {"name": each.get("name") or "tool", "arguments": {}}
+            calls.append({"id": f"call{number:05d}", "type": "function", "function": function})
+            tools.append({**each, "tool_call_id": f"call{number:05d}"})
+        plain = {"role": "assistant", "content": "ok"}
+        merged = "\n\n".join(each["content"] for each in observations)
         return [
-            (asking, tools),
-            ({"role": "assistant", "content": "ok"}, tools),
-            ({"role": "assistant", "content": "ok"}, _merged(as_user)),  # a template without tools
+            ({"role": "assistant", "content": "", "tool_calls": calls}, tools),
+            (plain, tools),
+            (plain, [{"role": "user", "content": merged}]),  # a template without tools
         ]
 
     def _rendered(self, forms: Sequence[tuple[Message, Sequence[Message]]]) -> tuple[str, str]:
@@ -113,20 +110,6 @@ class ChatTurns:
             add_generation_prompt=head,
         )
 
-    def _close(self, before: str) -> str:
-        """How a rendered assistant's turn ends: from its last end token on."""
-        places = [before.rfind(text) for text in map(self._text_of, self.end_ids) if text]
-        place = max(places, default=-1)
-        return before[place:] if place >= 0 else ""
-
-    def _end_in(self, close: str) -> str:
-        found = [text for text in map(self._text_of, self.end_ids) if text and close.startswith(text)]
-        return max(found, key=len, default="")
-
     def _text_of(self, token: int) -> str:
         text = self.tokenizer.convert_ids_to_tokens(int(token))
         return text if isinstance(text, str) else ""
-
-
-def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": "\n\n".join(each["content"] for each in messages)}]

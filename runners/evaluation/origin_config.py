@@ -68,42 +68,33 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None], own
     for notice in recorded.notices:
         note(notice)
     given = {override.partition("=")[0].strip() for override in overrides}
-    values = recorded.only(_TAKEN)
-    reward = values.get("reward", {})
-    names, weights = reward.get("functions", []), reward.get("weights", [])
-    keys = ("data.transform", "model.loader", "env.tools")
-    code = {key: recorded.get(*key.split(".")) for key in keys}
-    form = values.get("answer", {}).get("form", "")
-    if ":" in form and form.partition(":")[0] not in FORMS:
-        code["answer.form"] = form
-    if (factory := recorded.get("env", "factory")) != CALCULATOR:
-        code["env.factory"] = factory
+    values, naming = recorded.only(_TAKEN), f"--config {file}"
     asked = [text for text in overrides if text.partition("=")[0].strip() == "reward.functions"]
     if judges := [text for text in asked if JUDGE_PREFIX in text]:
         # Its table, which is not taken, has the address to which texts and a key would be sent.
         raise UserError(
-            f"{file}: {show(judges[-1])} asks a judge, which needs you to name the config: --config {file}"
+            f"{file}: {show(judges[-1])} asks a judge, which needs you to name the config: {naming}"
         )
-    for key, named in code.items():
-        if not named:
+    for key in ("data.transform", "model.loader", "env.tools", "env.factory", "answer.form"):
+        section, _, name = key.partition(".")
+        named = recorded.get(section, name)
+        is_form = key == "answer.form" and (":" not in (named or "") or named.partition(":")[0] in FORMS)
+        if not named or is_form or named == CALCULATOR:
             continue
         if key not in given:
-            raise UserError(
-                f"{file}: {key} = {show(named)} is code, which runs only if you name the config: "
-                f"--config {file}"
-            )
-        section, _, name = key.partition(".")
+            fault = f"{key} = {show(named)} is code, which runs only if you name the config"
+            raise UserError(f"{file}: {fault}: {naming}")
         values.get(section, {}).pop(name, None)
+    reward = values.get("reward", {})
+    names, weights = reward.get("functions", []), reward.get("weights", [])
     kept = [i for i, name in enumerate(names) if name in REWARD_NAMES]
     if len(kept) < len(names):
         reward["functions"] = [names[i] for i in kept] or [REWARD_NAMES[0]]
         reward["weights"] = [weights[i] for i in kept] if len(weights) == len(names) and kept else []
         if "reward.functions" not in given:
             left_out = ", ".join(show(name) for name in names if name not in REWARD_NAMES)
-            note(
-                f"{file}: rewards left out, as code runs only if you name the config: {left_out}; "
-                f"--config {file} runs them"
-            )
+            reason = "rewards left out, as code runs only if you name the config"
+            note(f"{file}: {reason}: {left_out}; {naming} runs them")
     config = load_config(None, overrides, recorded=values, label=str(file))
     if names and not kept and "reward.functions" not in given:  # none of its own is left to measure with
         config = attrs.evolve(config, reward=attrs.evolve(config.reward, functions=(), weights=()))

@@ -162,16 +162,8 @@ class Conversation:
     def _example(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), images: Sequence[ImageFile] = ()
     ) -> Example:
-        return self.model.example(
-            messages,
-            self.nudge,
-            self.template_kwargs,
-            tools,
-            self.columns,
-            images,
-            most=self.sampling.max_new_tokens,
-            raw=self.raw,
-        )
+        most, how = self.sampling.max_new_tokens, (self.nudge, self.template_kwargs, tools, self.columns)
+        return self.model.example(messages, *how, images, most=most, raw=self.raw)
 
     def _stream(
         self, request: Requests, sampling: g.Sampling, should_stop: ShouldStop, speed: Speed | None
@@ -211,10 +203,10 @@ def _reward(environments: Environments, episode: Episode) -> list[str]:
 
 def _calls(messages: Sequence[Message]) -> list[str]:
     """The calls of messages: the name, and the arguments in JSON."""
-    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    return [
-        f"{call['name'] or '(unreadable)'}("
-        + ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in call["arguments"].items())
-        + ")"
-        for call in calls
-    ]
+    lines = []
+    for call in (each["function"] for message in messages for each in message.get("tool_calls", ())):
+        given = [
+            f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call["arguments"].items()
+        ]
+        lines.append(f"{call['name'] or '(unreadable)'}({', '.join(given)})")
+    return lines

@@ -32,16 +32,14 @@ def env_of(
     used, or how to use them, because code runs only if it is named. Raises UserError if bounds are given but
     no tools; ConfigError as `load_config` does.
     """
-    folders: tuple[Path, ...] = (Path.cwd(),)
-    env = EnvConfig()
+    env, folders = EnvConfig(), (Path.cwd(),)
     if config:
         loaded = load_config(config)
         env, folders = loaded.env, loaded.folders
     elif found := run_of(model):
         env = _of_run(found, note if not (tools or factory) else lambda line: None)
     if tools or factory:
-        env = attrs.evolve(env, tools=tuple(tools), factory=factory)
-        folders = (Path.cwd(),)
+        env, folders = attrs.evolve(env, tools=tuple(tools), factory=factory), (Path.cwd(),)
     given = {name: value for name, value in bounds.items() if value is not None}
     if given and not (env.tools or env.factory):
         name = next(iter(given)).replace("_", "-")
@@ -55,16 +53,13 @@ def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:
     for notice in recorded.notices:
         note(notice)
     env = dict(recorded.values.get("env", {}))
-    factory, tools = env.pop("factory", ""), env.pop("tools", [])
-    code = [*([factory] if factory else []), *tools]
+    code = [*filter(None, [env.pop("factory", "")]), *env.pop("tools", [])]
     if code == [CALCULATOR]:
-        note(f"tools as in the run ({file}): env.factory = {spell(factory)}")
+        note(f"tools as in the run ({file}): env.factory = {spell(CALCULATOR)}")
         env["factory"] = CALCULATOR
     elif code:
-        note(
-            f"{file}: its tools are left out, as code runs only if you name the config: "
-            f"{', '.join(map(show, code))}; --config {file} runs them"
-        )
+        reason = "its tools are left out, as code runs only if you name the config"
+        note(f"{file}: {reason}: {', '.join(map(show, code))}; --config {file} runs them")
     return load_config(None, recorded={"model": {"path": EMBEDDED}, "env": env}, label=str(file)).env
 
 

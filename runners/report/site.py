@@ -71,24 +71,19 @@ class Site:
             return query.get(name, [""])[0]
 
         if not asked["what"]:
-            name, *_ = run.summary()
-            begin = {"mode": "live", "at": "data"} | (
-                {} if is_run_folder(self._place) else {"list": "../../"}
-            )
-            return _html(page(name, [], begin))
-        if asked["number"]:
-            number = int(asked["number"])
-            is_part = asked["kind"] == "part"
-            content = run.part(number, asked["piece"] or "") if is_part else run.evaluation(number)
+            up = {} if is_run_folder(self._place) else {"list": "../../"}
+            return _html(page(run.summary()[0], [], {"mode": "live", "at": "data"} | up))
+        if asked["kind"] == "part":
+            content = run.part(int(asked["number"]), asked["piece"] or "")
+        elif asked["kind"]:
+            content = run.evaluation(int(asked["number"]))
         elif given("seen") and given("seen") == run.signature():
             return 204, "", b""
         else:
             content = run.data(_whole(given("generation")), max(_whole(given("since")), 0))
-        return (
-            _text(404, "there is nothing here")
-            if content is None
-            else (200, "application/octet-stream", content)
-        )
+        if content is None:
+            return _text(404, "there is nothing here")
+        return 200, "application/octet-stream", content
 
 
 def runs_in(place: Path) -> dict[str, Path]:
