@@ -3,7 +3,7 @@
 Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
 tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
 line, *after the command* from the command. The steps are those of the warm run without the first; their parts
-are the log's `time/*`.
+are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16 completions.
 
 **What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
 compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
@@ -45,7 +45,7 @@ TRAIN = """
 [run]
 output_dir = "out"
 [model]
-path = "model"
+path = "{path}"
 [data]
 source = "rows.jsonl"
 [reward]
@@ -68,7 +68,7 @@ every = 0
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A run: a shape with random weights, or the quickstart where `model` is empty."""
+    """A run: a shape with random weights, the real model, or the quickstart where `model` is empty."""
 
     model: str = ""
     settings: tuple[str, ...] = ()
@@ -78,17 +78,25 @@ class Case:
     updates: int = 4
     cold_at_most: float | None = COLD_TARGET
     warm_at_most: float | None = WARM_TARGET
+    command_at_most: tuple[float | None, float | None] = (None, None)  # cold and warm, after the command
     compiles: bool = True  # what MLX compiled for a CPU before is not used
     colds: int = 1  # cold runs, of which the median counts
 
 
 LORA = ("model.tune=lora", "model.lora={rank=16}")
+REAL, REAL_MODEL = "real", "GRPO_REAL_MODEL"  # a case's model, and the variable that names its folder
+REAL_GPU = Case(model=REAL, prompts=32, generations=16, command_at_most=(25.0, 8.0))
+REAL_CPU = Case(model=REAL, prompts=2, generations=4, new=64, updates=2, cold_at_most=None, warm_at_most=None)
 GPU_CASES = {
+    "real, LoRA": attrs.evolve(REAL_GPU, settings=LORA),
+    "real, full": REAL_GPU,
     "qwen2.5-0.5b, full": Case(model="qwen2.5-0.5b"),
     "qwen2.5-0.5b, LoRA": Case(model="qwen2.5-0.5b", settings=LORA),
     "nanochat-d20, full": Case(model="nanochat-d20"),
 }
 CPU_CASES = {
+    "real, LoRA": attrs.evolve(REAL_CPU, settings=LORA),
+    "real, full": REAL_CPU,
     "quickstart": Case(cold_at_most=WARM_TARGET, colds=5),
     "6 × 256, 4 × 8 × 64": Case(model="qwen2-6x256", prompts=4, new=64, cold_at_most=None, warm_at_most=None),
 }
@@ -161,7 +169,9 @@ def write_run(folder: Path, case: Case) -> None:
     """The files of a run on random weights: model, data, reward and config."""
     if not case.model:
         return
-    write_folder(folder / "model", case.model)
+    path = Path(os.environ.get(REAL_MODEL, "")) if case.model == REAL else folder / "model"
+    if case.model != REAL:
+        write_folder(path, case.model)
     chance = random.Random(0)
     question = "Ida has {} cards. She sells {} and buys {}. How many are left?"
     rows = [
@@ -171,7 +181,7 @@ def write_run(folder: Path, case: Case) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "letters.py").write_text(REWARD)
     sizes = attrs.asdict(case)
-    (folder / "train.toml").write_text(TRAIN.format(**sizes))
+    (folder / "train.toml").write_text(TRAIN.format(path=path.resolve(), **sizes))
 
 
 def measure(title: str, case: Case, folder: Path) -> list[Figure]:
@@ -186,12 +196,15 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     say(f"{title}: warm")
     warm = run_once(folder, case, "warm")
     figures = []
-    for name, seen, target in (("cold", cold, case.cold_at_most), ("warm", [warm], case.warm_at_most)):
+    for name, seen, target, command in (
+        ("cold", cold, case.cold_at_most, case.command_at_most[0]),
+        ("warm", [warm], case.warm_at_most, case.command_at_most[1]),
+    ):
         after_loading = Timing(tuple(each.first - each.loaded for each in seen))
         after_command = Timing(tuple(each.first for each in seen))
         figures += [
             time_figure(f"{title}: first update after loading, {name}", after_loading, at_most=target),
-            time_figure(f"{title}: first update after the command, {name}", after_command),
+            time_figure(f"{title}: first update after the command, {name}", after_command, at_most=command),
         ]
     later = warm.steps[1:]
 
@@ -219,6 +232,9 @@ def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
     if unknown:
         raise UserError(f"case {unknown[0]!r}: wanted one of {', '.join(cases)}")
     for title in chosen or cases:
+        if cases[title].model == REAL and not os.environ.get(REAL_MODEL):
+            say(f"{title}: skipped, as {REAL_MODEL} names no folder")
+            continue
         folder = Path(tempfile.mkdtemp(prefix="first-update-"))
         try:
             yield measure(title, cases[title], folder)

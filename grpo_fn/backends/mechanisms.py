@@ -66,6 +66,7 @@ NUMBERS: dict[str, int] = {
     "least_logits": 0,  # held at least, whatever the number of rows
     # Parameters × tokens whose gradient takes as long as tracing a gradient step.
     "trace": 500_000_000_000,
+    "launch": 0,  # the same for launching a micro-batch; 0: a constant number of tokens
     # For a forecast of memory:
     "gate_arrays": 0,  # arrays in flight of a gated MLP's gradient, more than of the composed forms
     "keeps_scores": 1,  # 0: attention in 16 bits keeps no scores

@@ -16,7 +16,7 @@ from grpo_fn.learner.logprobs.token_logprobs import (
 )
 from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
-from grpo_fn.learner.packing import Packer, Row, Shape
+from grpo_fn.learner.packing import Packer, Row, Shape, piece_tokens
 from grpo_fn.learner.ranks.rank_shares import deal, pieces_of_rank
 from grpo_fn.learner.ranks.reduce import (
     Collectives,

@@ -6,7 +6,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.batch import Batch, take_part
-from grpo_fn.learner.packing import PackedRun, Packer, Row, Shape
+from grpo_fn.learner.packing import PIECE_TOKENS, PackedRun, Packer, Row, Shape
 from grpo_fn.trees import on_host
 
 
@@ -18,6 +18,7 @@ def split_batch(
     share_prompts: bool = False,
     known: Collection[Shape] = (),
     new_shape_tokens: int = 0,
+    piece_tokens: int = PIECE_TOKENS,
 ) -> list[Batch]:
     """Cut a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
@@ -34,6 +35,7 @@ def split_batch(
     Args:
         known: shapes that the step has been compiled for.
         new_shape_tokens: how many tokens of padding are accepted to avoid a new shape.
+        piece_tokens: a micro-batch's fixed cost in tokens.
 
     Raises:
         ValueError: max_tokens < 1, or prompts cannot be shared as the batch has no groups.
@@ -44,7 +46,8 @@ def split_batch(
         raise ValueError("share_prompts needs group_b, the number of each row's prompt; make_batch gives it")
     if batch.mask_bt.shape[0] == 0:
         return [batch]
-    packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, new_shape_tokens=new_shape_tokens)
+    prices = {"new_shape_tokens": new_shape_tokens, "piece_tokens": piece_tokens}
+    packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, **prices)
     rows = _rows_of(batch)
     # The first micro-batch also counts what was left out of the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import attrs
 
+from grpo_fn.backends import number
+
 PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients
 HEAD_SHARE = 0.25  # cost of a completion token's log-prob, in tokens that go through the blocks
 
@@ -70,12 +72,14 @@ class Packer:
         bucketed: bool,
         known: Collection[Shape] = (),
         new_shape_tokens: int = 0,
+        piece_tokens: int = PIECE_TOKENS,
     ) -> None:
+        """`piece_tokens`: a micro-batch's fixed cost in tokens; the others as in `split_batch`."""
         self._max_tokens = max_tokens
-        self._size: Callable[[int], int] = round_up if bucketed else (lambda number: number)
+        self._size: Callable[[int], int] = round_up if bucketed else (lambda size: size)
         self._bucketed = bucketed
         self._known = frozenset(known)
-        self._new_shape_tokens = new_shape_tokens
+        self._new_shape_tokens, self._piece_tokens = new_shape_tokens, piece_tokens
         self._chosen: dict[Shape, tuple[float, Shape]] = {}
 
     def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
@@ -124,8 +128,8 @@ class Packer:
 
     def _within_budget(self, group: Sequence[Row]) -> list[tuple[Row, ...]]:
         """A group, cut evenly if its rows have too many tokens for one run."""
-        for number in range(1, len(group) + 1):
-            bounds = [len(group) * i // number for i in range(number + 1)]
+        for count in range(1, len(group) + 1):
+            bounds = [len(group) * i // count for i in range(count + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
             if max(self._shared_shape(unit).tokens for unit in units) <= self._max_tokens:
                 return units
@@ -168,30 +172,34 @@ class Packer:
         """The shape to pad to, and its cost."""
         if wanted not in self._chosen:
             extra = 0 if wanted in self._known else self._new_shape_tokens
-            choices = [(_cost(wanted) + extra, wanted)]
+            choices = [(self._cost(wanted) + extra, wanted)]
             if extra:
                 choices += [
-                    (_cost(shape), shape)
+                    (self._cost(shape), shape)
                     for shape in self._known
                     if shape.covers(wanted) and shape.tokens <= self._max_tokens
                 ]
             self._chosen[wanted] = min(choices)
         return self._chosen[wanted]
 
+    def _cost(self, shape: Shape) -> float:
+        return shape.tokens + HEAD_SHARE * shape.rows * shape.width + self._piece_tokens
 
-def round_up(number: int) -> int:
-    """The next size on a ladder with 8 steps per octave (16, 18, 20, …); numbers up to 16 stay."""
-    if number <= 16 or not number & (number - 1):
-        return number
-    step = (1 << (number.bit_length() - 1)) // 8
-    return -(-number // step) * step
+
+def piece_tokens(parameters: int) -> int:
+    """The fixed cost in tokens of a micro-batch of a model with so many parameters."""
+    return max(PIECE_TOKENS, number("launch") // parameters)
+
+
+def round_up(size: int) -> int:
+    """The next size on a ladder with 8 steps per octave (16, 18, 20, …); sizes up to 16 stay."""
+    if size <= 16 or not size & (size - 1):
+        return size
+    step = (1 << (size.bit_length() - 1)) // 8
+    return -(-size // step) * step
 
 
 def _row_counts(most: int) -> list[int]:
     """1, 2, 3, 4, 6, 8, 12, … up to `most`: any number of rows is a sum of a few of them."""
     counts = {1 << k for k in range(most.bit_length())} | {3 << k for k in range(most.bit_length())}
     return sorted(count for count in counts if count <= most)
-
-
-def _cost(shape: Shape) -> float:
-    return shape.tokens + HEAD_SHARE * shape.rows * shape.width + PIECE_TOKENS

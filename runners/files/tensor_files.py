@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 _MOST = 2**31 - 1  # MLX's shapes are int32
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -61,3 +65,17 @@ def check_header(file: Path) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
         raise UserError(f"{file}: cannot be read as safetensors: {first_line(error)}{cut}") from error
+
+
+def stated_dtype(folder: Path) -> str:
+    """The floating dtype of most numbers in a model folder's weight files, by their headers; "": unknown."""
+    from safetensors import SafetensorError, safe_open
+
+    sizes: Counter[str] = Counter()
+    with suppress(OSError, SafetensorError):  # whoever loads the model reports the fault
+        for file in folder.glob("model*.safetensors"):
+            with safe_open(file, framework="np") as opened:
+                for part in map(opened.get_slice, opened.keys()):
+                    sizes[_FLOATS.get(part.get_dtype(), "")] += math.prod(part.get_shape())
+    del sizes[""]
+    return max(sizes, key=sizes.__getitem__, default="")

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 import attrs
 
 from runners.errors import UserError
-from runners.machine.programs.gpu_programs import keep_programs
+from runners.machine.memory_readings import read_memory
+from runners.machine.programs.gpu_programs import Compilation, compile_early, keep_programs
 from runners.machine.versions import install_hint, installed_version, untested_versions
 
 if TYPE_CHECKING:
     from grpo_fn.backends import Blas
+    from runners.config.loading import Config
 
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 
@@ -40,6 +42,7 @@ class Platform:
     device: str = ""
     cores: int = 1  # that this process may use
     notices: tuple[str, ...] = ()
+    programs: Compilation | None = None  # of the run that it was prepared for
 
     @property
     def default_dtype(self) -> str | None:
@@ -79,8 +82,10 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
         environ["TMPDIR"] = str(folder / str(rank))
 
 
-def prepare(memory_limit_gb: float = 0.0) -> Platform:
+def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
     """Loads the BLAS, imports MLX, finds its backend and sets its memory limit (10^9 bytes; 0 leaves it).
+
+    With `config` the GPU programs of its run begin to compile.
 
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
     has computed.
@@ -106,8 +111,9 @@ def prepare(memory_limit_gb: float = 0.0) -> Platform:
     if backend == "cuda":
         notices = keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
     device = str(info.get("device_name", "")) or backend
+    programs = config and compile_early(config, backend, read_memory().total, _cores())
     _import_transformers_without_torch()
-    return Platform(backend, found.library, device, _cores(), (*notices, *untested_versions()))
+    return Platform(backend, found.library, device, _cores(), (*notices, *untested_versions()), programs)
 
 
 def _import_transformers_without_torch() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import attrs
 
-from grpo_fn.learner import Packer, Row, Shape
+from grpo_fn.learner import Packer, Row, Shape, piece_tokens
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
 from runners.config.loading import Config
@@ -252,7 +252,8 @@ def _micro_batches(config: Config, platform: Platform, prompt: int, sizes: Model
     rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
     packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
     rows = min(max(rows, 1), max(packed // size, 1) * size)
-    packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True)
+    price = piece_tokens(sizes.parameters)
+    packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True, piece_tokens=price)
     shares = sizes.shares_prompts and shares_prompts(config, platform)
     planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
     return [run.shape for run in planned]

@@ -71,6 +71,11 @@ class ModelSizes:
         }
 
     @property
+    def parameters(self) -> int:
+        """About how many the model has."""
+        return self.trained + self.frozen // self.compute
+
+    @property
     def copy(self) -> int:
         """The weights' copy in the compute dtype, 0 if the masters have that dtype."""
         return 0 if self.sharded or self.compute == self.master else self.trained * self.compute

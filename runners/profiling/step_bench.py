@@ -132,6 +132,36 @@ class StepBench:
         return "\n".join([*aligned(rows, right=range(1, 3)), "", *facts])
 
 
+class Stepping:
+    """A built run that takes its steps without anything being written."""
+
+    def __init__(self, run: Run) -> None:
+        train = run.learner.state
+        assert train is not None
+        run.learner.engine.load(train.old_params, 0)
+        self.state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
+        self.run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+        self.steps = TrainSteps(self.run, Diary(Silent()))
+
+    def step(self) -> dict[str, float]:
+        """The rollouts of an update and all updates that use them: seconds by part, and counts."""
+        taken, tokens, learned, columns = self.steps, 0.0, 0.0, 0.0
+        while not taken.update_due(self.state):
+            experience = taken.roll_out(self.state)
+            self.state = taken.accept(self.state, experience, *taken.cut(self.state, experience))
+            tokens += experience.sampled_tokens
+            learned += _learned(experience.rollout)
+            columns += experience.rollout.tokens_bt.shape[1]
+        pieces = sum(len(part) for parts in self.state.waiting for part in parts)
+        for _ in range(taken.uses):
+            sums = taken.gradients(taken.free_sampler(self.state))
+            self.state = attrs.evolve(self.state, train=None)
+            state, *_ = taken.update(sums)
+            self.state = taken.sync(state)
+        counts = {"tokens": tokens, "learned": learned, "columns": columns, "micro-batches": pieces}
+        return {**taken.times.take(), **counts}
+
+
 def bench_steps(
     config: Config, *, steps: int = 3, say: Callable[[str], None] = lambda text: None
 ) -> StepBench:
@@ -141,34 +171,18 @@ def bench_steps(
 
     Raises UserError as a run does.
     """
-    machine, start, whole = startup.prepare(config.system.memory_limit_gb), time.monotonic(), config
+    machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
     config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
     run = build_run(config, machine, say)
-    train = run.learner.state
-    assert train is not None
-    run.learner.engine.load(train.old_params, 0)
-    state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
-    run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-    taken = TrainSteps(run, Diary(Silent()))
-    del train
+    stepping = Stepping(run)
+    run = stepping.run
     loading = time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     for number in range(steps + 1):
         say(f"step {number + 1} of {steps + 1}")
-        tokens = learned = 0.0
-        while not taken.update_due(state):
-            experience = taken.roll_out(state)
-            state = taken.accept(state, experience, *taken.cut(state, experience))
-            tokens += experience.sampled_tokens
-            learned += _learned(experience.rollout)
-        for _ in range(taken.uses):
-            sums = taken.gradients(taken.free_sampler(state))
-            state = attrs.evolve(state, train=None)
-            state, *_ = taken.update(sums)
-            state = taken.sync(state)
-        rows.append({**taken.times.take(), "tokens": tokens, "learned": learned})
+        rows.append(stepping.step())
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
     seconds = {part: median[f"time/{part}"] for part in BENCH_PARTS}
     return StepBench(

@@ -176,7 +176,7 @@ def _loaded(config: Config, platform: Platform, dtype: str, say: Say) -> tuple[L
     """The model, while programs are compiled that every run needs; lines on those that could not be."""
     compile_header(platform)
     memory, cores = read_memory().total, platform.cores
-    with compile_ahead(platform.backend, dtype, memory, cores) as programs:
+    with platform.programs or compile_ahead(platform.backend, dtype, memory, cores) as programs:
         say(f"loading the model {config.model.path}")
         loaded = load_model(
             config.model,

@@ -13,7 +13,16 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.backends import number
-from grpo_fn.learner import Shape, all_reduce, chosen_experts, deal, routing_stats, shape_of, take_rows
+from grpo_fn.learner import (
+    Shape,
+    all_reduce,
+    chosen_experts,
+    deal,
+    piece_tokens,
+    routing_stats,
+    shape_of,
+    take_rows,
+)
 from grpo_fn.policy import has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
@@ -83,7 +92,8 @@ class TrainSteps:
         update; and system.micro_batch_tokens from now on."""
         config, learner, stream = self.config, self.run.learner, self.run.stream
         shapes, budget = set(state.shapes), state.micro_batch_tokens
-        price = new_shape_tokens(self.run.loaded.num_parameters, stream.epoch)
+        parameters = self.run.loaded.num_parameters
+        price = new_shape_tokens(parameters, stream.epoch)
         parts = []
         with self.times.timing("learner"):
             batch = self.counted(experience, top_entropy_quantile=config.loss.top_entropy_quantile)
@@ -91,6 +101,7 @@ class TrainSteps:
                 if not config.loss.router_aux_coef:  # its term has a gradient in every row
                     part = g.drop_inactive(part, learner.spec)
                 how = {"share_prompts": learner.share_prompts, "known": shapes, "new_shape_tokens": price}
+                how["piece_tokens"] = piece_tokens(parameters)
                 shares = deal(part, self.ranks.count)
                 pieces = [
                     piece for share in shares for piece in g.split_batch(share, max_tokens=budget, **how)
@@ -244,5 +255,6 @@ def _shapes(pieces: Pieces) -> set[Shape]:
 
 def new_shape_tokens(parameters: int, epoch: float) -> int:
     """Tokens of padding that are accepted to avoid a new shape: as many as compute in the time that tracing
-    the step takes. Almost any number once an epoch has shown all lengths."""
-    return number("trace") // max(parameters, _SMALL) if epoch < 1 else 1_000_000
+    the step takes. On a CPU almost any number once an epoch has shown all lengths; a GPU would then compute
+    mostly padding once completions have become shorter."""
+    return number("trace") // max(parameters, _SMALL) if epoch < 1 or number("launch") else 1_000_000

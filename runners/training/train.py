@@ -69,7 +69,7 @@ def run_training(
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         worker = stack.enter_context(closing(start_worker(config)))
-        machine = startup.prepare(config.system.memory_limit_gb)
+        machine = startup.prepare(config.system.memory_limit_gb, config)
         if ranks is None:  # else their owner ends them
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())

@@ -12,11 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runners.files.cache_folder import cache_folder
+from runners.files.tensor_files import stated_dtype
+
+if TYPE_CHECKING:
+    from runners.config.loading import Config
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
@@ -92,7 +98,8 @@ def _end(scratch: tempfile.TemporaryDirectory[str], cache: Path, before: Sequenc
 def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilation:
     """Starts to compile the programs of a run in this dtype ("auto": bfloat16); only on CUDA.
 
-    Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes).
+    Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes). They end with
+    this process, or with the compilation.
     """
     if backend != "cuda":
         return Compilation(Path(), (), 0)
@@ -103,6 +110,15 @@ def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilat
         return Compilation(Path(), (), 0)
     wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
     return Compilation(Path(folder), wanted, max(min(cores, memory >> 32), 1))
+
+
+def compile_early(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
+    """As `compile_ahead`, before anything of the run is read, if the dtype is known; else None."""
+    model, folder = config.model, Path(config.model.path).expanduser()
+    dtype = model.dtype if model.dtype != "auto" else stated_dtype(folder)
+    if backend != "cuda" or not dtype or "programs_ahead" in config.system.disable:
+        return None
+    return compile_ahead(backend, dtype, memory, cores)
 
 
 class Compilation:
@@ -124,16 +140,13 @@ class Compilation:
                 self._running.append(_compile(self._parts[-1], self.names[number::count]))
         except OSError as error:  # no space, or too many processes
             self._faults.append(error.strerror or str(error))
+        self._stop = weakref.finalize(self, _stop, self._running, self._scratch)
 
     def __enter__(self) -> Compilation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._running:
-            process.kill()
-            process.communicate()
-        self._running = []
-        self._scratch.close()
+        self._stop()
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
@@ -155,6 +168,14 @@ class Compilation:
             except OSError as error:
                 lines.append(f"some GPU programs were not kept: {folder}: {error.strerror or error}")
         return lines
+
+
+def _stop(running: list[subprocess.Popen[str]], scratch: ExitStack) -> None:
+    for process in running:
+        process.kill()
+        process.communicate()
+    running.clear()
+    scratch.close()
 
 
 def _compile(folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:

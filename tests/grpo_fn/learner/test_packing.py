@@ -115,6 +115,13 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
     assert chosen([far], 10_000, max_tokens=800) == exact
 
 
+@pytest.mark.parametrize(("price", "pieces"), [(0, 2), (10_000, 1)])
+def test_what_a_micro_batch_costs_decides_how_many_there_are(price, pieces):
+    """A short and a long row: one micro-batch, with padding, where launching another takes longer."""
+    rows = [Row(n, n, 20, width, width) for n, width in enumerate((20, 1000))]
+    assert len(Packer(max_tokens=4096, bucketed=True, piece_tokens=price).pack(rows, False)) == pieces
+
+
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
 @pytest.mark.parametrize("name", Shape._fields)
 def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
