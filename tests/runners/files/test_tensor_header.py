@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from runners.errors import UserError
-from runners.files.tensor_files import check_header, load_arrays, save_arrays
+from runners.files.tensor_files import check_header, load_arrays, save_arrays, stated_dtype
 
 DTYPES = (
     "bool_",
@@ -73,3 +73,21 @@ def test_what_is_no_file_is_refused(tmp_path):
     for name in ("short", "", "none", "pipe"):
         with pytest.raises(UserError, match="cannot be read as safetensors"):
             check_header(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "dtype"),
+    [
+        ({"a": mx.zeros((4, 4), mx.float16), "b": mx.zeros((2,))}, "float16"),
+        ({"a": mx.zeros((4, 4), mx.uint32), "b": mx.zeros((2,), mx.bfloat16)}, "bfloat16"),
+        ({"a": mx.zeros((4,), mx.int32)}, ""),
+        (None, ""),
+    ],
+)
+def test_the_headers_state_the_dtype_of_most_numbers(leaves, dtype, tmp_path):
+    """Integers, such as packed weights, do not count; a folder that cannot be read states nothing."""
+    if leaves is None:
+        (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    else:
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), leaves)
+    assert stated_dtype(tmp_path) == dtype and stated_dtype(tmp_path / "absent") == ""

@@ -1,5 +1,6 @@
 """Programs that are compiled ahead: which, by whom, and what is left where something fails."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,8 +11,14 @@ import pytest
 
 from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
+from runners.config.loading import load_config
 from runners.machine.programs import gpu_programs
-from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
+from runners.machine.programs.gpu_programs import (
+    Compilation,
+    compile_ahead,
+    compile_early,
+    keep_programs,
+)
 
 # In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.
 WRITES = """
@@ -211,3 +218,31 @@ def test_the_names_are_those_of_this_mlx(tmp_path):
     with Compilation(tmp_path, wanted, 8) as compilation:
         assert compilation.wait() == []
     assert {file.stem for file in tmp_path.glob("*.ptx")} >= set(wanted)
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "starts"),
+    [
+        ("cuda", [], True),
+        ("cuda", ["model.dtype=bfloat16", "model.path=org/name"], True),
+        ("cuda", ["model.path=org/name"], False),  # its dtype is known later
+        ("cuda", ['system.disable=["programs_ahead"]'], False),
+        ("cpu", [], False),
+    ],
+)
+def test_a_run_s_programs_begin_to_compile_before_anything_is_read(
+    backend, changes, starts, monkeypatch, tmp_path
+):
+    """If the dtype is known; the processes end with the compilation."""
+    monkeypatch.setattr(gpu_programs, "_CODE", "import time; time.sleep(600)")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros((4,), mx.float16)})
+    config = load_config("quickstart", [f"model.path={tmp_path}", *changes])
+    found = compile_early(config, backend, 8 << 30, 2)
+    assert (found is not None) == starts
+    if found is not None:
+        running = list(found._running)
+        assert len(running) == 2 and all(process.poll() is None for process in running)
+        del found
+        gc.collect()
+        assert all(process.poll() is not None for process in running)

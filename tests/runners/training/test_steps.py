@@ -13,7 +13,7 @@ from runners.training.steps import new_shape_tokens
         (cpu.NUMBERS, 500_000, 1_000, 1_000_000),
         (cpu.NUMBERS, 2_500_000, 1_000, 1_000_000),
         (cpu.NUMBERS, 500_000_000, 5, 1_000_000),
-        (cuda.NUMBERS, 500_000_000, 18_000, 18_000),
+        (cuda.NUMBERS, 500_000_000, 9_000, 9_000),
     ],
 )
 def test_the_price_of_a_new_shape_falls_with_the_model_s_size(
