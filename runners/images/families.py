@@ -22,10 +22,7 @@ def has_vision(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> str:
-    """The model_type of a config.json whose model takes images.
-
-    Raises UserError for every other model; the message lists these types.
-    """
+    """The model_type of a config.json whose model takes images; UserError, with a list, for any other."""
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
     if kind in FAMILIES and has_vision(config):

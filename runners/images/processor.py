@@ -52,10 +52,7 @@ class ImageProcessor:
         return time, rows // merge, columns // merge
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
-        """The prompt with all image tokens of each image.
-
-        Raises UserError unless the prompt has exactly one image token for each image.
-        """
+        """The prompt with all image tokens of each image. UserError unless it has one for each image."""
         shown = list(tokens).count(self.image_token)
         if shown != len(images):
             raise UserError(
@@ -78,11 +75,8 @@ class ImageProcessor:
 
 
 def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -> ImageProcessor:
-    """The image processor of a model folder, whose config.json is `config`.
-
-    Raises UserError for a model that takes no images, without mlx-vlm, and if the folder's settings cannot be
-    read.
-    """
+    """The image processor of a model folder with this config.json. UserError for a model that takes no
+    images, without mlx-vlm, and if the folder's settings cannot be read."""
     kind = check_family(config, path)
     if not any((path / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         raise UserError(f"{path}: preprocessor_config.json is missing; it has the sizes of images")

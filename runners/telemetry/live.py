@@ -25,7 +25,6 @@ from runners.telemetry.progress import (
     eval_line,
     is_finite,
     number_text,
-    sparkline,
 )
 
 MAX_WIDTH = 100  # columns; the rest of a wider terminal stays empty
@@ -150,9 +149,7 @@ def _rows(progress: Progress, width: int) -> Iterator[RenderableType]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for style in ("dim", "bold", "dim", "bold"):
         grid.add_column(style=style, no_wrap=True)
-    reward = Text(f"{number_text(metrics.get('reward')):<6}", style="bold")
-    bars = max((width - 54) // 2, 6)
-    reward.append(f" {sparkline(progress.rewards, bars):<{bars}}", style="not bold green")
+    reward = Text(f"{number_text(metrics.get('reward')):<12}", style="bold")
     label, now, first = progress.headline
     score = Text(now, style="bold")
     if first:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runners.telemetry.events import Advanced, Evaluated, Event, Started, Status, Updated
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def peak_memory() -> int:
@@ -33,7 +30,6 @@ class Progress:
         """Starts the clock. `clock` gives seconds, `memory` bytes."""
         self.total = self.done = 0  # updates
         self.metrics: Mapping[str, Any] = {}  # of the last update
-        self.rewards: list[float] = []
         self.scores: list[float] = []  # of evaluations, in order: exact match
         self.held_out: list[float] = []  # the same: the mean of the run's own rewards
         self.memory = 0
@@ -83,8 +79,6 @@ class Progress:
             self._intervals.append(interval)
         self._steps += 1
         self.metrics, self.done = metrics, int(metrics.get("update", self.done + 1))
-        if is_finite(metrics.get("reward")):
-            self.rewards.append(float(metrics["reward"]))
 
     def elapsed(self) -> float:
         """Seconds since the start."""
@@ -179,16 +173,3 @@ def eval_line(event: Evaluated) -> str:
     if event.reward is not None:
         found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
     return f"eval {event.name}: {', '.join(found) or 'nothing to measure'} in {event.seconds:.1f} s"
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """All values as at most `width` bars; each bar is the mean of its part of the values."""
-    if len(values) < 2 or width < 2:
-        return ""
-    columns = min(width, len(values))
-    edges = [len(values) * i // columns for i in range(columns + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    if span == 0:
-        return _BARS[0] * columns
-    return "".join(_BARS[min(int((mean - low) / span * len(_BARS)), len(_BARS) - 1)] for mean in means)

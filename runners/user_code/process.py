@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -60,7 +59,7 @@ class _Server:
                 else:
                     self.new_thread(functools.partial(self.run, number, act))
             except RuntimeError as error:  # no more threads
-                self.answer(number, Outcome.failed(error))
+                self.answer(number, Outcome.failed(error), time.monotonic())
 
     def operate(self, name: str, arguments: bytes) -> Any:
         """Calls the function `package.module:function` of this package."""
@@ -78,7 +77,7 @@ class _Server:
                 self.threads.pop(number, None)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt of the user's code
             outcome = Outcome.failed(error)
-        self.answer(number, attrs.evolve(outcome, seconds=time.monotonic() - begun))
+        self.answer(number, outcome, begun)
 
     def begin(self, number: int, act: Act) -> None:
         """Runs a call in the event loop."""
@@ -91,7 +90,7 @@ class _Server:
             except BaseException as error:
                 outcome = Outcome.failed(error)
             self.tasks.pop(number, None)
-            self.answer(number, attrs.evolve(outcome, seconds=time.monotonic() - begun))
+            self.answer(number, outcome, begun)
 
         self.tasks[number] = asyncio.get_running_loop().create_task(run())
 
@@ -105,13 +104,13 @@ class _Server:
             signal.pthread_kill(self.main_thread, signal.SIGINT)
         elif thread:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
-        self.send([number])
+        self.send(json.dumps([number]))
 
     def cancel_task(self, number: int) -> None:
         """In the event loop."""
         if task := self.tasks.pop(number, None):
             task.cancel()
-        self.send([number])
+        self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
         """SIGINT: the call of the main thread is too late. None may come amid an answer."""
@@ -121,40 +120,33 @@ class _Server:
     def running_loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of all coroutines."""
         if self.loop is None:
-            loop = self.loop = asyncio.new_event_loop()
-
-            def run() -> None:
-                while True:  # sys.exit in a task ends `run_forever`, not the other tasks
-                    with suppress(BaseException):
-                        loop.run_forever()
-
-            self.new_thread(run)
+            self.loop = asyncio.new_event_loop()
+            self.new_thread(self.loop.run_forever)
         return self.loop
 
     def new_thread(self, act: Callable[[], None]) -> None:
         """Runs `act` in a thread."""
         threading.Thread(target=act, name="grpo-call", daemon=True).start()
 
-    def answer(self, number: int, outcome: Outcome) -> None:
+    def answer(self, number: int, outcome: Outcome, begun: float) -> None:
         """Sends an outcome, in JSON, which runs nobody's code where it is read."""
         if os.getpid() != self.pid:
             os._exit(0)  # a child that the call has forked, and that came back from it
-        fault = f"returned more than {LARGEST:,} bytes"
+        fault, seconds = f"returned more than {LARGEST:,} bytes", time.monotonic() - begun
         try:
-            data = json.dumps([number, *attrs.astuple(outcome, recurse=False)]).encode()
+            data = json.dumps([number, *attrs.astuple(attrs.evolve(outcome, seconds=seconds), recurse=False)])
             if len(data) <= LARGEST:
                 self.send(data)
                 return
         except (TypeError, ValueError, RecursionError) as error:  # an integer of 5,000 digits
             fault = error_line(error)
-        self.send([number, *attrs.astuple(Outcome(fault=fault), recurse=False)])
+        self.send(json.dumps([number, *attrs.astuple(Outcome(fault=fault), recurse=False)]))
 
-    def send(self, message: bytes | list[Any]) -> None:
+    def send(self, message: str) -> None:
         """Sends a message."""
-        data = message if isinstance(message, bytes) else json.dumps(message).encode()
         try:
             with self.lock:
-                self.connection.send_bytes(data)
+                self.connection.send_bytes(message.encode())
         except OSError:  # the run has ended, or a call has closed the connection
             os._exit(1)
 

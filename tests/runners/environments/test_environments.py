@@ -391,6 +391,8 @@ def test_the_given_tokens_are_those_of_the_whole_template():
         {"role": "tool", "name": "g", "content": "2"},
     ]
     start = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    unthinking = ChatTurns(tokenizer, [], {"enable_thinking": False}, frozenset({1}))
+    assert tokenizer.decode(list(unthinking.follow([1], observations))).endswith("<think>\n\n</think>\n\n")
     for end in ([1], []):  # a turn that ended by itself, and one cut by a stop string
         turn = [*tokenizer.encode("I ask"), *end]
         given = chat.follow(turn, observations)
@@ -402,17 +404,6 @@ def test_the_given_tokens_are_those_of_the_whole_template():
             return_dict=False,
         )
         assert got == want
-
-
-def test_template_arguments_reach_later_turns():
-    """As they reach the prompt."""
-    tokenizer = make_tokenizer(QWEN)
-    observation = [{"role": "tool", "name": "f", "content": "1"}]
-    for kwargs, thinks in (({}, False), ({"enable_thinking": False}, True)):
-        text = tokenizer.decode(
-            list(ChatTurns(tokenizer, [], kwargs, frozenset({1})).follow([1], observation))
-        )
-        assert text.endswith("<think>\n\n</think>\n\n") == thinks
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,10 @@ def test_a_model_without_a_vision_part_is_refused(tmp_path):
         assert "config.json has no vision_config" in line and "qwen2_vl and qwen2_5_vl" in line
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "idefics3"])
-def test_other_vision_models_are_refused(tmp_path, kind):
+def test_other_vision_models_are_refused(tmp_path):
     """With those that train with images, and what else can be done."""
-    config = {"model_type": kind, "vision_config": {"depth": 2}}
-    with pytest.raises(UserError, match=f'expected a model of .*, found model_type "{kind}"') as caught:
+    config = {"model_type": "llava", "vision_config": {"depth": 2}}
+    with pytest.raises(UserError, match=r'expected a model of .*, found model_type "llava"') as caught:
         check_family(config, tmp_path)
     assert "qwen2_vl and qwen2_5_vl" in str(caught.value) and 'data.image = ""' in str(caught.value)
 

@@ -4,10 +4,7 @@ import base64
 import json
 import os
 import re
-import shutil
-import tempfile
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -103,31 +100,3 @@ def test_a_foreign_run_is_a_page_or_a_line(tmp_path, kind):
         text = zlib.decompress(base64.b64decode(blob))
         strict(text)
         assert b"secret-" not in text
-
-
-def test_a_folder_that_may_not_be_read_spoils_no_list():
-    """One without permission is left out; one whose name is not UTF-8, or with a closed file, is there."""
-    place = Path(tempfile.mkdtemp())
-    user = os.geteuid()
-    try:
-        make_run(place / "plain")
-        make_run(Path(os.fsdecode(os.fsencode(place) + b"/caf\xe9")))
-        (make_run(place / "locked") / "events.jsonl").chmod(0)
-        make_run(place / "closed").chmod(0)
-        place.chmod(0o755)
-        site = Site(place)
-        if not user:
-            os.seteuid(65534)  # whom permissions bind
-        status, _, body = site.answer("/", HOST)
-        assert status == 200 and b">plain<" in body and b">closed<" not in body
-        assert b"events.jsonl: cannot be read: Permission denied" in body
-        (address,) = re.findall(rb'href="(run/caf[^"]*)"', body)
-        assert site.answer(f"/{address.decode()}data", HOST)[0] == 200
-        with pytest.raises(UserError, match="cannot be read"):
-            write_report([place / "locked"], place / "page.html")
-        with pytest.raises(UserError, match="cannot be read"):
-            write_report([place / "closed"], place / "page.html")
-    finally:
-        os.seteuid(user)
-        (place / "closed").chmod(0o755)
-        shutil.rmtree(place)

@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from runners.errors import gigabytes
 from runners.telemetry import progress
 from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Updated
 from runners.telemetry.live import LiveReport
-from runners.telemetry.progress import Progress, count_text, duration_text, number_text, sparkline
+from runners.telemetry.progress import Progress, count_text, duration_text, number_text
 from runners.telemetry.report import PlainReport, make_report
 from tests.support.processes.terminal import Session
 
@@ -137,7 +135,6 @@ def test_the_block_shows_the_promised_numbers_at_any_width(width):
     ):  # fmt: skip
         assert part in text
     assert ("length" in text) == ("length 48.2" in text)  # what has no room is left out, not cut
-    assert "▁" in text and "█" in text
 
 
 @pytest.mark.parametrize("width", [30, 100])
@@ -294,14 +291,3 @@ def test_numbers_counts_sizes_and_times_are_short():
     }  # fmt: skip
     assert [gigabytes(size) for size in sizes] == list(sizes.values())
     assert [duration_text(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(0, 60))
-def test_a_sparkline_fits_and_follows_the_values(values, width):
-    """Never wider than asked; the highest bar stands at the highest value; a rising curve never falls."""
-    line = sparkline(values, width)
-    assert len(line) <= min(width, len(values))
-    rising = sparkline(sorted(values), width)
-    assert list(rising) == sorted(rising)
-    if line and len(values) <= width and max(values) > min(values):
-        assert line[values.index(max(values))] == "█" and line[values.index(min(values))] == "▁"

@@ -52,12 +52,6 @@ def leaves(completions, **_):
 def crashes(completions, **_):
     ctypes.string_at(0)
 
-def closes(completions, **_):
-    os.closerange(3, 256)
-
-def ends_its_group(completions, **_):
-    os.killpg(0, signal.SIGTERM)
-
 def floods(completions, log_extra, **_):
     log_extra("text", ["x" * 70_000_000] * len(completions))
     return [1.0] * len(completions)
@@ -71,18 +65,6 @@ async def blocks(completions, **_):
 
 async def waits(completions, **_):
     await asyncio.sleep(300)
-
-async def leaves_later(completions, **_):
-    async def leave():
-        sys.exit(3)
-    asyncio.create_task(leave())
-    await asyncio.sleep(0.1)
-    return [1.0] * len(completions)
-
-async def stops_the_loop(completions, **_):
-    asyncio.get_running_loop().stop()
-    await asyncio.sleep(0.1)
-    return [1.0] * len(completions)
 
 async def later(completions, **_):
     await asyncio.sleep(0)
@@ -156,14 +138,10 @@ def score(worker, folder, *names, timeout=60.0):
         ("exits", PROCESS_ENDED),
         ("leaves", "SystemExit: 3"),
         ("crashes", PROCESS_ENDED),
-        ("closes", PROCESS_ENDED),
-        ("ends_its_group", PROCESS_ENDED),
         ("floods", "returned more than 67,108,864 bytes"),
         ("huge", "4300 digits"),
         ("blocks", "timed out"),
         ("waits", "timed out"),
-        ("leaves_later", ""),
-        ("stops_the_loop", ""),
     ],
 )
 def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
