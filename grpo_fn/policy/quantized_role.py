@@ -6,7 +6,7 @@ full speed; `packed` keeps them small (see `packed`). Both compute with the same
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import attrs
 import mlx.core as mx
@@ -15,6 +15,7 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.checks import check_choice
 from grpo_fn.layers import parameters_replaced
+from grpo_fn.policy.calibration import Carry, Moments, carry_of, round_calibrated
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.layers.learned_positions import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
@@ -46,8 +47,16 @@ class QuantizedRole:
 
     policy: Policy
     transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
-    names: tuple[str, ...]  # the weights that are quantized
-    unfit: tuple[str, ...]  # those that keep their precision, because their rows are no multiple of the group
+    modes: Mapping[str, QuantMode]  # of the weights that are quantized
+    unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
+    remade: Callable[
+        ..., "QuantizedRole"
+    ]  # (name, moments=None, formats=None): the same, rounded in another way
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that are quantized."""
+        return tuple(self.modes)
 
 
 def quantized_role(
@@ -57,6 +66,8 @@ def quantized_role(
     *,
     group_size: int = 0,
     head: bool = False,
+    moments: Moments | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> QuantizedRole:
     """A policy of the same model whose block weights are quantized.
 
@@ -66,13 +77,14 @@ def quantized_role(
         storage: `dequantized` or `packed`.
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
+        moments: see `input_moments`; weights that have none, and all if it is None, are rounded to nearest.
+        formats: of the weights that have another format than `name`, with the same group size.
 
     Raises:
-        ValueError: a name is unknown, the mode has no such group, the model is quantized already, or none of
-            its weights can be.
+        ValueError: a name is unknown, the mode has no such group or no calibrated rounding, the model is
+            quantized already, or none of its weights can be.
     """
     check_choice("storage", storage, STORAGES)
-    mode = quant_mode(name, group_size)
     if policy.params is None:
         raise ValueError(
             "the policy has no weights left to quantize: make the role before policy.without_weights()"
@@ -80,25 +92,44 @@ def quantized_role(
     if is_quantized(policy.module):
         raise ValueError("the model's weights are quantized already: both roles then run the same ones")
     leaves = named_leaves(policy.module.parameters())
-    wanted = [
-        f"{path}.weight" for path, module in policy.module.named_modules() if quantizable(path, module, head)
-    ]
-    names = tuple(name for name in wanted if leaves[name].shape[-1] % mode.group_size == 0)
-    if not names:
-        raise ValueError(
-            f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
+    dtypes = {leaf_name: policy.compute_dtype or leaf.dtype for leaf_name, leaf in leaves.items()}
+    widths = {
+        f"{path}.weight": leaves[f"{path}.weight"].shape[-1]
+        for path, module in policy.module.named_modules()
+        if quantizable(path, module, head)
+    }
+    del leaves
+    policy = attrs.evolve(policy, params=None)
+
+    def made(
+        name: str, moments: Moments | None = None, formats: Mapping[str, str] | None = None
+    ) -> QuantizedRole:
+        mode = quant_mode(name, group_size)
+        if moments is not None and mode.mode != "affine":
+            raise ValueError(f"calibrated rounding has affine formats only; found {name}")
+        modes = {
+            each: quant_mode((formats or {}).get(each, name), group_size)
+            for each, width in widths.items()
+            if width % mode.group_size == 0
+        }
+        if not modes:
+            raise ValueError(
+                f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
+            )
+        carries = _carries({each: moments[each] for each in modes if each in moments} if moments else {})
+
+        def transform(params: Tree) -> Tree:
+            return _transformed(params, modes, carries, storage == "packed", policy.compute_dtype)
+
+        role = attrs.evolve(policy, frozen=transform(policy.frozen) if policy.frozen else {})
+        if storage == "packed":
+            module = _packed_module(policy.module, modes, dtypes)
+            role = attrs.evolve(role, module=module, split=_packed_split(policy.split, modes))
+        return QuantizedRole(
+            role, transform, modes, tuple(each for each in widths if each not in modes), made
         )
-    packed = storage == "packed"
-    dtype = policy.compute_dtype
 
-    def transform(params: Tree) -> Tree:
-        return _transformed(params, names, mode, packed, dtype)
-
-    role = attrs.evolve(policy, params=None, frozen=transform(policy.frozen) if policy.frozen else {})
-    if packed:
-        module = _packed_module(policy.module, names, leaves, mode, dtype)
-        role = attrs.evolve(role, module=module, split=_packed_split(policy.split, names, mode))
-    return QuantizedRole(role, transform, names, tuple(name for name in wanted if name not in names))
+    return made(name, moments, formats)
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
@@ -138,47 +169,65 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
     return inside and isinstance(module, nn.Linear | SwitchLinear)
 
 
+def _carries(moments: Moments) -> dict[str, Carry]:
+    """The carry of each weight; layers that share their inputs share it."""
+    made: dict[int, Carry] = {}
+    for found in moments.values():
+        if id(found) not in made:
+            made[id(found)] = carry_of(found)
+    return {name: made[id(found)] for name, found in moments.items()}
+
+
 def _packed_module(
-    module: nn.Module, names: tuple[str, ...], leaves: Tree, mode: QuantMode, dtype: mx.Dtype | None
+    module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
     """A copy of the module's structure, without weights, with packed layers in place of the named ones."""
-    with parameters_replaced(module, from_names({name: mx.zeros(()) for name in leaves})):
+    with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
-    paths = {name: name.removesuffix(".weight") for name in names}
+    paths = {name: name.removesuffix(".weight") for name in modes}
     structure.update_modules(
         tree_unflatten(
-            [
-                (path, packed_layer(parts[path], mode, dtype or leaves[name].dtype))
-                for name, path in paths.items()
-            ]
+            [(path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()]
         )
     )
     return structure
 
 
-def _packed_split(split: HeadSplit, names: tuple[str, ...], mode: QuantMode) -> HeadSplit:
+def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
     """The split for packed weights: a packed head's matrix is several leaves and no plain product."""
     trainable = tuple(
-        leaf for name in split.trainable for leaf in (packed_names(name, mode) if name in names else [name])
+        leaf
+        for name in split.trainable
+        for leaf in (packed_names(name, modes[name]) if name in modes else [name])
     )
-    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in names else split.weight)
+    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in modes else split.weight)
 
 
 def _transformed(
-    tree: Tree, names: tuple[str, ...], mode: QuantMode, packed: bool, dtype: mx.Dtype | None
+    tree: Tree,
+    modes: Mapping[str, QuantMode],
+    carries: Mapping[str, Carry],
+    packed: bool,
+    dtype: mx.Dtype | None,
 ) -> Tree:
-    wanted = set(names)
+    leaves = {
+        name: leaf.astype(dtype) if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf
+        for name, leaf in named_leaves(tree).items()
+    }
+    rounded: dict[str, dict[str, mx.array]] = {}
+    for mode in dict.fromkeys(modes[name] for name in carries):
+        chosen = {name: leaves[name] for name in carries if name in leaves and modes[name] == mode}
+        rounded |= round_calibrated(chosen, carries, mode)
     out: dict[str, mx.array] = {}
-    for name, leaf in named_leaves(tree).items():
-        compute = dtype if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf.dtype
-        leaf = leaf.astype(compute)
-        if name not in wanted:
+    for name, leaf in leaves.items():
+        if name not in modes:
             out[name] = leaf
             continue
-        parts = quantize(leaf, mode)
+        mode = modes[name]
+        parts = rounded[name] if name in rounded else quantize(leaf, mode)
         if packed:
             out |= dict(zip(packed_names(name, mode), parts.values(), strict=True))
         else:
-            out[name] = dequantize(parts, mode, compute)
+            out[name] = dequantize(parts, mode, leaf.dtype)
     return from_names(out)

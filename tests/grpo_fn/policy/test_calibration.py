@@ -1,0 +1,155 @@
+"""Calibrated rounding: its moments, its carry, its packed numbers, and its gain over rounding to nearest."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.policy import calibration
+from grpo_fn.policy.calibration import block_width, carry_of, input_moments, pack_codes, round_calibrated
+from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, quantize
+from grpo_fn.policy.quantized_role import quantized_role
+from grpo_fn.trees import named_leaves
+from tests.support.tiny_policies import lora_policy, tiny_policy, token_rows
+
+SIZE = {"hidden_size": 64, "intermediate_size": 128}
+LENGTHS = mx.array([8, 5, 3])
+
+
+def skewed_inputs(columns, rows=512):
+    """Inputs with large and small channels that depend on each other, as a trained model's do."""
+    mixing = mx.random.normal((columns, columns), key=mx.random.key(1)) * (mx.arange(columns) % 7 + 0.1)
+    return mx.random.normal((rows, columns), key=mx.random.key(2)) @ mixing / columns**0.5
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6, 8])
+def test_codes_are_packed_as_mlx_packs_them(bits):
+    """The codes that mlx chose, packed again, are mlx's own words."""
+    mode = QuantMode("affine", bits, 32)
+    packed = quantize(mx.random.normal((8, 96), key=mx.random.key(0)), mode)
+    values = dequantize(packed, mode, mx.float32).reshape(8, 3, 32)
+    codes = mx.round((values - packed["biases"][..., None]) / packed["scales"][..., None])
+    assert mx.array_equal(pack_codes(codes.reshape(8, 96), bits), packed["weight"])
+
+
+def rounded_slowly(weight, moments, scales, biases, bits, group):
+    """GPTQ of one block in float64, column by column, with given scales [O,C] and biases."""
+    damped = moments + calibration.DAMPING * np.diag(moments).mean() * np.eye(len(moments))
+    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    weight, out = weight.astype(np.float64).copy(), np.zeros_like(weight)
+    for k in range(weight.shape[1]):
+        scale, bias = scales[:, k // group], biases[:, k // group]
+        out[:, k] = np.clip(np.round((weight[:, k] - bias) / scale), 0, 2**bits - 1) * scale + bias
+        error = (weight[:, k] - out[:, k]) / upper[k, k]
+        weight[:, k + 1 :] -= error[:, None] * upper[k, k + 1 :]
+    return out
+
+
+@pytest.mark.parametrize(("columns", "group"), [(64, 32), (192, 64), (160, 32)])
+def test_errors_are_carried_on_column_by_column(columns, group):
+    """The halving recursion equals the loop over columns; a few ties fall to the other side in float32."""
+    mode, x = QuantMode("affine", 4, group), skewed_inputs(columns)
+    weight, moments = mx.random.normal((24, columns), key=mx.random.key(3)), x.T @ x
+    packed = round_calibrated({"w": weight}, {"w": carry_of(moments[None])}, mode)["w"]
+    scales, biases = np.array(packed["scales"]), np.array(packed["biases"])
+    want = rounded_slowly(np.array(weight), np.array(moments), scales, biases, 4, group)
+    found = np.array(dequantize(packed, mode, mx.float32))
+    assert (np.abs(found - want) < 1e-4).all(axis=1).mean() > 0.8  # a row differs from its first tie on
+
+
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
+    """On the inputs it was calibrated for, by a factor; also for several layers at once, in several parts."""
+    mode, x = QuantMode("affine", bits, 64), skewed_inputs(192)
+    weights = {str(n): mx.random.normal((32, 192), key=mx.random.key(n)) for n in range(3)}
+    carry = carry_of((x.T @ x)[None])
+    found = round_calibrated(weights, dict.fromkeys(weights, carry), mode)
+    for name, weight in weights.items():
+        alone = round_calibrated({name: weight}, {name: carry}, mode)[name]
+        assert all(mx.array_equal(alone[part], found[name][part]) for part in alone)
+
+        def error(packed, weight=weight):
+            return mx.square((dequantize(packed, mode, mx.float32) - weight) @ x.T).mean().item()
+
+        assert error(found[name]) < 0.6 * error(quantize(weight, mode))
+
+
+def test_blocks_divide_the_columns_in_whole_groups():
+    """As wide as `WIDTH` allows."""
+    found = [block_width(columns, 64) for columns in (64, 512, 576, 1536, 11008, 4864)]
+    assert found == [64, 512, 192, 512, 256, 256]
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+def test_moments_are_those_of_the_inputs_without_padding(tune):
+    """Σ x xᵀ of the tokens that count: padding does not matter, rows add up, q, k and v share theirs."""
+    policy = (lora_policy if tune == "lora" else tiny_policy)("llama-untied", **SIZE)
+    names = quantized_role(policy, "affine-4").names
+    tokens = token_rows(3, 8)
+    padded = mx.where(mx.arange(8)[None] < LENGTHS[:, None], tokens, 1)
+    found, again = (
+        input_moments(policy, policy.params, rows, LENGTHS, names, 64) for rows in (tokens, padded)
+    )
+    assert found.keys() == set(names)
+    rows = [
+        input_moments(policy, policy.params, tokens[row : row + 1, :length], mx.array([length]), names, 64)
+        for row, length in enumerate(LENGTHS.tolist())
+    ]
+    for name in names:
+        assert mx.allclose(found[name], again[name], rtol=1e-5, atol=1e-6)
+        assert mx.allclose(found[name], sum(row[name] for row in rows), rtol=1e-3, atol=1e-2)
+    first = policy.module.model.layers[0]
+    with policy.bound(policy.params):
+        x = mx.concatenate(
+            [
+                first.input_layernorm(policy.module.model.embed_tokens(tokens[row, :length]))
+                for row, length in enumerate(LENGTHS.tolist())
+            ]
+        )
+    query = next(name for name in names if "layers.0.self_attn.q_proj" in name)
+    assert mx.allclose(found[query][0], x.T @ x, rtol=1e-3, atol=1e-2)
+    assert found[query] is next(found[name] for name in names if "layers.0.self_attn.v_proj" in name)
+    assert type(first.mlp).__name__ == "MLP" and "call" not in vars(type(first.self_attn.o_proj))
+
+
+@pytest.mark.parametrize("tune", ["full", "lora"])
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_a_calibrated_role_is_nearer_to_the_model(tune, storage):
+    """Both storages hold the same numbers, nearer to the logits than rounding to nearest; so has `remade`."""
+    policy = (lora_policy if tune == "lora" else tiny_policy)("llama-untied", **SIZE)
+    tokens = token_rows(32, 12)
+    nearest = quantized_role(policy, "affine-3", storage)
+    moments = input_moments(policy, policy.params, tokens, mx.full((32,), 12), nearest.names, 64)
+    full = policy.logits(policy.params, tokens)
+
+    def logits(role):
+        return role.policy.logits(role.transform(policy.params), tokens)
+
+    calibrated = quantized_role(policy, "affine-3", storage, moments=moments)
+    found = logits(calibrated)
+    assert mx.linalg.norm(found - full) < 0.8 * mx.linalg.norm(logits(nearest) - full)
+    assert mx.array_equal(found, logits(nearest.remade("affine-3", moments)))
+    other = quantized_role(policy, "affine-3", "dequantized", moments=moments)
+    assert mx.allclose(found, logits(other), rtol=1e-4, atol=1e-5)
+
+
+def test_some_weights_may_have_more_bits():
+    """`formats` names them; the others have the role's format, in both kinds of rounding."""
+    policy = tiny_policy("llama-untied", **SIZE)
+    role = quantized_role(policy, "affine-4", "packed")
+    wide = {name: "affine-6" for name in role.names if "down_proj" in name}
+    moments = input_moments(policy, policy.params, token_rows(2, 8), mx.array([8, 8]), role.names, 64)
+    for mixed in (role.remade("affine-4", None, wide), role.remade("affine-4", moments, wide)):
+        assert {name for name, mode in mixed.modes.items() if mode.bits == 6} == wide.keys()
+        leaves = named_leaves(mixed.transform(policy.params))
+        for name in role.names:
+            rows = dict(named_leaves(policy.params))[name].shape[-1]
+            assert leaves[name].shape[-1] == rows * (6 if name in wide else 4) // 32
+        g.materialize(mixed.policy.logits(mixed.transform(policy.params), token_rows(1, 4)))
+
+
+def test_formats_with_own_scales_are_refused():
+    """Their scales are powers of two or eight-bit floats, which nobody calibrates here."""
+    policy = tiny_policy("llama-untied", **SIZE)
+    with pytest.raises(ValueError, match="affine formats only; found mxfp4"):
+        quantized_role(policy, "mxfp4", moments={})
