@@ -86,12 +86,12 @@ ratio/mean | ratio | the mean of all tokens | 0.9 to 1.1 | a lower `optim.learni
 ratio/max | ratio | the largest | 1 with one update a rollout | as `ratio/min`
 
 # Sampler against learner
-sampling/sampling_logp_difference/mean | nats | mean difference of a token's log-probability, without its sign | about 1e-6 in float32, 1e-3 to 0.02 in bfloat16, up to 0.1 with quantized rollouts or truncated sampling | more bits for `rollout.quantization`; above `rollout.mismatch_limit` a run leaves quantization by itself
+sampling/sampling_logp_difference/mean | nats | mean difference of a token's log-probability, without its sign | about 1e-6 in float32, 1e-3 to 0.02 in bfloat16, up to 0.1 with quantized rollouts or truncated sampling | more bits for `rollout.quantization`
 sampling/sampling_logp_difference/max | nats | the largest | single tokens may differ by 1 or more in bfloat16 | only if the mean is high too
 sampling/importance_sampling_ratio/min | ratio | learner's probability of a token divided by the sampler's: the smallest | 1 in float32 | `loss.correction = "token_truncate"`
 sampling/importance_sampling_ratio/mean | ratio | the mean of all tokens | 0.95 to 1.05 | the same
 sampling/importance_sampling_ratio/max | ratio | the largest | 1 in float32, a few in bfloat16 | the same
-sampling/kl | nats a token | estimate of the KL from the sampler to the learner | below 0.001 | above 0.01: a correction, or more bits
+sampling/kl | nats a token | estimate of the KL from the sampler to the learner | below 0.001 | above 0.01: a correction, or more bits; above `rollout.mismatch_limit` a run takes a finer format by itself
 sampling/effective_sample_size | share | how many of the tokens count, if each is weighted by its ratio | above 0.95 | the same
 sampling/masked_fraction | share | tokens that `loss.correction` dropped | 0 without a correction, else below 0.05 | a wider `loss.correction_range` or `loss.sequence_range`, or more bits
 rollout/quantization | text | the format that the sampler's weights have; only with `rollout.quantization` | the one that was asked for | –

@@ -34,6 +34,7 @@ SETTINGS = (
     "optim.learning_rate=1e-4",
     "eval.every=40",
     "rollout.mismatch_limit=0",  # a run keeps its format whatever comes of it
+    "rollout.calibration=none",
     "checkpoint.every=0",
 )
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=8", "eval.every=1")

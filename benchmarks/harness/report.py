@@ -29,6 +29,7 @@ NAMES = (
     "rollout",
     "turns",
     "quant",
+    "real_quant",
     "router_replay",
     "sync",
     "learner",
@@ -46,7 +47,15 @@ NAMES = (
     "run_report",
     "mechanisms",
 )
-GRIDS = ("matrix", "quant", "router_replay", "sync", "depth", "mechanisms")  # the same columns for many rows
+GRIDS = (
+    "matrix",
+    "quant",
+    "real_quant",
+    "router_replay",
+    "sync",
+    "depth",
+    "mechanisms",
+)  # the same columns for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:

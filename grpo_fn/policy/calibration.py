@@ -20,7 +20,7 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, materialize
 
 WIDTH = 512  # columns of a block, at most
-DAMPING = 0.01  # of the moments' mean diagonal, added to it
+DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overstate correlations
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
 
@@ -66,6 +66,18 @@ def input_moments(
     return found
 
 
+def added(first: Moments, second: Moments) -> dict[str, mx.array]:
+    """Moments of the rows of both; an empty one counts nothing. Layers that share theirs still do."""
+    if not first:
+        return dict(second)
+    sums: dict[int, mx.array] = {}
+    for name, found in first.items():
+        if id(found) not in sums:
+            sums[id(found)] = found + second[name]
+    materialize(sums)
+    return {name: sums[id(found)] for name, found in first.items()}
+
+
 def block_width(columns: int, group: int) -> int:
     """The widest block of at most `WIDTH` columns, in whole groups, that divides so many columns."""
     return max(w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0)
@@ -99,8 +111,8 @@ def carry_of(moments_nww: mx.array) -> Carry:
     """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
     with mx.stream(mx.cpu):
         diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
-        damping = DAMPING * diagonal_nw.mean() + 1e-12
-        damped_nww = moments_nww + damping * mx.eye(moments_nww.shape[-1])
+        damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
+        damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
         # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
         upper_nww = mx.linalg.cholesky(damped_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
         inverse_nww = mx.linalg.tri_inv(upper_nww, upper=True)

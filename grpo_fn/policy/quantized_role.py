@@ -58,6 +58,11 @@ class QuantizedRole:
         """The weights that are quantized."""
         return tuple(self.modes)
 
+    def bits(self, params: Tree) -> float:
+        """Bits of a quantized weight on average, with its share of scales; `params` give the sizes."""
+        sizes = {name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes}
+        return sum(self.modes[name].bits_stored * size for name, size in sizes.items()) / sum(sizes.values())
+
 
 def quantized_role(
     policy: Policy,

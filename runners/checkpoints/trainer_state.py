@@ -14,7 +14,7 @@ from runners.errors import UserError, show
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS
 
-VERSION = 4  # before it, the rewards of evaluations were not saved
+VERSION = 5  # before it, moments for calibrated rounding were not saved
 _LOGS = (METRICS, COMPLETIONS, EVALUATIONS)
 _Kind = TypeVar("_Kind")
 

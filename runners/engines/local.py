@@ -10,11 +10,20 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy import QuantizedRole
+from grpo_fn.policy import Moments, QuantizedRole
 from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
 from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
 from runners.engines.meter import Meter
+
+FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
+    "affine-3": "affine-4",
+    "affine-4": "affine-6",
+    "affine-6": "affine-8",
+    "mxfp4": "mxfp8",
+    "nvfp4": "mxfp8",
+}
+SAMPLE_SIZE = 0.5  # effective sample size below which a format is too coarse
 
 
 class LocalEngine:
@@ -23,6 +32,8 @@ class LocalEngine:
     Attributes:
         version: see `Engine`.
         fallback: None, or why the quantized weights were given up. After that it samples in full precision.
+        format: of the quantized weights; finer than at the start if that was too coarse.
+        moments: of their layers' inputs, for calibrated rounding; None: there are none.
     """
 
     def __init__(
@@ -32,6 +43,7 @@ class LocalEngine:
         *,
         quantized: QuantizedRole | None = None,
         name: str = "none",
+        calibrates: bool = False,
         mismatch_limit: float = 0.0,
         vocabulary: int = 0,
         advance: Advance | None = None,
@@ -43,13 +55,16 @@ class LocalEngine:
             decoding: how it decodes.
             quantized: the same model with few-bit weights; None: it samples in full precision.
             name: their `rollout.quantization`.
-            mismatch_limit: mean |Δ log p| per token, in nats, above which they are given up; 0: never.
+            calibrates: it samples in full precision until `calibrate`.
+            mismatch_limit: KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
             vocabulary: token ids that the model knows; 0: not checked.
             advance: hears several times a second how far a rollout has come.
         """
         self.version, self.fallback = 0, None
         self.full, self.decoding = policy, decoding or g.Decoding()
-        self._quantized, self._name = quantized, name
+        self._quantized, self.format = quantized, name
+        self._calibrates = calibrates
+        self.moments: Moments | None = None
         self._limit, self._vocabulary, self._advance = mismatch_limit, vocabulary, advance
         self._loaded: Tree = None  # the learner's parameters
         self._params: Tree = None  # those that it samples with
@@ -59,19 +74,20 @@ class LocalEngine:
     @property
     def quantization(self) -> str:
         """The present weights' quantization: "none" is full precision."""
-        return "none" if self._quantized is None or self.fallback is not None else self._name
+        waits = self._calibrates and self.moments is None
+        return "none" if self._quantized is None or self.fallback is not None or waits else self.format
 
     @property
     def sampler(self) -> tuple[g.Policy, Tree]:
         """The policy and the parameters that it samples with now."""
-        if self._quantized is None or self.fallback is not None:
+        if self._quantized is None or self.quantization == "none":
             return self.full, self._loaded
         return self._quantized.policy, self._params
 
     def load(self, params: Tree, version: int) -> None:
         """As `Engine`: rounded where its weights are quantized."""
         self._loaded, self.version, self._kept, self._params = params, version, None, None
-        if params is not None and self._quantized is not None and self.fallback is None:
+        if params is not None and self._quantized is not None and self.quantization != "none":
             self._params = self._quantized.transform(params)
             g.materialize(self._params)
 
@@ -137,13 +153,33 @@ class LocalEngine:
             columns.close()
             self._kept = None if caches is None else ([*prompt, *tokens], caches)
 
-    def check_mismatch(self, nats: float) -> None:
-        """Gives up quantized weights if their mean |Δ log p| from the learner, nats a token, is too large."""
-        if self.quantization != "none" and 0 < self._limit < nats:
-            self._give_up(
-                f"its log-probs are {nats:.3g} nats a token from the learner's on average, above "
-                f"rollout.mismatch_limit = {self._limit:g}"
-            )
+    def round_as(self, name: str, moments: Moments | None = None) -> None:
+        """From now on its weights have that format ("": the present one), rounded with these moments."""
+        if self._quantized is None:
+            return
+        self.format, self.moments = name or self.format, moments if self._calibrates else None
+        made, before = self._quantized.remade(self.format, self.moments), self._quantized.policy
+        parts = {part: getattr(made.policy, part) for part in ("module", "frozen", "split")}
+        self._quantized = attrs.evolve(made, policy=attrs.evolve(before, **parts))
+        self.load(self._loaded, self.version)
+
+    def check_mismatch(self, stats: g.LossStats) -> None:
+        """A finer format, after the last full precision, if the weights π/μ of an update are too uneven."""
+        if self.quantization == "none" or not self._limit or not stats.num_tokens.item():
+            return
+        size, kl = float(stats.ess), float(stats.sampling_kl_k3)
+        if size >= SAMPLE_SIZE and kl <= self._limit:
+            return
+        reason = (
+            f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from the "
+            f"learner; expected at least {SAMPLE_SIZE:g}, and at most "
+            f"rollout.mismatch_limit = {self._limit:g}"
+        )
+        if finer := FINER.get(self.format):
+            self._events.append(f"sampling continues in {finer}: {self.format} has {reason}")
+            self.round_as(finer, self.moments)
+        else:
+            self._give_up(reason)
 
     def events(self) -> list[str]:
         """What has happened since the last call, a line each."""
@@ -195,9 +231,7 @@ class LocalEngine:
         return None if known.item() else "it drew a token that the model does not have"
 
     def _give_up(self, reason: str) -> None:
-        self._events.append(
-            f"sampling continues in full precision: rollout.quantization = {self._name}: {reason}"
-        )
+        self._events.append(f"sampling continues in full precision: {self.format}: {reason}")
         self.fallback, self._params = reason, None
 
     def _caches_for(self, policy: g.Policy, prompt: Sequence[int]) -> tuple[Any, int]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import mlx.core as mx
+
 import grpo_fn as g
-from grpo_fn.policy import QuantizedRole, quantized_role
+from grpo_fn.policy import MODES, Moments, QuantizedRole, added, input_moments, quantized_role
+from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.errors import UserError
+
+CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
+SLICE_TOKENS, CALIBRATION_TOKENS = 4096, 16_384  # tokens of a pass for the moments, and of all
+Calibration = Callable[[Tree, g.Batch], Moments]
 
 
 def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
@@ -20,6 +29,35 @@ def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, s
         )
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error
+
+
+def is_calibrated(config: Config, name: str) -> bool:
+    """Whether weights of that format are rounded with their inputs' moments: affine ones of few bits, and
+    without images, whose features the moments would lack."""
+    few = name.startswith("affine") and MODES[name].bits <= CALIBRATED_BITS
+    return few and config.rollout.calibration == "activations" and not config.data.image
+
+
+def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
+    """The function that gives the moments of a role's layers over rows of a batch, as many as are needed."""
+    group = next(iter(role.modes.values())).group_size
+
+    def moments(params: Tree, batch: g.Batch) -> Moments:
+        counted_bt = mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt
+        lengths_b = batch.prompt_lengths_b + counted_bt.max(axis=1)
+        rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
+        found: dict[str, mx.array] = {}
+        tokens = 0
+        for start in range(0, lengths_b.shape[0], rows):
+            part = slice(start, start + rows)
+            some = input_moments(policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group)
+            found = added(found, some)
+            tokens += int(lengths_b[part].sum())
+            if tokens >= CALIBRATION_TOKENS:
+                break
+        return found
+
+    return moments
 
 
 def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:

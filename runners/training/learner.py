@@ -28,7 +28,13 @@ from runners.machine.startup import Platform
 from runners.memory.forecast import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import vocabulary_rows
-from runners.models.role_quantization import make_quantized_role, unfit_notice
+from runners.models.role_quantization import (
+    Calibration,
+    calibration_of,
+    is_calibrated,
+    make_quantized_role,
+    unfit_notice,
+)
 from runners.ranks.ranks import Ranks
 from runners.tuning.model_check import check_model
 
@@ -43,6 +49,7 @@ class Learner:
     engine: LocalEngine  # it samples; the loop loads its weights
     evaluator: LocalEngine  # it answers the held-out problems, in full precision; the same
     reference: QuantizedRole | None  # of the KL term; None: the learner's own function
+    calibration: Calibration | None  # gives the moments for the roles; None: they are rounded to nearest
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: UpdateStep
@@ -99,6 +106,8 @@ def build_learner(
             quantized = attrs.evolve(quantized, policy=checked.policy)
             notices += checked.notices
     reference = _role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
+    chosen = ((quantized, rollout.quantization), (reference, config.loss.ref_quantization))
+    calibrated = next((role for role, name in chosen if role and is_calibrated(config, name)), None)
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
 
@@ -128,12 +137,14 @@ def build_learner(
             decoding_of(config),
             quantized=quantized,
             name=rollout.quantization,
+            calibrates=calibrated is not None and calibrated is quantized,
             mismatch_limit=rollout.mismatch_limit,
             vocabulary=vocabulary,
             advance=advance,
         ),
         evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
+        calibration=None if calibrated is None else calibration_of(policy, calibrated),
         spec=spec,
         grad_step=g.make_grad_step(
             policy,

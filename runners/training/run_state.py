@@ -12,6 +12,7 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.images import ImageRows
 from grpo_fn.learner import Shape
+from grpo_fn.policy import Moments
 from runners.checkpoints.trainer_state import from_table
 from runners.config import rules
 from runners.data.curriculum import Estimates
@@ -47,6 +48,7 @@ class Counters:
     elapsed: float = rules.key(0.0, "seconds, of all processes", ">= 0")
     micro_batch_tokens: int = rules.key(1, "the budget: the config's, or less once memory ran out", ">= 1")
     fallback: str | None = None  # why the sampler gave up its quantized weights
+    sampler_format: str = ""  # of its quantized weights, if finer than the config's
     bad_updates: int = rules.key(0, "skipped", _COUNT)
     bad_updates_in_a_row: int = rules.key(0, "skipped, up to the last one", _COUNT)
     seen: Seen = attrs.field(factory=Seen)  # by the watch
@@ -59,6 +61,7 @@ class RunState(Counters):
     train: g.TrainState
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
     waiting: tuple[list[Pieces], ...] = ()  # of these steps: minibatch × micro-batch
+    moments: Moments | None = None  # of the sampler's layers, for calibrated rounding
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = ()  # of these steps, as far as this process made them; not saved
@@ -82,6 +85,7 @@ class RunState(Counters):
             ],
             "shapes": [list(shape) for shape in sorted(self.shapes)],
             "curriculum": self.curriculum and {n: mx.array(a) for n, a in _fields(self.curriculum).items()},
+            "moments": dict(self.moments or {}),
         }
 
 
@@ -100,6 +104,7 @@ def restore_state(
             ),
             shapes=frozenset(Shape(*map(int, shape)) for shape in trees["shapes"]),
             curriculum=known and Estimates(**{name: np.array(array) for name, array in known.items()}),
+            moments=trees["moments"] or None,
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{where}: not what a run saved: {error}") from error

@@ -23,10 +23,11 @@ from grpo_fn.learner import (
     shape_of,
     take_rows,
 )
-from grpo_fn.policy import has_routers
+from grpo_fn.policy import Moments, QuantizedRole, has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
+from runners.models.role_quantization import is_calibrated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
@@ -117,6 +118,7 @@ class TrainSteps:
 
     def accept(self, state: RunState, experience: Experience, parts: list[Pieces], budget: int) -> RunState:
         """After a batch step: its micro-batches wait for their updates."""
+        state = self._calibrated(state, experience)
         tally, known = Tally.of(experience), state.curriculum
         if known is not None:
             outcomes = experience.outcomes
@@ -133,7 +135,7 @@ class TrainSteps:
             shapes=state.shapes.union(*map(_shapes, parts)),
             experiences=(*state.experiences, experience),
             micro_batch_tokens=budget,
-            fallback=self.engine.fallback,
+            **self._of_engine(),
         )
 
     # an update
@@ -169,17 +171,17 @@ class TrainSteps:
             train, update = self.run.learner.update_step(train)
             g.materialize(train, update)
         stats = g.merge_stats(sums.stats)
-        self.engine.check_mismatch(float(stats.logp_diff_mean))
-        changes = {"train": train, "update": state.update + 1, "fallback": self.engine.fallback}
+        self.engine.check_mismatch(stats)
+        changes = {"train": train, "update": state.update + 1, **self._of_engine()}
         return attrs.evolve(state, **changes), stats, update
 
     def sync(self, state: RunState) -> RunState:
         """After an update: if its rollouts serve no further one, prepares the next rollout."""
-        loss, reference, syncs = self.config.loss, self.run.learner.reference, self._syncs(state)
+        loss, syncs = self.config.loss, self._syncs(state)
         if state.reused + 1 < self.uses:
             return attrs.evolve(state, reused=state.reused + 1)
         rest = {"reused": 0, "tallies": (), "waiting": (), "experiences": ()}
-        state = attrs.evolve(state, **rest, stale=not syncs, fallback=self.engine.fallback)
+        state = attrs.evolve(state, **rest, stale=not syncs, **self._of_engine())
         self._report_events()
         if syncs:
             with self.times.timing("sync"):
@@ -190,10 +192,39 @@ class TrainSteps:
                 self.shown.remark("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
         if every and state.train.ref_params is not None and state.batch_step - state.ref_synced_at >= every:
+            reference = self._reference(state.moments)
             train = g.sync_ref(state.train, loss.ref_mixup, reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
             self.shown.remark("sync", "the reference took the learner's weights")
         return state
+
+    def _calibrated(self, state: RunState, experience: Experience) -> RunState:
+        """After the first rollout with tokens: its layers' moments, with which the roles are rounded from now
+        on."""
+        learner = self.run.learner
+        if learner.calibration is None or state.moments is not None or not experience.rollout.prompts:
+            return state
+        with self.times.timing("sync"):
+            batch = g.make_batch(experience.rollout, experience.advantages_pg)
+            moments = learner.calibration(state.train.old_params, batch)
+            self.engine.round_as("", moments)
+            state = attrs.evolve(state, moments=moments)
+            if learner.reference is not None and state.update == 0 and state.train.ref_params is not None:
+                reference = self._reference(moments).transform(state.train.params)
+                state = attrs.evolve(state, train=attrs.evolve(state.train, ref_params=reference))
+        return state
+
+    def _reference(self, moments: Moments | None) -> QuantizedRole | None:
+        """The reference as it is rounded now."""
+        learner, name = self.run.learner, self.config.loss.ref_quantization
+        if learner.reference is None or not is_calibrated(self.config, name) or moments is None:
+            return learner.reference
+        return learner.reference.remade(name, moments)
+
+    def _of_engine(self) -> dict[str, Any]:
+        """What the state remembers of the engine."""
+        finer = self.engine.format if self.engine.format != self.config.rollout.quantization else ""
+        return {"fallback": self.engine.fallback, "sampler_format": finer}
 
     # for logs and checkpoints
 

@@ -40,6 +40,11 @@ class QuantMode:
     bits: int
     group_size: int  # weights that share a scale
 
+    @property
+    def bits_stored(self) -> float:
+        """Bits of a weight with its share of a scale: 8 bits, or of two 16-bit numbers in affine modes."""
+        return self.bits + (32 if self.mode == "affine" else 8) / self.group_size
+
 
 def quantize(weight: mx.array, mode: QuantMode) -> dict[str, mx.array]:
     """A matrix [out,in] as packed weights, scales and, in affine modes, biases."""

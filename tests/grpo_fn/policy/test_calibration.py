@@ -34,7 +34,8 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
 
 def rounded_slowly(weight, moments, scales, biases, bits, group):
     """GPTQ of one block in float64, column by column, with given scales [O,C] and biases."""
-    damped = moments + calibration.DAMPING * np.diag(moments).mean() * np.eye(len(moments))
+    diagonal = np.diag(moments)
+    damped = moments + np.diag(calibration.DAMPING * diagonal + 1e-6 * diagonal.mean())
     upper = np.linalg.cholesky(np.linalg.inv(damped)).T
     weight, out = weight.astype(np.float64).copy(), np.zeros_like(weight)
     for k in range(weight.shape[1]):
@@ -71,7 +72,7 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
         def error(packed, weight=weight):
             return mx.square((dequantize(packed, mode, mx.float32) - weight) @ x.T).mean().item()
 
-        assert error(found[name]) < 0.6 * error(quantize(weight, mode))
+        assert error(found[name]) < 0.85 * error(quantize(weight, mode))
 
 
 def test_blocks_divide_the_columns_in_whole_groups():

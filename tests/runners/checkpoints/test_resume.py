@@ -11,6 +11,7 @@ from tests.support.tiny_states import same_bits
 SYNCED_LATE = ["loss.sync_every=3", "optim.batch_size=5"]
 LATE_QUANTIZED = ["loss.sync_every=2", "rollout.quantization=affine-4", "loss.correction=token_truncate"]
 PACKED = ["rollout.quantization=mxfp8", "rollout.storage=packed"]
+CALIBRATED = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.mismatch_limit=0"]
 ADAPTERS = ["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"]
 CASES = {
     # name: settings, and where the run is cut off: again and again, each time counted from where it went on
@@ -46,6 +47,10 @@ CASES = {
     "packed rollouts and a quantized reference": (
         [*PACKED, "loss.beta=0.05", "loss.ref_quantization=affine-8"],
         [("sampling", 3)],
+    ),
+    "before and after calibrated rollouts and a calibrated reference": (
+        [*CALIBRATED, "loss.beta=0.05", "loss.ref_quantization=affine-3"],
+        [("sampling", 1), ("learning", 1), ("sampling", 3)],
     ),
     "a reference that moves, several micro-batches": (
         ["loss.beta=0.05", "loss.ref_sync_every=3", "system.micro_batch_tokens=120"],

@@ -161,7 +161,7 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     folder = copy.folder / "checkpoint-3"
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
-        ({"version": None}, r"trainer_state\.json: expected version 4, found None: another grpo_fn saved it"),
+        ({"version": None}, r"trainer_state\.json: expected version 5, found None: another grpo_fn saved it"),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": None}, "loop: expected a table, found None"),
         *[

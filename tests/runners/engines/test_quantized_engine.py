@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
 from runners.config.loading import load_config
 from runners.engines import local
@@ -55,24 +56,71 @@ def drawn(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize(("mean", "limit", "falls"), [(0.6, 0.5, True), (0.4, 0.5, False), (9.0, 0.0, False)])
-def test_past_the_limit_full_precision_takes_over(policy, mean, limit, falls):
-    """Above mismatch_limit, and only there, it samples with the learner's weights; a line says why."""
+def seen(size, kl, tokens=9.0):
+    """The statistics of an update with this effective sample size and KL divergence."""
+    zero = mx.array(0.0)
+    found = g.LossStats(*[zero] * len(g.LossStats._fields))
+    share = {"is_ratio_mean": mx.array(1.0), "is_ratio_sq_mean": mx.array(1 / size)}
+    return found._replace(num_tokens=mx.array(tokens), sampling_kl_k3=mx.array(kl), **share)
+
+
+@pytest.mark.parametrize(
+    ("stats", "limit", "finer"),
+    [
+        (seen(0.9, 0.3), 0.2, True),
+        (seen(0.4, 0.1), 0.2, True),
+        (seen(0.9, 0.1), 0.2, False),
+        (seen(0.1, 9.0), 0.0, False),
+        (seen(0.1, 9.0, tokens=0.0), 0.2, False),
+    ],
+)
+def test_a_coarse_format_gives_way_to_finer_ones_and_at_last_to_full_precision(policy, stats, limit, finer):
+    """By effective sample size and KL divergence; each step has its line, and new weights at once."""
     engine = engine_of(policy, mismatch_limit=limit)
-    engine.check_mismatch(mean)
-    events = engine.events()
-    assert (engine.quantization == "none") is falls and bool(events) is falls
-    assert same_tree(engine.sampler[1], policy.params) is falls
-    if falls:
-        assert engine.sampler[0] is policy
-        assert f"{mean:g} nats" in events[0] and "rollout.mismatch_limit = 0.5" in events[0]
+    before = engine.sampler[1]
+    engine.check_mismatch(stats)
+    assert bool(engine.events()) is finer and same_tree(engine.sampler[1], before) is not finer
+    assert engine.metrics() == {"rollout/quantization": "affine-6" if finer else "affine-4"}
+    if finer:
+        engine.check_mismatch(stats)
+        (event,) = engine.events()
+        assert engine.quantization == "affine-8"
+        assert f"affine-6 has an effective sample size of {float(stats.ess):.2g}" in event
+        engine.check_mismatch(stats)
+        assert engine.sampler == (policy, policy.params)
+        assert "full precision: affine-8" in engine.events()[0]
         assert engine.metrics() == {"rollout/quantization": "none", "rollout/fallback": engine.fallback}
-        engine.check_mismatch(mean)
+        engine.check_mismatch(stats)
         assert engine.events() == []
-        engine.load(policy.params, 4)
-        assert same_tree(engine.sampler[1], policy.params)
-    else:
-        assert engine.metrics() == {"rollout/quantization": "affine-4"}
+
+
+@pytest.mark.parametrize("storage", ["packed", "dequantized"])
+def test_an_engine_that_calibrates_samples_in_full_precision_until_it_has_moments(policy, storage):
+    """Then its weights are the role's with these moments, also in finer formats and after a restart."""
+    role = quantized_role(policy, "affine-3", storage, group_size=32)
+    tokens_bl = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
+    moments = input_moments(policy, policy.params, tokens_bl, mx.array([4, 3]), role.names, 32)
+
+    def loaded(**options):
+        engine = LocalEngine(policy, quantized=role, name="affine-3", calibrates=True, **options)
+        engine.load(policy.params, 3)
+        return engine
+
+    engine = loaded(mismatch_limit=0.2)
+    assert engine.quantization == "none" and engine.sampler == (policy, policy.params)
+    engine.check_mismatch(seen(0.1, 9.0))
+    engine.round_as("", moments)
+    assert engine.quantization == "affine-3" and engine.version == 3
+    for name in ("affine-3", "affine-4"):
+        again = loaded()
+        again.round_as(name, moments)
+        wanted = role.remade(name, moments).transform(policy.params)
+        assert same_tree(engine.sampler[1], wanted) and same_tree(again.sampler[1], wanted)
+        rollouts = [
+            each.generate(REQUESTS, g.Sampling(max_new_tokens=4), key=KEY) for each in (engine, again)
+        ]
+        assert same_tree(*(rollout.logp_bt for rollout in rollouts))
+        engine.check_mismatch(seen(0.1, 9.0))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +229,8 @@ def unquantized(tmp_path_factory):
 def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, storage):
     """NaN logits in the sampler: no crash, no endless loop; the first rollout already is a good one."""
     model, full, full_lines = unquantized
-    log, lines, result = run(tmp_path, *model, "rollout.quantization=affine-3", f"rollout.storage={storage}")
+    rounding = ["rollout.quantization=affine-3", f"rollout.storage={storage}", "rollout.calibration=none"]
+    log, lines, result = run(tmp_path, *model, *rounding)
     assert len(log) == 3
     for line in log:
         assert line["rollout/quantization"] == "none" and "not finite" in line["rollout/fallback"]
@@ -194,18 +243,13 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, 
     assert "rollout/quantization" not in full[0] and not any("sampled again" in line for line in full_lines)
 
 
-@pytest.mark.parametrize("more", [[], ["loss.sync_every=2"]])
-def test_a_run_past_the_limit_goes_on_in_full_precision(tmp_path, more):
-    """The update that shows the mismatch says so, and the next rollout is the learner's own."""
+@pytest.mark.parametrize("more", [[], ["loss.sync_every=2"], ["rollout.storage=packed"]])
+def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
+    """The update that shows the mismatch says so, and the next rollout is already finer."""
     folder = make_model_folder(tmp_path / "model", "llama")
-    log, lines, _ = run(
-        tmp_path,
-        f"model.path={folder}",
-        "rollout.quantization=affine-3",
-        "rollout.mismatch_limit=1e-3",
-        *more,
-    )
+    limits = ["rollout.quantization=affine-3", "rollout.calibration=none", "rollout.mismatch_limit=1e-9"]
+    log, lines, _ = run(tmp_path, f"model.path={folder}", *limits, *more)
+    assert [line["rollout/quantization"] for line in log] == ["affine-4", "affine-6", "affine-8"]
     differences = [line["sampling/sampling_logp_difference/mean"] for line in log]
-    assert differences[0] > 1e-3 and max(differences[1:]) < 1e-4
-    assert all("mismatch_limit" in line["rollout/fallback"] for line in log)
-    assert sum("sampling continues in full precision" in line for line in lines) == 1
+    assert differences == sorted(differences, reverse=True) and differences[-1] > 1e-6
+    assert sum("sampling continues in affine-" in line for line in lines) == 3

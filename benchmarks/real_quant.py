@@ -1,0 +1,178 @@
+"""Few bits on a real model: how far the log-probs of its rounded weights are from its own.
+
+The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full precision. Moments
+for calibrated rounding are of half of them, and all that follows is measured on the others. At each of their
+positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off* is the
+mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
+KL(μ ‖ π) a token, exact over the vocabulary. *Sync* is the time to round all weights once, *bits* the average
+of a rounded weight with its scales.
+
+**What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.generators import as_a_run
+from benchmarks.harness.measure import run_once
+from benchmarks.harness.record import Figure
+from grpo_fn.policy import QuantizedRole, input_moments, quantized_role
+from grpo_fn.trees import Tree, materialize
+from runners.config.loading import load_config
+from runners.data.datasets import load_rows
+from runners.data.prompts import build_examples
+from runners.machine import startup
+from runners.models.loaded_model import load_model
+
+MODEL = "GRPO_REAL_MODEL"
+CONFIG = Path(__file__).parent / "evidence" / "real_model.toml"
+NEAREST = ("affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4")
+CALIBRATED = ("affine-6", "affine-4", "affine-3")
+SEEDS = 3
+AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
+
+
+@attrs.frozen(eq=False)
+class Texts:
+    """Rows of prompt and completion: those for the moments, and those that are measured."""
+
+    calibration_bl: mx.array
+    lengths_b: mx.array
+    held_out: Sequence[tuple[list[int], list[int]]]
+
+
+def own_texts(policy: g.Policy, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int]) -> Texts:
+    """The model's completions of the prompts, up to so many tokens; the first half is for the moments."""
+    sampling = g.Sampling(max_new_tokens=tokens, eos_ids=ends)
+    rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0), decoding=as_a_run())
+    batch = g.make_batch(rollout, mx.zeros((len(prompts), 1)))
+    half, lengths = len(prompts) // 2, rollout.lengths_b.tolist()
+    drawn = [row[:length] for row, length in zip(rollout.tokens_bt.tolist(), lengths, strict=True)]
+    return Texts(
+        batch.tokens_bl[:half],
+        (batch.prompt_lengths_b + rollout.lengths_b)[:half],
+        [(list(prompts[row]), drawn[row]) for row in range(half, len(prompts))],
+    )
+
+
+def log_probs(policy: g.Policy, params: Tree, texts: Texts) -> list[mx.array]:
+    """The whole distributions at each position of the held-out completions, a matrix [T,V] for each."""
+    found = []
+    for prompt, drawn in texts.held_out:
+        z_tv = policy.logits(params, mx.array([prompt + drawn]))[0, len(prompt) - 1 : -1].astype(mx.float32)
+        found.append(z_tv - mx.logsumexp(z_tv, axis=-1, keepdims=True))
+        mx.eval(found[-1])
+    return found
+
+
+def apart(
+    title: str, full: Sequence[mx.array], low: Sequence[mx.array], targets: Sequence[float]
+) -> list[Figure]:
+    """Off, KL and sample size of the distributions `low` against `full`."""
+    off, sizes = [], []
+    for seed in range(SEEDS):
+        differences = []
+        for row, (p_tv, q_tv) in enumerate(zip(full, low, strict=True)):
+            key = mx.random.key(1000 * seed + row)
+            chosen_t1 = mx.random.categorical(q_tv, key=key)[:, None]
+            differences.append(mx.take_along_axis(p_tv - q_tv, chosen_t1, axis=-1)[:, 0])
+        d_n = mx.concatenate(differences)
+        weights_n = mx.exp(d_n)
+        off.append(float(mx.abs(d_n).mean()))
+        sizes.append(100 * float(mx.square(weights_n.mean()) / mx.square(weights_n).mean()))
+    sums = [float((mx.exp(q) * (q - p)).sum()) for p, q in zip(full, low, strict=True)]
+    most_off, most_kl, least_size = targets or (None, None, None)
+    kl = sum(sums) / sum(p.shape[0] for p in full)
+
+    def over_seeds(name: str, values: Sequence[float], unit: str, **target: float | None) -> Figure:
+        ends = {"low": min(values), "high": max(values), "samples": len(values)}
+        return Figure(name=f"{title}: {name}", value=statistics.fmean(values), unit=unit, **ends, **target)
+
+    return [
+        over_seeds("off", off, "nats", at_most=most_off),
+        Figure(name=f"{title}: KL", value=kl, unit="nats", at_most=most_kl),
+        over_seeds("sample size", sizes, "%", at_least=least_size),
+    ]
+
+
+def roles(policy: g.Policy, texts: Texts, quick: bool) -> Mapping[str, QuantizedRole]:
+    """What is measured, by its title."""
+    made = {
+        f"real: {name}, to nearest": quantized_role(policy, name) for name in NEAREST[2 if quick else 0 :]
+    }
+    names = quantized_role(policy, "affine-4").names
+    moments: dict[str, mx.array] = {}
+    seconds = run_once(lambda: moments.update(moments_of(policy, texts, names)))
+    tokens, size = int(texts.lengths_b.sum()), sum({id(m): m.nbytes for m in moments.values()}.values())
+    say(f"real_quant: moments of {tokens} tokens in {seconds:.1f} s: {size / 1e6:.0f} MB")
+    for name in CALIBRATED[1 if quick else 0 :]:
+        made[f"real: {name}, calibrated"] = quantized_role(policy, name, moments=moments)
+    wide = {name: "affine-6" for name in names if "v_proj" in name or "down_proj" in name}
+    made["real: affine-4, calibrated, v and down in 6 bits"] = quantized_role(
+        policy, "affine-4", moments=moments, formats=wide
+    )
+    return made
+
+
+def moments_of(policy: g.Policy, texts: Texts, names: Sequence[str]) -> dict[str, mx.array]:
+    """The moments of the calibration rows."""
+    found = input_moments(policy, policy.params, texts.calibration_bl, texts.lengths_b, names, 64)
+    materialize(found)
+    return found
+
+
+def measured(
+    title: str, role: QuantizedRole, policy: g.Policy, full: Sequence[mx.array], texts: Texts
+) -> list[Figure]:
+    """All figures of a role."""
+    bits = role.bits(policy.params)
+    params: list[Tree] = []
+    seconds = run_once(lambda: params.append(role.transform(policy.params)) or params[-1])
+    low = log_probs(role.policy, params[-1], texts)
+    targets = ()
+    if "calibrated" in title:
+        targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if bits > 5 and bits < 5.1 else ()
+    figures = apart(title, full, low, targets)
+    return [
+        Figure(name=f"{title}: bits", value=bits),
+        *figures,
+        Figure(name=f"{title}: sync", value=seconds, unit="s"),
+    ]
+
+
+@benchmark("real_quant")
+def main(quick: bool) -> Sequence[Figure]:
+    """A real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
+    folder = os.environ.get(MODEL, "embedded" if quick else "")
+    if not folder:
+        say(f"real_quant: skipped, as {MODEL} names no folder")
+        return []
+    config = load_config(str(CONFIG), [f"model.path={folder}", "data.source=embedded"])
+    loaded = load_model(config.model, startup.prepare())
+    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
+    rows, _ = load_rows(config.data)
+    count, tokens = (4, 8) if quick else (32, 128)
+    prompts = [
+        list(example.tokens) for example in build_examples(rows[:count], config.data, loaded.tokenizer)[0]
+    ]
+    texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
+    say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
+    full = log_probs(policy, policy.params, texts)
+    figures: list[Figure] = []
+    for title, role in roles(policy, texts, quick).items():
+        say(f"real_quant: {title}")
+        figures += measured(title, role, policy, full, texts)
+    return figures
+
+
+if __name__ == "__main__":
+    main()
