@@ -1,10 +1,10 @@
 """Calibrated rounding: few-bit weights that keep a layer's outputs on its own inputs.
 
-GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, and the error of each is
-carried on to the later ones as the inputs' second moments say. Here this happens within blocks of at most
-`WIDTH` columns: the moments of D inputs take D·WIDTH numbers, and the blocks of all layers are rounded side
-by side. Ranges are shrunk to the least error. Formats and kernels are mlx's affine ones: only which numbers
-are stored differs.
+GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after another, those with the largest inputs
+first, and the error of each is carried on to the later ones as the inputs' second moments say. Here this
+happens within blocks of at most `WIDTH` columns: the moments of D inputs take D·WIDTH numbers, and the blocks
+of all layers are rounded side by side. Each group's range is shrunk to the least error, before. Formats and
+kernels are mlx's affine ones: only which numbers are stored differs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,9 @@ Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each b
 class Carry:
     """How errors are carried on, from the moments of one layer. Made once; each rounding uses it again."""
 
-    share_nww: mx.array  # row k: what later columns take over of column k's error; upper triangular, 1 on it
-    weight_nw: mx.array  # of the squared errors of a column
+    order_nw: mx.array  # of the columns of each block: the largest inputs first
+    share_nww: mx.array  # row k: what later columns take over of column k's error, in this order
+    weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
 
 
 def input_moments(
@@ -113,13 +114,20 @@ def carry_of(moments_nww: mx.array) -> Carry:
         diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
         damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
         damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
+        order_nw = mx.argsort(-diagonal_nw, axis=-1)
+        ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)
         # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
-        upper_nww = mx.linalg.cholesky(damped_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
+        upper_nww = mx.linalg.cholesky(ordered_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
         inverse_nww = mx.linalg.tri_inv(upper_nww, upper=True)
         pivot_nw = mx.diagonal(inverse_nww, axis1=1, axis2=2)
-        carry = Carry(inverse_nww / pivot_nw[..., None], 1 / mx.square(pivot_nw))
+        weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), mx.argsort(order_nw, axis=-1), axis=-1)
+        carry = Carry(order_nw, inverse_nww / pivot_nw[..., None], weight_nw)
         materialize(carry)
     return carry
+
+
+def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
+    return mx.take_along_axis(x_now, order_nw[:, None], axis=-1)
 
 
 def round_calibrated(
@@ -140,12 +148,16 @@ def round_calibrated(
     for (shape, dtype), names in alike.items():
         step = max(1, PART // (shape[0] * shape[1]))
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
-            width = carries[some[0]].weight_nw.shape[-1]
-            share_nww = mx.concatenate([carries[name].share_nww for name in some])
-            weight_n1w = mx.concatenate([carries[name].weight_nw for name in some])[:, None]
+            chosen = [carries[name] for name in some]
+            order_nw = mx.concatenate([carry.order_nw for carry in chosen])
+            share_nww = mx.concatenate([carry.share_nww for carry in chosen])
+            weight_n1w = mx.concatenate([carry.weight_nw for carry in chosen])[:, None]
             stacked = mx.stack([weights[name] for name in some]).astype(mx.float32)
-            w_now = _blocks(stacked, width)
-            codes_now, _, *ranges = _rounded(w_now, share_nww, weight_n1w, mode, dtype)
+            w_now = _blocks(stacked, order_nw.shape[-1])
+            ranges = _ranges(w_now, weight_n1w, mode, dtype)
+            each = [mx.repeat(array, mode.group_size, axis=-1) for array in ranges]
+            codes_now, _ = _rounded(*(_in_order(x, order_nw) for x in (w_now, *each)), share_nww, mode.bits)
+            codes_now = _in_order(codes_now, mx.argsort(order_nw, axis=-1))
             columns = [_joined(array, len(some)) for array in (codes_now, *ranges)]
             packed = [pack_codes(columns[0], mode.bits), *(array.astype(dtype) for array in columns[1:])]
             materialize(packed)
@@ -167,49 +179,37 @@ def _joined(x_now: mx.array, layers: int) -> mx.array:
 
 
 def _rounded(
-    w_now: mx.array,
-    share_nww: mx.array,
-    weight_n1w: mx.array,
-    mode: QuantMode,
-    dtype: mx.Dtype,
-    ranges: tuple[mx.array, mx.array] | None = None,
-) -> tuple[mx.array, ...]:
-    """Codes, errors, scales and biases of W columns; the left half leaves its error to the right one.
-
-    `ranges`: scales and biases [N,O,1] of the group, if the columns are in a single one.
-    """
-    columns = w_now.shape[-1]
-    if ranges is None and columns == mode.group_size:
-        ranges = _ranges(w_now, weight_n1w, 2**mode.bits - 1, dtype)
-    if ranges is not None and columns == 1:
-        scale, bias = ranges
-        codes = mx.clip(mx.round((w_now - bias) / scale), 0, 2**mode.bits - 1)
-        return codes, w_now - (codes * scale + bias), scale, bias
-    unit = 1 if ranges else mode.group_size
-    half = columns // unit // 2 * unit
-    left = _rounded(
-        w_now[..., :half], share_nww[:, :half, :half], weight_n1w[..., :half], mode, dtype, ranges
-    )
-    rest = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
-    right = _rounded(rest, share_nww[:, half:, half:], weight_n1w[..., half:], mode, dtype, ranges)
-    codes, errors = (mx.concatenate(both, axis=-1) for both in zip(left[:2], right[:2], strict=True))
-    if ranges:
-        return codes, errors, *ranges
-    return codes, errors, *(mx.concatenate(both, -1) for both in zip(left[2:], right[2:], strict=True))
+    w_now: mx.array, scale_now: mx.array, bias_now: mx.array, share_nww: mx.array, bits: int
+) -> tuple[mx.array, mx.array]:
+    """Codes and errors of W columns; the left half leaves its error to the right one."""
+    half = w_now.shape[-1] // 2
+    if not half:
+        codes = mx.clip(mx.round((w_now - bias_now) / scale_now), 0, 2**bits - 1)
+        return codes, w_now - (codes * scale_now + bias_now)
+    scales, biases = (mx.split(x, [half], axis=-1) for x in (scale_now, bias_now))
+    left = _rounded(w_now[..., :half], scales[0], biases[0], share_nww[:, :half, :half], bits)
+    rest_now = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
+    right = _rounded(rest_now, scales[1], biases[1], share_nww[:, half:, half:], bits)
+    codes_now, errors_now = (mx.concatenate(both, axis=-1) for both in zip(left, right, strict=True))
+    return codes_now, errors_now
 
 
-def _ranges(w_nog: mx.array, weight_n1g: mx.array, most: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scale and bias [N,O,1] of each group: of its range, shrunk to the least weighted error."""
-    low, high = w_nog.min(axis=-1, keepdims=True), w_nog.max(axis=-1, keepdims=True)
+def _ranges(
+    w_now: mx.array, weight_n1w: mx.array, mode: QuantMode, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Scale and bias of each group of columns: of its range, shrunk to the least weighted error."""
+    most = 2**mode.bits - 1
+    w_nogc, weight_n1gc = (mx.unflatten(x, -1, (-1, mode.group_size)) for x in (w_now, weight_n1w))
+    low, high = w_nogc.min(axis=-1, keepdims=True), w_nogc.max(axis=-1, keepdims=True)
     best: list[mx.array] = []
     for shrink in SHRINK:
         scale = mx.maximum(shrink * (high - low) / most, 1e-7).astype(dtype).astype(mx.float32)
         bias = (mx.round(shrink * low / scale) * scale).astype(dtype).astype(mx.float32)
-        rounded = mx.clip(mx.round((w_nog - bias) / scale), 0, most) * scale + bias
-        error = (mx.square(w_nog - rounded) * weight_n1g).sum(axis=-1, keepdims=True)
+        rounded = mx.clip(mx.round((w_nogc - bias) / scale), 0, most) * scale + bias
+        error = (mx.square(w_nogc - rounded) * weight_n1gc).sum(axis=-1, keepdims=True)
         found = [error, scale, bias]
         best = [mx.where(error < best[0], a, b) for a, b in zip(found, best, strict=True)] if best else found
-    return best[1], best[2]
+    return best[1][..., 0], best[2][..., 0]
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:

@@ -33,16 +33,17 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
 
 
 def rounded_slowly(weight, moments, scales, biases, bits, group):
-    """GPTQ of one block in float64, column by column, with given scales [O,C] and biases."""
+    """GPTQ of one block in float64, column by column, the largest inputs first, with given scales."""
     diagonal = np.diag(moments)
+    order = np.argsort(-diagonal, kind="stable")
     damped = moments + np.diag(calibration.DAMPING * diagonal + 1e-6 * diagonal.mean())
-    upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+    upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)].astype(np.float64))).T
     weight, out = weight.astype(np.float64).copy(), np.zeros_like(weight)
-    for k in range(weight.shape[1]):
-        scale, bias = scales[:, k // group], biases[:, k // group]
-        out[:, k] = np.clip(np.round((weight[:, k] - bias) / scale), 0, 2**bits - 1) * scale + bias
-        error = (weight[:, k] - out[:, k]) / upper[k, k]
-        weight[:, k + 1 :] -= error[:, None] * upper[k, k + 1 :]
+    for k, column in enumerate(order):
+        scale, bias = scales[:, column // group], biases[:, column // group]
+        out[:, column] = np.clip(np.round((weight[:, column] - bias) / scale), 0, 2**bits - 1) * scale + bias
+        error = (weight[:, column] - out[:, column]) / upper[k, k]
+        weight[:, order[k + 1 :]] -= error[:, None] * upper[k, k + 1 :]
     return out
 
 
@@ -72,7 +73,7 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
         def error(packed, weight=weight):
             return mx.square((dequantize(packed, mode, mx.float32) - weight) @ x.T).mean().item()
 
-        assert error(found[name]) < 0.85 * error(quantize(weight, mode))
+        assert error(found[name]) < 0.6 * error(quantize(weight, mode))
 
 
 def test_blocks_divide_the_columns_in_whole_groups():
