@@ -51,20 +51,27 @@ def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
         raise Damaged(f"{folder}: expected a folder, found {'a link' if folder.is_symlink() else 'none'}")
     # Links are not followed, so that no name of the manifest leads out of the folder.
     present = {
-        path.relative_to(folder).as_posix()
+        path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
         if path.is_file() and not path.is_symlink()
     }
     if MANIFEST not in present:
         raise Damaged(f"{folder}: {MANIFEST} is missing, so it cannot be checked")
     files = _read(folder / MANIFEST)
-    for name in wanted:
-        if name not in files:
-            raise Damaged(f"{folder / MANIFEST}: {name} is not among its files")
+    if lacking := [name for name in wanted if name not in files]:
+        raise Damaged(f"{folder / MANIFEST}: {lacking[0]} is not among its files")
     for name, facts in files.items():
-        if name not in present:
+        path = present.get(name)
+        if path is None:
             raise Damaged(f"{folder}: expected a file {show(name)} in the folder, found none or a link")
-        _check_file(folder / name, facts)
+        try:
+            size, content = path.stat().st_size, digest(path)
+        except OSError as error:
+            raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
+        if size != facts.get("size"):
+            raise Damaged(f"{path}: expected {show(facts.get('size'))} bytes, found {size}")
+        if content != facts.get("sha256"):
+            raise Damaged(f"{path}: its content is not what was written (SHA-256)")
 
 
 def newest_whole(folder: Path, wanted: tuple[str, ...], note: Callable[[str], None]) -> Path | None:
@@ -123,17 +130,6 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise Damaged(f"{file}: its table of files is damaged")
     return files
-
-
-def _check_file(path: Path, facts: dict[str, Any]) -> None:
-    try:
-        size = path.stat().st_size
-        if size != facts.get("size"):
-            raise Damaged(f"{path}: expected {show(facts.get('size'))} bytes, found {size}")
-        if digest(path) != facts.get("sha256"):
-            raise Damaged(f"{path}: its content is not what was written (SHA-256)")
-    except OSError as error:
-        raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 @functools.cache  # reading the installed versions takes as long as a small file's digest

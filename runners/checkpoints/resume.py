@@ -1,8 +1,8 @@
-"""Continuing from a checkpoint: finds it, checks it, and compares the config with its own."""
+"""Continuing from a checkpoint: finds it, checks it, and compares config and inputs with its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import attrs
 
 from runners.checkpoints.manifest import check_manifest, newest_whole
 from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted, run_file_in
+from runners.checkpoints.run_inputs import HELD_OUT
 from runners.checkpoints.state_files import STATE_FILE
 from runners.checkpoints.trainer_state import TrainerState, read_trainer_state
 from runners.config.loading import Config
@@ -102,26 +103,61 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
         )
 
 
-def differences(config: Config, origin: Origin) -> list[tuple[str, str, str]]:
-    """The keys in which the config differs from the checkpoint's: name, was, is."""
+def compare_config(config: Config, origin: Origin, note: Callable[[str], None], *, allowed: bool) -> None:
+    """Notes the keys in which the config differs from the checkpoint's.
+
+    Raises UserError if weights or completions depend on one of them, unless that is `allowed`.
+    """
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was, now = flattened(origin.facts.config), flattened(config.to_dict())
     # For keys that the config left open, config.resolved.json has the values that the run used.
     resolved = flattened(recorded_in(origin.folder.parent).values)
-    found = []
+    found, matter = [], []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
-        if before != after and not (before in LEFT_OPEN and after == resolved.get(key, before)):
-            found.append((key, show(before), show(after)))
-    return found
-
-
-def check_differences(found: Sequence[tuple[str, str, str]], origin: Origin) -> None:
-    """Raises UserError if a key differs on which weights or completions depend."""
-    listed = ", ".join(f"{key} (was {was}, is {now})" for key, was, now in found if not _harmless(key))
-    if listed:
+        if before == after or (before in LEFT_OPEN and after == resolved.get(key, before)):
+            continue
+        found.append(f"{key} was {show(before)}, is {show(after)}")
+        section, _, rest = key.partition(".")
+        of_judge = section == "judge" and rest.rpartition(".")[2] in HARMLESS_OF_JUDGES
+        if not (of_judge or key in HARMLESS or section in HARMLESS):
+            matter.append(f"{key} (was {show(before)}, is {show(after)})")
+    if found:
+        note(f"the config differs from that of {origin.folder}: {', '.join(found)}")
+    if matter and not allowed:
         raise UserError(
-            f"the config is not that of {origin.folder}: {listed}; --allow-config-change continues anyway"
+            f"the config is not that of {origin.folder}: {', '.join(matter)}; --allow-config-change "
+            "continues anyway"
+        )
+
+
+def compare_inputs(
+    inputs: Mapping[str, Any],
+    computing: Mapping[str, Any],
+    origin: Origin,
+    note: Callable[[str], None],
+    *,
+    allowed: bool,
+) -> None:
+    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of `arithmetic`.
+
+    Raises UserError if weights or completions depend on such an input, unless that is `allowed`.
+    """
+    found = _differing(origin.facts.inputs, inputs)
+    line = f"{', '.join(found)}: not what {origin.folder} was trained with"
+    if {*found} - {HELD_OUT} and not allowed:
+        raise UserError(f"{line}; --allow-config-change continues anyway")
+    if found:
+        note(line)
+    was = origin.facts.arithmetic
+    rows = [
+        f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
+        for key in _differing(was, computing)
+    ]
+    if rows:
+        note(
+            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
+            "those of an uninterrupted run"
         )
 
 
@@ -138,7 +174,6 @@ def decisions(config: Config) -> dict[str, Any]:
     return {name: getattr(config.rollout, name) for name in DECIDED}
 
 
-def _harmless(key: str) -> bool:
-    section, _, rest = key.partition(".")
-    of_judge = section == "judge" and rest.rpartition(".")[2] in HARMLESS_OF_JUDGES
-    return of_judge or key in HARMLESS or section in HARMLESS
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys in which two tables differ, including keys of only one of them."""
+    return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from runners.checkpoints.manifest import digest
-from runners.checkpoints.resume import Origin
 from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
-from runners.errors import UserError, show
 from runners.files.json_files import read_json
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS
 from runners.models.loaded_model import LoadedModel
@@ -73,32 +71,6 @@ def data_digest(examples: Sequence[Example]) -> str:
     return _digest(repr((example.tokens, example.answer)) for example in examples)
 
 
-def check_inputs(inputs: Mapping[str, Any], origin: Origin) -> None:
-    """Raises UserError if an input has changed on which weights or completions depend."""
-    found = [name for name in _differing(origin.facts.inputs, inputs) if name != HELD_OUT]
-    if found:
-        raise UserError(f"{_changed(found, origin)}; --allow-config-change continues anyway")
-
-
-def report_differences(
-    inputs: Mapping[str, Any], computing: Mapping[str, Any], origin: Origin, note: Callable[[str], None]
-) -> None:
-    """Notes differences that are allowed: of inputs, if asked for, and of the facts of `arithmetic`."""
-    found = _differing(origin.facts.inputs, inputs)
-    if found:
-        note(_changed(found, origin))
-    was = origin.facts.arithmetic
-    rows = [
-        f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
-        for key in _differing(was, computing)
-    ]
-    if rows:
-        note(
-            f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
-            "those of an uninterrupted run"
-        )
-
-
 def columns_read(rewards: Iterable[Reward], names: Sequence[str], with_gold: bool = True) -> list[str]:
     """The columns of the data that a reward gets: those that it names, or all if it takes **kwargs.
 
@@ -109,15 +81,6 @@ def columns_read(rewards: Iterable[Reward], names: Sequence[str], with_gold: boo
         built_in = getattr(reward.function, "__module__", "") == "runners.rewards.builtin"
         read |= set(reward.needs) if built_in else set(reward.pick(dict.fromkeys(names)))
     return [name for name in names if name in read - ({"answer"} if with_gold else set())]
-
-
-def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys in which two tables differ, including keys of only one of them."""
-    return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
-
-
-def _changed(names: Sequence[str], origin: Origin) -> str:
-    return f"{', '.join(names)}: not what {origin.folder} was trained with"
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from runners.errors import UserError, gigabytes
 from runners.machine.terminal import aligned, echo
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
-_SIZE = 1024  # of the matrices of the measured product
 _EXAMPLES = """\
 \b
 Examples:
@@ -35,8 +32,8 @@ def doctor_command(as_json: bool) -> None:
     """Look at this machine: what will be slow.
 
     Shows what the machine offers, what will be slow, and what mends it: device, memory, BLAS, compiler,
-    sandbox, versions against those that were tested, and the models in the Hub's cache. Nothing is changed.
-    The exit code is 2 where no run can start.
+    sandbox, and versions against those that were tested. Nothing is changed. The exit code is 2 where no run
+    can start.
     """
     found, problem = examine()
     if as_json:
@@ -64,9 +61,8 @@ def examine() -> tuple[dict[str, Any], str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
-        "compiler": _compiler(),
+        "compiler": shutil.which("g++") is not None,
         "sandbox": _sandbox(),
-        "cached_models": _cached_models(),
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
     try:
@@ -89,31 +85,8 @@ def _device() -> dict[str, Any]:
         "container_limit_bytes": limit if limit and limit <= total else None,
         "swap_used_bytes": swap_used(),
         "blas": Path(machine.blas).name if machine.blas else None,
-        "float32_gflops": _gflops(),
         "slow": list(machine.notices),
     }
-
-
-def _gflops() -> float:
-    """10^9 operations a second of a product of float32 matrices: the best of three."""
-    import mlx.core as mx
-
-    a = mx.ones((_SIZE, _SIZE))
-    mx.eval(a)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        mx.eval(a @ a)
-        seconds.append(time.perf_counter() - start)
-    return round(2 * _SIZE**3 / min(seconds) / 1e9, 1)
-
-
-def _compiler() -> str | None:
-    """The C++ compiler's first line about itself, without where it lies; None: there is none."""
-    if shutil.which("g++") is None:
-        return None
-    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
-    return (done.stdout.splitlines() or [""])[0] or None
 
 
 def _sandbox() -> str | None:
@@ -123,18 +96,6 @@ def _sandbox() -> str | None:
         return mechanism()
     except UserError:
         return None
-
-
-def _cached_models() -> dict[str, int]:
-    """How many models the Hub's cache has, and their bytes."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        models = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
-    except CacheNotFound:
-        models = []
-    return {"count": len(models), "bytes": sum(repo.size_on_disk for repo in models)}
 
 
 def _text(value: Any) -> str:

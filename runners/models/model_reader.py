@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +70,7 @@ def load_by_mlx_lm(
     from mlx_lm import utils
 
     def classes(config: dict) -> tuple[Any, Any]:
-        model, arguments = _model_classes(config)
+        model, arguments = utils._get_classes(config)
         return adapt(model), arguments
 
     read_config(path)  # checked before mlx-lm reads it
@@ -94,31 +93,6 @@ def load_by_mlx_lm(
             how = "model.trust_remote_code = true, or --trust-remote-code"
             message = f"it brings its own model code, which runs only with {how}"
         raise UserError(f"{path}: the model cannot be loaded: {first_lines(message)}") from error
-
-
-def _model_classes(config: dict) -> tuple[type[nn.Module], type]:
-    """mlx-lm's classes. gemma3n's wants keys and values of layers that attend to other layers' and do not use
-    their own; transformers 5 does not save them."""
-    from mlx_lm.utils import _get_classes
-
-    model, arguments = _get_classes(config)
-    if model.__module__ != "mlx_lm.models.gemma3n":
-        return model, arguments
-
-    class Model(model):  # type: ignore[misc, valid-type]
-        __module__ = model.__module__
-
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = super().sanitize(weights)
-            for name, leaf in named_leaves(self.parameters()).items():
-                unused = re.search(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
-                first = self.model.language_model.first_kv_shared_layer_idx
-                if unused and int(unused[1]) >= first:
-                    dtype = weights[name.replace(unused[2], "q_proj" if "proj" in name else "q_norm")].dtype
-                    weights.setdefault(name, mx.zeros(leaf.shape, dtype))
-            return weights
-
-    return Model, arguments
 
 
 def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:

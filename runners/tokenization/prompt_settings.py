@@ -24,7 +24,6 @@ from runners.files.links import check_links
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
 PROMPT_VERSION = 3
-_LATER = {"chat_template_kwargs": {}, "prompt_form": "chat"}  # what older files and runs do not have
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +44,7 @@ class PromptSettings:
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
         """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
-        values = {name: (_LATER | {**config[section]})[name] for name, (section, _) in _KEYS.items()}
+        values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -86,10 +85,8 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     stated, version = content.pop("format", None), content.pop("version", None)
     if stated != PROMPT_FORMAT:
         raise UserError(f"{file}: format: expected {show(PROMPT_FORMAT)}, found {show(stated)}")
-    if type(version) is not int or not 1 <= version <= PROMPT_VERSION:
-        raise UserError(f"{file}: version: expected 1 to {PROMPT_VERSION}, found {show(version)}")
-    if version < PROMPT_VERSION:
-        content = _LATER | content
+    if version != PROMPT_VERSION or version is True:
+        raise UserError(f"{file}: version: expected {PROMPT_VERSION}, found {show(version)}")
     if unknown := sorted(content.keys() - _KEYS.keys()):
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
     for name, (_, known) in _KEYS.items():

@@ -14,15 +14,15 @@ from grpo_fn.backends import disabled
 from runners.checkpoints.own_runs import remember
 from runners.checkpoints.resume import (
     Origin,
-    check_differences,
     check_free,
+    compare_config,
+    compare_inputs,
     decisions,
-    differences,
     earlier_decisions,
     find_origin,
 )
 from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
-from runners.checkpoints.run_inputs import check_inputs, data_digest, report_differences, run_inputs
+from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.checkpoints.saving import Saver, final_size, free_bytes
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
@@ -121,12 +121,7 @@ def _origin(
     if not overwrite and (resume is False or (origin is not None and _replaces(folder, origin))):
         check_free(folder, config.where("run.name"), replace_finished=config.run.overwrite)
     if origin is not None:
-        found = differences(config, origin)
-        if found:
-            listed = ", ".join(f"{key} was {was}, is {now}" for key, was, now in found)
-            shown.note(f"the config differs from that of {origin.folder}: {listed}")
-        if not changed:
-            check_differences(found, origin)
+        compare_config(config, origin, shown.note, allowed=changed)
     return origin
 
 
@@ -166,12 +161,10 @@ def _state(
         assert run.learner.state is not None
         budget = run.config.system.micro_batch_tokens
         return RunState(train=run.learner.state, micro_batch_tokens=budget, curriculum=run.curriculum)
-    if not changed:
-        check_inputs(facts["inputs"], origin)
+    compare_inputs(facts["inputs"], facts["arithmetic"], origin, shown.note, allowed=changed)
     shown.status("loading the checkpoint")
     state = restore(run, origin, changed=changed)
     shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
-    report_differences(facts["inputs"], facts["arithmetic"], origin, shown.note)
     return state
 
 

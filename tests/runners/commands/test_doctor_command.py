@@ -21,7 +21,7 @@ def test_a_machine_that_runs_these_tests_can_start_a_run(facts):
     found, problem = facts
     assert problem == ""
     assert found["memory_bytes"] >= found["free_memory_bytes"] > 0
-    assert found["float32_gflops"] > 0 and found["cores"] >= 1
+    assert found["cores"] >= 1
     assert {"mlx", "mlx-lm"} <= found["packages"].keys()
 
 

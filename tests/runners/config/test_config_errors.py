@@ -55,7 +55,7 @@ def faults(tmp_path, monkeypatch):
         ("loss.sequence_range = [2, 1]", "expected a list of 2 numbers: 0 <= low < high, found [2, 1]"),
         ("loss.overlong.buffer = 513", "expected at most rollout.max_new_tokens = 512, found 513"),
         ("loss.delta = 1", "expected a number > 1, found 1"),
-        ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, none, found"),
+        ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, none, "),
         ("loss.preset = 'dpao'", "did you mean dapo?"),
         (
             "reward.functions = []",
@@ -203,7 +203,6 @@ def test_faults_of_the_command_line_are_named_so(faults, override, line):
         (b"a = 1\nb = '\xff'", "byte 0xff"),
         (f"a = {'1' * 5000}", "5000 digits"),
         (f"a = {'[' * 5000}", ""),
-        ("a." * 20 + "b = 1", "too many dots"),
     ],
 )
 def test_a_syntax_error_names_its_place(faults, text, line):
@@ -230,14 +229,12 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
         ("x" * 5000, "x" * 5000 + ": no such file or preset; the presets are"),
         ("locked.toml", "locked.toml: cannot be read: Permission denied"),
         ("large.toml", "large.toml: expected at most 131,072 bytes, found more"),
-        ("many.toml", "many.toml: expected at most 2,000 keys and values, found 2,"),
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
     """An unknown name lists the nearest preset, or all; a file is bounded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "large.toml").write_text("#" * 200_000)
-    (tmp_path / "many.toml").write_text(f"a = [{'1,' * 2001}]")
     if name == "locked.toml":
         (tmp_path / name).touch()
         monkeypatch.setattr(

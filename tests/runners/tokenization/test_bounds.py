@@ -347,23 +347,3 @@ def test_a_long_line_is_a_bad_row(tmp_path):
     exact["z"] = "x" * (MAX_ROW - len(json.dumps(exact)) - 1)
     path.write_text(json.dumps(exact) + "\n" + ROW)
     assert not any(row.fault for row in read_file(path))
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ("\n".join(f"unknown{i} = 1" for i in range(600_000)), "expected at most 131,072 bytes"),
-        (
-            'model.path = "embedded"\n[rollout]\n' + "\n".join(f"u{i} = 1" for i in range(9_000)),
-            "expected at most 2,000 keys and values, found 9,003",
-        ),
-        ("reward.functions = [" + '"a",' * 20_000 + "]", "keys and values, found 20,002"),
-        ("run.seed = 1\n" + "a." * 60_000 + "a = 1", "a key has too many dots"),
-        ("[" + "'a'." * 30_000 + "a]", "a key has too many dots"),
-    ],
-    ids=["10 MB", "keys", "a list", "dots", "dots in a header"],
-)
-def test_configs_without_end(tmp_path, content, line):
-    """One line, not one for each key."""
-    (tmp_path / "train.toml").write_text(content)
-    assert line in refused("run", tmp_path / "train.toml")

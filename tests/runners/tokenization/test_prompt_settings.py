@@ -72,8 +72,8 @@ def test_what_is_written_is_read(tmp_path):
     ("change", "message"),
     [
         ({"format": "other"}, 'format: expected "grpo_fn.prompt", found "other"'),
-        ({"version": 4}, "version: expected 1 to 3, found 4"),
-        ({"version": True}, "version: expected 1 to 3, found true"),
+        ({"version": 4}, "version: expected 3, found 4"),
+        ({"version": True}, "version: expected 3, found true"),
         ({"chat_template_kwargs": {"a": [1]}}, "expected a table of strings, numbers, true or false, found"),
         (
             {"chat_template_kwargs": {"tokenize": True}},
