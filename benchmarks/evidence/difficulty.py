@@ -7,7 +7,6 @@ but for the draw; those without dynamic sampling, which take fewer tokens an upd
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ import click
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.pictures import joined
 from benchmarks.evidence.readings import AFTER, TAUGHT, TOKENS, learning, reach, read_log
-from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid
+from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid, sums_settings
+from benchmarks.evidence.real_tasks import SUMS
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Curve, Figure
@@ -37,15 +37,6 @@ ARMS = {
 WANTED = 0.6  # of dynamic sampling's tokens, to its accuracy
 LONGER = 1.5  # updates of an arm without dynamic sampling, for one with it
 GRID = 2000.0  # tokens between two points of a curve
-SETTINGS = (
-    'data.system_prompt=""',
-    "data.nudge=The answer is",
-    'reward.functions=["correctness_reward_func"]',
-    "answer.form=last_number",
-    "rollout.max_new_tokens=8",
-    "eval.every=10",
-)
-PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 QUICK = ("optim.batch_size=2", "eval.samples=4", "eval.every=1")
 
 
@@ -89,16 +80,14 @@ def main(plan: Plan, updates: int, sums: str) -> Sequence[Trial]:
     if not folder:
         say(f"difficulty: skipped, as {MODEL} names no folder")
         return []
+    source = "embedded" if plan.quick else sums
     settings = [
         f"model.path={folder}",
         f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-        f"data.source={'embedded' if plan.quick else sums}",
-        *(
-            (f"data.name={json.dumps(json.dumps(PROBLEMS))}",)
-            if sums.startswith("reasoning") and not plan.quick
-            else ()
-        ),
-        *SETTINGS,
+        f"data.source={source}",
+        *sums_settings(source),
+        *SUMS,
+        "eval.every=10",
         *(QUICK if plan.quick else ()),
     ]
     trials = []

@@ -27,7 +27,7 @@ from benchmarks.evidence.readings import (
     STEP,
     read_log,
 )
-from benchmarks.evidence.real_tasks import TASKS
+from benchmarks.evidence.real_tasks import PROBLEMS, TASKS
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Curve, Figure
 from runners.config.loading import load_config
@@ -84,6 +84,7 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
             f"model.path={folder}",
             f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
             f"data.source={data}",
+            *sums_settings(data),
             *TASKS[task],
             *(QUICK if plan.quick else ()),
         ]
@@ -97,6 +98,11 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
             command = ours if who == OURS else side("train", str(told), str(log), str(seed))
             trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
     return trials
+
+
+def sums_settings(source: str) -> tuple[str, ...]:
+    """The settings of reasoning-gym's sums, where the data are these and no copy of them."""
+    return (f"data.name={json.dumps(json.dumps(PROBLEMS))}",) if source.startswith("reasoning-gym:") else ()
 
 
 def _reading(folder: Path) -> Callable[[], list[Figure]]:

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 _RIGHT = ('reward.functions=["correctness_reward_func"]', "answer.form=last_number")
+PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+"""Of reasoning-gym's chain_sum; a small model gets about 13 % of its completions right."""
+SUMS = (
+    *_RIGHT,
+    'data.system_prompt=""',
+    "data.nudge=The answer is",
+    "rollout.max_new_tokens=8",
+)
 TASKS: dict[str, tuple[str, ...]] = {
     "JSON form": (
         'data.system_prompt=You reply with one line of JSON only, such as {"answer": 12}',
@@ -16,7 +24,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         "rollout.max_new_tokens=128",
         "optim.max_steps=24",
     ),
-    "sums": (*_RIGHT, "rollout.max_new_tokens=64", "optim.max_steps=40"),
+    "sums": (*SUMS, "optim.max_steps=60"),
     "GSM8K": (*_RIGHT, "data.eval_split=test", "rollout.max_new_tokens=200", "optim.max_steps=40"),
 }
 """Name -> overrides; the data of `sums` and `GSM8K` are options of the command."""
