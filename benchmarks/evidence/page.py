@@ -23,6 +23,7 @@ from benchmarks.evidence.readings import (
     SAMPLE_SIZE,
     SECONDS,
     STEP,
+    SYNC,
     TAUGHT,
     TO_ENOUGH,
     TOKENS,
@@ -79,6 +80,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(AFTER, "after, %"),
         Column(TOKENS, TOKENS),
         Column(TAUGHT, "groups that taught, %"),
+    ),
+    "real_samplers": (
+        Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
+        Column(HELD_OUT_AFTER, "after"),
+        Column(REWARD, REWARD),
+        Column(MISMATCH, "mismatch, nats a token"),
+        Column(SAMPLE_SIZE, "effective sample size, %"),
+        Column(STEP, "a step, s"),
+        Column(SYNC, "sync, % of a step"),
     ),
     "real_model": (
         Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
@@ -176,6 +186,7 @@ def picture_name(name: str) -> str:
 
 
 TITLES = {
+    "real_samplers": "A pretrained model's reward with few-bit samplers over seconds, means and ranges",
     "against_trl": "Reward and exact match of five runs here and five in TRL, means and ranges",
     "samplers": "Exact match of runs with few-bit samplers, means and ranges, by depth and correction",
     "presets": "Exact match and reward of the nine presets on the hard problems, means and ranges",
@@ -183,7 +194,7 @@ TITLES = {
     "difficulty": "Exact match over tokens sampled, by how prompts and groups are drawn, means and ranges",
     "real_model": "A pretrained model's reward over seconds of training, here and in TRL, means and ranges",
 }
-BELOW = {"real_model": "seconds of training", "difficulty": TOKENS}
+BELOW = {"real_model": "seconds of training", "real_samplers": "seconds of training", "difficulty": TOKENS}
 """What the curves of a command are over; the others' are over updates."""
 
 
@@ -202,6 +213,9 @@ def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, st
         elif name == "real_model":
             task, who = case.rsplit(", ", 1)
             panels.setdefault(f"{task}: reward", []).append((case, REWARD, who))
+        elif name == "real_samplers":
+            task, form, correction = case.split(", ")
+            panels.setdefault(f"{task}, correction {correction}: reward", []).append((case, REWARD, form))
         elif name == "difficulty":
             panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
         else:

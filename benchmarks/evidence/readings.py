@@ -24,6 +24,7 @@ TOKENS = "tokens sampled"
 TAUGHT = "groups that taught"
 PEAK = "peak memory of the GPU"
 MISMATCH, SAMPLE_SIZE, MASKED = "mismatch", "effective sample size", "masked tokens"
+SYNC = "time of a sync"
 _SAMPLER = {  # the log's name -> figure, unit, factor
     "sampling/sampling_logp_difference/mean": (MISMATCH, "nats", 1.0),
     "sampling/effective_sample_size": (SAMPLE_SIZE, "%", 100.0),
