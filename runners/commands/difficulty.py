@@ -49,8 +49,6 @@ def difficulty_command(
     loaded = loaded.check()
     run = loaded.run
     path = Path(out or f"{run.output_dir}/{run.name}.difficulty.jsonl").expanduser()
-    if path.is_dir():
-        raise UserError(f"--out {path}: expected a file, found a folder")
 
     def progress(done: int, total: int, seconds: float) -> None:
         rest = f", {duration_text(seconds)} left" if done < total else ""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from runners.config.sections import DataConfig
 from runners.data.curriculum import Estimates, measured
@@ -33,40 +32,28 @@ def _fits(line: dict[str, Any]) -> bool:
 
 def with_difficulty(
     examples: Sequence[Example], config: DataConfig
-) -> tuple[list[Example], np.ndarray | None, Estimates | None, tuple[str, ...]]:
-    """The training prompts as data.curriculum has them, numbered in their order.
-
-    Returns them; with "static" the measured rate of each, by which a stream orders them; what a run knows of
-    them before its first step, None without a curriculum; and a line on those that are left out.
+) -> tuple[list[Example], Estimates | None, list[str]]:
+    """The training prompts as data.curriculum has them, numbered in their order; what a run knows of them
+    before its first step, None without a curriculum; and a line on those that are left out.
 
     Raises UserError if none is left, or if no prompt is in the file.
     """
     if config.curriculum == "none":
-        return list(examples), None, None, ()
-    lines = read_difficulty(Path(config.difficulty)) if config.difficulty else []
-    counts = measured(examples, lines)
-    if lines and not any(count for _, count in counts):
-        raise UserError(
-            f"data.difficulty = {config.difficulty}: none of the {len(examples)} training prompts is in it; "
-            "it was measured with other data, or another system prompt"
-        )
+        return list(examples), None, []
+    place = f"data.difficulty = {config.difficulty}"
+    counts = measured(examples, read_difficulty(Path(config.difficulty)) if config.difficulty else [])
+    if config.difficulty and not any(samples for _, samples in counts):
+        raise UserError(f"{place}: none of the {len(examples)} training prompts is in it")
+    kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        fits = [count > 0 and low <= passes / count <= high for passes, count in counts]
-        left_out = len(fits) - sum(fits)
-        if left_out == len(fits):
-            raise UserError(
-                f"data.difficulty = {config.difficulty}: no prompt has a pass rate from {low:g} to {high:g} "
-                "(data.pass_rates)"
-            )
-        examples = [example for example, fit in zip(examples, fits, strict=True) if fit]
-        counts = [count for count, fit in zip(counts, fits, strict=True) if fit]
-        notices = (
-            f"data.curriculum: {left_out} of {len(fits)} training prompts are left out, as their pass rate "
-            f"is not from {low:g} to {high:g}, or was not measured",
-        )
-    else:
-        notices = ()
-    estimates = Estimates.of(counts)
-    numbered = [attrs.evolve(example, number=number) for number, example in enumerate(examples)]
-    return numbered, estimates.first_n if config.curriculum == "static" else None, estimates, notices
+        kept = [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]
+        if not kept:
+            raise UserError(f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)")
+    notice = (
+        f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are left out, as "
+        "their pass rate is outside of data.pass_rates, or was not measured"
+    )
+    numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
+    known = Estimates.of([count for _, count in kept])
+    return numbered, known, [notice] if len(kept) < len(examples) else []

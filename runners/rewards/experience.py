@@ -105,57 +105,37 @@ def join_experiences(parts: list[Experience]) -> Experience:
 def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int], size: int) -> Experience:
     """Groups of `size` from their first completions and, of `groups`, the rest.
 
-    The others have empty completions without a reward in place of those that were not drawn.
+    In place of those that were not drawn the others have completions of no token and without a reward.
     """
-    begun = first.rollout.num_generations
-    rows = _of_rows(first) if rest is None else join_experiences([_of_rows(first), _of_rows(rest)])
-    index, drawn = [], []
-    for p in range(len(first.examples)):
-        more = len(first.texts) + groups.index(p) * (size - begun) if p in groups else None
-        index += range(p * begun, (p + 1) * begun)
-        index += [p * begun] * (size - begun) if more is None else range(more, more + size - begun)
-        drawn += [True] * begun + [more is not None] * (size - begun)
-    rows, drawn_b = select_groups(rows, index), mx.array(drawn)
-    masked = {
-        name: mx.where(drawn_b.reshape(-1, *[1] * (array.ndim - 1)), array, mx.zeros_like(array))
-        for name in ("tokens_bt", "lengths_b", "logp_bt", "entropy_bt")
-        if (array := getattr(rows.rollout, name)) is not None
-    }
-    images = rows.rollout.images
-    rollout = attrs.evolve(
-        rows.rollout,
-        prompts=rows.rollout.prompts[::size],
-        num_generations=size,
-        finished_b=rows.rollout.finished_b | ~drawn_b,
-        images=None if images is None else images[::size],
-        **masked,
-    )
+    begun, prompts = first.rollout.num_generations, len(first.examples)
+    rows = join_experiences([_regrouped(part, 1) for part in (first, rest) if part is not None])
+    ends = ((0, 0), (0, size - begun))
+    row_pg = np.pad(np.arange(prompts * begun).reshape(prompts, begun), ends, mode="edge")
+    row_pg[groups, begun:] = np.arange(prompts * begun, len(rows.texts)).reshape(-1, size - begun)
+    drawn_pg = np.arange(size) < np.full((prompts, 1), begun)
+    drawn_pg[groups] = True
+    drawn_b = drawn_pg.reshape(-1)
+    whole = _regrouped(select_groups(rows, row_pg.reshape(-1).tolist()), size)
     return attrs.evolve(
-        rows,
-        rollout=rollout,
-        examples=rows.examples[::size],
-        texts=tuple(text if there else "" for text, there in zip(rows.texts, drawn, strict=True)),
-        values_kb=np.where(drawn, rows.values_kb, np.nan),
-        rewards_pg=rows.rewards_pg.reshape(-1, size),
-        advantages_pg=mx.zeros((len(first.examples), size)),
+        whole,
+        rollout=attrs.evolve(whole.rollout, lengths_b=whole.rollout.lengths_b * mx.array(drawn_b)),
+        values_kb=np.where(drawn_b, whole.values_kb, np.nan),
         sampled_tokens=first.sampled_tokens + (rest.sampled_tokens if rest else 0),
     )
 
 
-def _of_rows(part: Experience) -> Experience:
-    """The experience as groups of one completion each."""
-    size, rollout = part.rollout.num_generations, part.rollout
-
-    def repeated(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(value for value in values for _ in range(size))
-
-    images = None if rollout.images is None else repeated(rollout.images)
+def _regrouped(part: Experience, size: int) -> Experience:
+    """The same rows in groups of another size, each with the prompt of its first row, without advantages."""
+    rollout, old = part.rollout, part.rollout.num_generations
+    groups = [row // old for row in range(0, len(part.texts), size)]
+    images = None if rollout.images is None else tuple(rollout.images[p] for p in groups)
+    prompts = tuple(rollout.prompts[p] for p in groups)
     return attrs.evolve(
         part,
-        rollout=attrs.evolve(rollout, prompts=repeated(rollout.prompts), num_generations=1, images=images),
-        examples=repeated(part.examples),
-        rewards_pg=part.rewards_pg.reshape(-1, 1),
-        advantages_pg=mx.zeros((len(part.texts), 1)),
+        rollout=attrs.evolve(rollout, prompts=prompts, num_generations=size, images=images),
+        examples=tuple(part.examples[p] for p in groups),
+        rewards_pg=part.rewards_pg.reshape(-1, size),
+        advantages_pg=mx.zeros((len(groups), size)),
     )
 
 

@@ -120,13 +120,14 @@ def build_run(
         where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
         raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
     data = _examples(config, rows, loaded, environments)
-    train, rates_n, curriculum, left_out = with_difficulty(data.train, config.data)
+    train, curriculum, left_out = with_difficulty(data.train, config.data)
     data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
     longest = max(len(example.tokens) for example in data.train)
     config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
     length = RunLength.of(config, len(data.train))
+    rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
     stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
     decided = decided() if callable(decided) else decided
     if decided is not None:

@@ -150,14 +150,14 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = attrs.evolve(DataConfig(), curriculum="static", difficulty=str(path))
-    train, rates_n, known, notices = with_difficulty(prompts, config)
+    train, known, notices = with_difficulty(prompts, config)
     assert [example.text for example in train] == [prompts[n].text for n in (2, 3)]
     assert [example.number for example in train] == [0, 1]
-    assert rates_n.tolist() == [0.5, 0.25]
+    assert known.first_n.tolist() == [0.5, 0.25]
     assert "3 of 5 training prompts are left out" in notices[0]
     assert known.weight_n.tolist() == [8, 8]
-    train, rates_n, known, notices = with_difficulty(prompts, attrs.evolve(config, curriculum="adaptive"))
-    assert (len(train), rates_n, notices) == (5, None, ())
+    train, known, notices = with_difficulty(prompts, attrs.evolve(config, curriculum="adaptive"))
+    assert (len(train), notices) == (5, [])
     assert known.first_n.tolist() == [0, 1, 0.5, 0.25, NEVER]
     with pytest.raises(UserError, match=r"no prompt has a pass rate from 0.9 to 0.95"):
         with_difficulty(prompts, attrs.evolve(config, pass_rates=(0.9, 0.95)))
