@@ -81,26 +81,6 @@ def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int 
     return reward
 
 
-def overlong_reward(limit: int, buffer: int, penalty: float = 1.0) -> RewardFunction:
-    """DAPO's soft penalty on length (arXiv 2503.14476, eq. 13): 0 up to limit − buffer tokens, then in a line
-    down to −penalty at `limit`, and −penalty beyond.
-
-    `loss.overlong` does the same for the run's own limit; this reward can have its own weight, limit and log
-    entry. Raises ValueError unless 0 < buffer <= limit and penalty >= 0.
-    """
-    if not 0 < buffer <= limit or penalty < 0:
-        raise ValueError(
-            f"limit = {limit}, buffer = {buffer}, penalty = {penalty}: expected 0 < buffer <= limit and "
-            "penalty >= 0"
-        )
-
-    def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-        beyond = [len(ids) - (limit - buffer) for ids in completion_ids]
-        return [-penalty * min(max(n / buffer, 0.0), 1.0) for n in beyond]
-
-    return reward
-
-
 def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     """A reward that was written for plain texts, as TRL's are for data without conversations.
 

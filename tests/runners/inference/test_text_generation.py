@@ -3,12 +3,10 @@
 import re
 
 import attrs
-import mlx.core as mx
 import mlx_lm
 import pytest
 
 import grpo_fn as g
-from grpo_fn.prng import EVALUATION, fold_in
 from runners.data.rendering import render
 from runners.engines.engine import Requests
 from runners.inference.batches import sample_batches
@@ -101,14 +99,6 @@ def test_a_greedy_stream_is_mlx_lms_own(model):
     ]
     sampling = g.Sampling(temperature=0.0, max_new_tokens=12)
     assert streamed(model, example.tokens, sampling)[1].tokens == tuple(theirs)
-
-
-def test_seeds_and_purposes_share_no_completion(model):
-    """Four copies of a question from seeds 0 to 3, and from one seed for another purpose: all different."""
-    examples = examples_of(model)[:1] * 4
-    keys = [generation_key(seed) for seed in range(4)] + [fold_in(mx.random.key(0), EVALUATION)]
-    drawn = [batched(model, examples, g.Sampling(max_new_tokens=24), key=key) for key in keys]
-    assert len({completion.tokens for found in drawn for completion in found}) == 20
 
 
 def test_batches_of_any_size_give_the_same(model):

@@ -12,10 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from runners.config.loading import load_config
 from runners.report import RunRecord, write_report
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS, wait_until
 from tests.support.processes.warm_process import Popen
 from tests.support.services.browsing import WAIT, opened, quiet
@@ -69,13 +66,6 @@ def answer(url, path):
         return None
     finally:
         line.close()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a quickstart of two updates."""
-    sets = [f"run.output_dir={tmp_path_factory.mktemp('finished')}", "optim.max_steps=2", *SHORT]
-    return run_training(load_config("quickstart", sets), report=Quiet()).folder
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +124,10 @@ def test_a_killed_run_takes_its_live_page_along(killed):
     assert state_of(killed["folder"]) == "interrupted"
 
 
-def test_their_reports_in_a_browser(tab, finished, stopped, killed, tmp_path):
+def test_their_reports_in_a_browser(tab, stopped, killed, tmp_path):
     """Each says how its run ended, and shows what there is."""
     write_report([killed["folder"]], killed["folder"] / "report.html")
-    states = {"finished": finished, "stopped": stopped["folder"], "ended without a word": killed["folder"]}
+    states = {"stopped": stopped["folder"], "ended without a word": killed["folder"]}
     for state, folder in states.items():
         opened(tab, folder / "report.html")
         assert tab.inner_text("#state") == state

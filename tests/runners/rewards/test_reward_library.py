@@ -8,7 +8,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.rewards import library
-from runners.rewards.library import length_reward, math_verify_reward, overlong_reward, regex_reward
+from runners.rewards.library import length_reward, math_verify_reward, regex_reward
 from runners.rewards.scoring import Scorer, resolve_rewards
 
 
@@ -116,22 +116,6 @@ def test_lengths():
     for numbers in ((3, 2), (-1, 2)):
         with pytest.raises(ValueError, match="expected 0 <= shortest"):
             length_reward(*numbers)
-
-
-def test_overlong_reward_equals_the_losses_penalty():
-    """0 to limit − buffer, −penalty at the limit, the line between; the same as `g.overlong_penalty`."""
-    import mlx.core as mx
-
-    import grpo_fn as g
-
-    lengths = [0, 6, 7, 8, 10, 12]
-    found = overlong_reward(10, 4, 2.0)(completions(*"abcdef"), completion_ids=[[0] * n for n in lengths])
-    assert found == [0, 0, -0.5, -1.0, -2.0, -2.0]
-    theirs = g.overlong_penalty(mx.array(lengths[:-1]), 10, 4, 2.0)
-    assert theirs.tolist() == found[:-1]
-    for numbers in ((10, 0), (10, 11), (10, 4, -1.0)):
-        with pytest.raises(ValueError, match="expected 0 < buffer"):
-            overlong_reward(*numbers)
 
 
 def test_library_rewards_work_from_a_users_file(tmp_path):
