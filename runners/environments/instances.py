@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.user_functions import public_functions, resolve_function
-from runners.errors import UserError, error_line, show
+from runners.errors import UserError, error_line, show, text_of
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, TURN_REWARDS
 
 _NOT_TOOLS = ("reset", GET_REWARD, GET_TURN_REWARDS)
@@ -145,7 +145,7 @@ def call(
             awaited = inspect.iscoroutinefunction(functions[name])
             return found if awaited else _shown(name, found, characters)
         except (Exception, SystemExit) as error:
-            return failure(name, _error_text(error))
+            return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
     async def together() -> list[Result]:
         results = []
@@ -154,7 +154,7 @@ def call(
             try:
                 results.append(_shown(name, await found, characters) if inspect.isawaitable(found) else found)
             except (Exception, SystemExit) as error:
-                results.append(failure(name, _error_text(error)))
+                results.append(failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR]))
         return results
 
     if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
@@ -218,10 +218,3 @@ def _observation(value: Any) -> str:
     if isinstance(value, list):
         return "".join(str(x.get("text", "")) for x in value if isinstance(x, Mapping))
     return "" if value is None else str(value)
-
-
-def _error_text(error: BaseException) -> str:
-    try:
-        return (str(error) or type(error).__name__)[:_LONGEST_ERROR]
-    except Exception:  # raised by the tool's own exception class
-        return type(error).__name__

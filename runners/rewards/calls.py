@@ -160,11 +160,10 @@ def _as_float(value: Any, weight: float) -> tuple[float, str]:
         return math.nan, f"returned {type(value).__name__}, expected a number or None"
     try:
         number = float(value)
-    except (OverflowError, ValueError):  # an integer too large for floats; a signalling NaN of Decimal
+    except (
+        Exception
+    ):  # an integer too large for floats; a signalling NaN of Decimal; a class of the reward's own
         number = math.nan
-    except (Exception, SystemExit) as error:  # raised by the reward's own class
-        kind = type(value).__name__
-        return math.nan, f"returned a {kind} that is no float, as it raises {type(error).__name__}"
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"
     if abs(number) * max(abs(weight), 1.0) > _LARGEST:

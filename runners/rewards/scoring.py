@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS
-from runners.errors import RewardError, did_you_mean, show
+from runners.errors import RewardError, show
 from runners.judges import Judge
 from runners.rewards.calls import run, run_async
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
@@ -70,10 +70,7 @@ class Scorer:
         if not 0 <= self.timeout < float("inf"):
             raise ValueError(f"timeout is {self.timeout}; expected seconds, or 0 for no limit")
         if self.on_error not in _ON_ERROR:
-            raise ValueError(
-                f"on_error is {show(self.on_error)}; expected {' or '.join(_ON_ERROR)}"
-                f"{did_you_mean(str(self.on_error), _ON_ERROR)}"
-            )
+            raise ValueError(f"on_error is {show(self.on_error)}; expected {' or '.join(_ON_ERROR)}")
 
     def score(
         self,

@@ -72,18 +72,10 @@ def is_own_name(name: str) -> bool:
 def _name(function: str, name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{function}: expected a text as a name, found {type(name).__name__}")
-    return str.__str__(name)
+    return name
 
 
 def _plain(value: Any) -> Any:
-    """The value as one of JSON's types: an object of another class could run its code while it is written."""
+    """The value as one of JSON's types."""
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int.__int__(value)
-    if type(value) is list:
-        return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return float.__float__(value)
-    return str.__str__(value if isinstance(value, str) else value_text(value))
+    return value if value is None or isinstance(value, bool | int | float | str) else value_text(value)

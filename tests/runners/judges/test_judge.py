@@ -152,11 +152,11 @@ def test_a_faulty_answer_gives_no_reward_and_one_line(answer, said):
         "SCORE: 5 \ud800",
         *(
             completion("SCORE: 5", usage={"prompt_tokens": count, "completion_tokens": 1})
-            for count in (1 << 63, math.inf, math.nan, "many", [1])
+            for count in (math.inf, math.nan, "many", [1])
         ),
         "SCORE: " + "9" * 90_000 + ".9.9",
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_an_odd_answer_has_no_reward_and_the_others_do(odd):
     """NaN there alone; it is not cached, but asked again the next time."""
