@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "runners.cli:run_command",
+    "sft": "runners.cli:sft_command",
     "plan": "runners.commands.plan:plan_command",
     "bench": "runners.commands.plan:bench_command",
     "init": "runners.commands.init:init_command",
@@ -169,6 +170,24 @@ def run_command(
         if stopped.exit_code == INTERRUPTED and not getattr(stopped, "reported", True):
             to_terminal(stopped.advice)  # of several ranks: after Ctrl-C mlx.launch shows nothing more
         raise
+
+
+def _sft(overrides: Sequence[str], **options: Any) -> None:
+    assert run_command.callback is not None
+    run_command.callback(overrides=(*overrides, "sft.only=true"), **options)
+
+
+sft_command = click.Command(
+    "sft",
+    callback=_sft,
+    params=run_command.params,
+    context_settings=HELP,
+    help="""Fine-tune a model on gold completions: the supervised updates of [sft] and nothing else.
+
+    CONFIG and the options are those of `grpo run`, which goes on with GRPO. The completions are those of
+    data.completion, or of sft.completions.
+    """,
+)
 
 
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)

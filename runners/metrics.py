@@ -14,7 +14,7 @@ _TABLE = """
 update | count | updates of the optimizer so far; 0 is before training | rises by 1 | –
 batch_step | count | rollouts so far | `optim.gradient_accumulation_steps` times `update`, or less with `optim.num_iterations` or `optim.minibatches` | –
 epoch | passes | how far the run is in its training data | rises to `optim.num_epochs`, unless `optim.max_steps` ends it before | –
-num_tokens | tokens | completion tokens sampled so far, including those that were not used | rises | –
+num_tokens | tokens | completion tokens sampled so far, including those that were not used, and gold ones that were learned | rises | –
 
 # Success
 em | share, 0 to 1 | exact match: held-out problems whose greedy completion has the right answer | rises over many updates. With 200 problems an uncertainty of ±0.07 is normal (95 %, at 0.5) | compare runs with `grpo eval`, which gives intervals. If `reward` rises and `em` does not, a reward can be earned without being right: read `completions.jsonl`
@@ -23,6 +23,9 @@ eval/reward_std | your rewards' | its spread over the problems | – | –
 eval/rewards/{name} | your reward's | the mean of one reward function there | rises for what you care about | as `rewards/{name}/mean`
 eval/truncated | share | held-out completions that were cut off at the length limit | below 0.1 | a larger `rollout.max_new_tokens`
 em_subset | problems | how many problems `em` and `eval/reward` were measured on | `eval.samples` or all that are held out | –
+
+eval/loss | nats a token | with [supervised updates](sft.md): the cross-entropy of the held-out gold completions' tokens | falls; rises again when an epoch too many is learned by heart | a lower `sft.learning_rate`, fewer `sft.epochs`
+eval/perplexity | tokens | its exponential: among how many equally likely tokens the model chooses | falls | the same
 
 # Rewards
 reward | your rewards' | mean over completions of what the advantage is computed from: the weighted sum, and the length penalty | rises, with noise from update to update | flat for hundreds of updates: a higher `optim.learning_rate`, more `rollout.num_generations`, easier prompts. Falling: a lower learning rate
@@ -63,7 +66,7 @@ eval/tool_calls | calls | mean over held-out episodes | as in training | –
 eval/failed_calls | calls | mean over held-out episodes of calls that raised, or named no tool | falls | read the conversations in the [report](report.md)
 
 # The learner
-loss | – | the value whose gradient is taken | near 0, of either sign: with one update a rollout, positive and negative advantages cancel. It does not show progress | `null`: see `update_skipped`
+loss | – | the value whose gradient is taken | near 0, of either sign: with one update a rollout, positive and negative advantages cancel. It does not show progress; in [supervised updates](sft.md) it is the cross-entropy, nats a token, and falls | `null`: see `update_skipped`
 grad_norm | – | length of the gradient before it is cut to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group had a spread | grows tenfold and stays: a lower `optim.learning_rate`
 learning_rate | – | the optimizer's rate at this update | follows `optim.schedule` | –
 entropy | nats a token | how undecided the model is, mean over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become equal; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: the model falls apart; a lower learning rate

@@ -29,6 +29,7 @@ def run_inputs(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     rewards: Sequence[Reward],
+    gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
     columns = columns_read(rewards, list(examples[0].columns) if examples else [], bool(config.data.answer))
@@ -53,6 +54,8 @@ def run_inputs(
             files[f"the {name} of model.adapters"] = Path(adapters) / name
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     found[HELD_OUT] = data_digest(held_out)
+    if gold:
+        found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
     found["the model's config.json"] = _digest(
         [json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)]
     )

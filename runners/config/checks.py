@@ -17,6 +17,7 @@ from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.sections import CALCULATOR, EMBEDDED, REWARD_NAMES, SHIPPED, TASK_SCORE, TASKS, judge_of
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
+from runners.files.run_files import COMPLETIONS
 
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -53,7 +54,7 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     Faults go to `found.problems`, one line each.
     """
     result, paths = dict(built), _Paths(found)
-    for name in ("run", "model", "data", "reward", "env"):
+    for name in ("run", "model", "data", "reward", "env", "sft"):
         if built[name] is not None:
             result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
     for name, judge in (built["judge"] or {}).items():
@@ -121,6 +122,14 @@ class _Paths:
             "difficulty": difficulty or data.difficulty,
             "transform": self.function(data.transform, "data.transform"),
         }
+
+    def sft(self, sft: Any) -> dict[str, Any]:
+        file = self.existing(sft.completions) if sft.completions else ""
+        if file and os.path.isdir(file):
+            file = self.existing(os.path.join(file, COMPLETIONS))
+        if file is None:
+            self.fault("sft.completions", f"no such file or folder of a run: {show(sft.completions)}")
+        return {"completions": file or sft.completions}
 
     def reward(self, reward: Any) -> dict[str, Any]:
         functions, weights = reward.functions, reward.weights
@@ -279,7 +288,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
         if value(key):
             expect(key, f'{show(type(value(key))())} with data.prompt_form = "raw"')
-    if value("reward.functions") == () and value("env.factory") in ("", CALCULATOR):
+    if value("reward.functions") == () and not value("sft.only") and value("env.factory") in ("", CALCULATOR):
         measured = "or an env.factory whose class has get_reward"
         if value("data.answer") == "":
             expect("data.answer", f"a column, your own reward in reward.functions, {measured}")

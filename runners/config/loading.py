@@ -45,6 +45,7 @@ class Config:
     judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by name
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
+    sft: sections.SftConfig = attrs.field(factory=sections.SftConfig)
     env: sections.EnvConfig = attrs.field(factory=sections.EnvConfig)
     eval: sections.EvalConfig = attrs.field(factory=sections.EvalConfig)
     checkpoint: sections.CheckpointConfig = attrs.field(factory=sections.CheckpointConfig)

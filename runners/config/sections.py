@@ -126,6 +126,7 @@ class DataConfig:
     eval_split: str = key("test", "the evaluation data; if it is the same as `split`, or the source is a single file, the last tenth of the rows (1 to 1,000) is held out", "one line, not empty")
     question: str = key("question", "the column that holds the question", "one line, not empty")
     answer: str = key("answer", "the column that holds the answer: the part after its last `####`, or all of it if there is none; empty, or no such column: the data has none, and your own [rewards](rewards.md#your-own) or an [environment](turns.md#an-environment) measure")
+    completion: str = key("", "the column that holds the gold completion, for [supervised updates](sft.md): a text, or a list of messages whose last turn is the assistant's (if it is that of `prompt` too, the prompt is what precedes); empty: all of `answer`")
     prompt: str = key("", "the column that holds a whole prompt, a list of messages (or a text), in place of `question`: see [turns](turns.md#messages); empty: none")
     image: str = key("", "the column of images, paths beside the data or bytes, for vision-language models: see [images](vision.md); empty: none")
     image_folder: str = key("", "the folder of the images' paths, which must stay inside it; empty: that of the data")
@@ -274,6 +275,24 @@ class OptimConfig:
     minibatches: int = key(1, "updates per pass: the rollout is cut into this many parts; at most `batch_size` × `num_generations`", ">= 1")
     max_bad_updates: int = key(10, "the run ends after this many updates in a row with numbers that are not finite; 0: never; see [faults.md](faults.md)", ">= 0")
     shard: bool = key(False, "with several ranks: each keeps and updates its part of masters and moments; needs float32 ones, and no quantized role; see [many devices](many-devices.md#sharding-the-optimizer)")
+
+
+@attrs.frozen(kw_only=True)
+class SftConfig:
+    """[sft]: supervised updates on gold completions, before GRPO's or alone: see [supervised updates](sft.md)."""
+
+    updates: int = key(0, "supervised updates before GRPO; 0: as many as `epochs` takes", ">= 0")
+    epochs: int = key(0, "passes over the gold completions before GRPO; 0 with `updates` = 0: none", ">= 0")
+    only: bool = key(False, "end after the supervised updates, as `grpo sft` does; by default one epoch")
+    completions: str = key("", "a run's folder or a file like its `completions.jsonl`, whose prompts and completions are used in place of `data.completion`; empty: none")
+    min_reward: float = key(1.0, "of `completions`, only those with at least this reward are used")
+    learning_rate: float = key(1e-05, "AdamW's for these updates, the largest of `optim.schedule`, which GRPO begins again", ">= 0")
+    batch_size: int = key(0, "gold completions per batch step; 0: as many as GRPO samples, `optim.batch_size` × `rollout.num_generations`", ">= 0")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are supervised updates."""
+        return self.only or self.updates + self.epochs > 0
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ from runners.config.loading import Config
 from runners.config.sections import TASKS, DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.hub_rows import hub_rows
-from runners.data.messages import prompt_fault
+from runners.data.messages import prompt_fault, prompt_of
 from runners.data.prompts import gold_answer
 from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
 from runners.data.row_images import image_folder
@@ -174,7 +174,8 @@ def _usable(found: Iterable[RawRow], config: DataConfig, where: str, transform: 
 def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
     found = list(dict.fromkeys(name for raw in raw_rows if not raw.fault for name in raw.values))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
-    for key, field in (asked, ("answer", config.answer), ("image", config.image)):
+    named = (("answer", config.answer), ("image", config.image), ("completion", config.completion))
+    for key, field in (asked, *named):
         if found and field and field not in found:
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
@@ -197,7 +198,7 @@ def _text_columns(raw_rows: list[RawRow]) -> list[str]:
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     field = config.prompt or config.question
-    question, answer = row.get(field), row.get(config.answer)
+    question, answer = prompt_of(row, config), row.get(config.answer)
     if question is None:
         return f"no {field}"
     if not config.prompt and not isinstance(question, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runners.config.sections import DataConfig
 from runners.errors import show
 
 Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
@@ -29,6 +30,21 @@ def prompt_fault(value: Any) -> str:
     if value[-1]["role"] == "assistant":
         return "ends with the assistant's turn, which the model has to write"
     return ""
+
+
+def prompt_of(row: Mapping[str, Any], config: DataConfig) -> Any:
+    """A row's prompt, unchecked: without the assistant's last turn where that is the gold completion."""
+    value: Any = row.get(config.prompt or config.question)
+    return value[:-1] if config.completion == config.prompt and gold_turn(value) is not None else value
+
+
+def gold_turn(value: Any) -> str | None:
+    """The text of the assistant's turn that ends a list of messages; None: there is none."""
+    last = value[-1] if isinstance(value, list | tuple) and value else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return None
+    content = _cleaned(last)["content"] if prompt_fault([{**last, "role": "user"}]) == "" else None
+    return content or None
 
 
 def conversation(value: Any, system: str = "") -> tuple[Message, ...]:

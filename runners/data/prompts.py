@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from runners.config.sections import REWARD_ARGUMENTS, DataConfig
-from runners.data.messages import Message, conversation
+from runners.data.messages import Message, conversation, prompt_of
 from runners.data.rendering import render
 from runners.data.row_images import row_images
 from runners.data.value_text import value_text, without_exponent
@@ -33,6 +33,7 @@ class Example:
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
     number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
+    gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
 
 
 def build_examples(
@@ -91,7 +92,7 @@ def _example(
     gold = gold_answer(row[config.answer]) if config.answer else ""
     if gold is None:
         raise UserError(f"no answer in {config.answer}: {show(row[config.answer])}")
-    messages = conversation(row[config.prompt or config.question], config.system_prompt)
+    messages = conversation(prompt_of(row, config), config.system_prompt)
     images = row_images(row, config)
     text, tokens = render(
         tokenizer,

@@ -104,7 +104,7 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
             "a model that was tuned for chats has one in chat_template.jinja or tokenizer_config.json; "
             'data.chat_template names another, and data.prompt_form = "raw" leaves prompts as they are'
         ]
-    end = _end_of_turn(tokenizer, data.chat_template_kwargs)
+    end = end_of_turn(tokenizer, data.chat_template_kwargs)
     if not end or any(text in end for text in stop):
         return []
     ends = set(getattr(tokenizer, "eos_token_ids", ()))
@@ -116,7 +116,7 @@ def template_notices(tokenizer: Any, data: DataConfig, stop: Sequence[str] = ())
     ]
 
 
-def _end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
+def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     """What the template writes behind an assistant's words; empty if that is unknown."""
     words = "the words"
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": words}]

@@ -80,11 +80,25 @@ class RunLength:
 
     batch_steps: int  # rollouts
     updates: int  # optimizer updates, including all passes over each rollout
+    supervised: int = 0  # batch steps: the first ones, on gold completions
+    supervised_updates: int = 0
 
     @classmethod
-    def of(cls, config: Config, examples: int) -> RunLength:
-        """From the config and the number of training examples."""
-        optim = config.optim
+    def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
+        """From the config and the numbers of training examples and of gold completions."""
+        optim, sft, first, own = config.optim, config.sft, 0, 0
+        if gold:
+            accumulated = gold_batch(config) * optim.gradient_accumulation_steps
+            first = sft.updates or math.ceil(gold * max(sft.epochs, 1) / accumulated)
+            own = first * optim.gradient_accumulation_steps
+        if sft.only:
+            return cls(own, first, own, first)
         steps = optim.max_steps or math.ceil(examples * optim.num_epochs / optim.batch_size)
         phases = math.ceil(steps / optim.gradient_accumulation_steps)
-        return cls(steps, phases * optim.num_iterations * optim.minibatches)
+        updates = phases * optim.num_iterations * optim.minibatches
+        return cls(own + steps, first + updates, own, first)
+
+
+def gold_batch(config: Config) -> int:
+    """Gold completions of a supervised batch step."""
+    return config.sft.batch_size or config.optim.batch_size * config.rollout.num_generations

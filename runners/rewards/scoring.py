@@ -65,8 +65,6 @@ class Scorer:
     _calls: dict[Worker, Calls] = attrs.field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
-        if not self.rewards:
-            raise ValueError("rewards is empty; expected at least one")
         if not 0 <= self.timeout < float("inf"):
             raise ValueError(f"timeout is {self.timeout}; expected seconds, or 0 for no limit")
         if self.on_error not in _ON_ERROR:
@@ -93,9 +91,12 @@ class Scorer:
         `environments` are passed on unchanged. Async rewards are awaited together, the others run one after
         another.
 
-        Raises ValueError for arguments of different lengths or a column with a reserved name; UserError for a
+        Raises ValueError without rewards, for arguments of different lengths or a reserved name of a column;
+        UserError for a
         reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
         """
+        if not self.rewards:
+            raise ValueError("rewards is empty; expected at least one")
         completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
         known = {"completions": completions, "prompts": prompts, **columns, "completion_ids": completion_ids}
         given = {name: list(entries) for name, entries in known.items() if entries is not None}

@@ -118,7 +118,7 @@ def step_line(progress: Progress) -> str:
     small = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
     penalty = metrics.get("length_penalty")
     parts = [
-        f"reward {number_text(metrics.get('reward'))}",
+        f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
         "" if penalty is None else f"length penalty {number_text(penalty)}",
         "{} {}".format(*progress.headline[:2]).replace("exact match", "em"),
         f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",

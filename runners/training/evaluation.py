@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -20,6 +20,7 @@ from runners.telemetry.events import Evaluated, Status
 from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
+from runners.training.supervised import gold_metrics
 
 LONG = 60.0  # seconds: shorter evaluations are never made smaller
 FEW = 16  # problems of each rank whose time is measured first
@@ -37,15 +38,16 @@ def evaluate_if_due(session: Session) -> None:
 def evaluate(session: Session, name: str) -> None:
     """Measures exact match and the run's own rewards. A long evaluation before training is saved at once."""
     with session.steps.times.stopped():
+        gold = gold_metrics(session)
         try:
-            problems, result = _measured(session)
+            problems, result = _measured(session) if measures(session) else ([], EvalResult(0.0, ()))
         except RewardError as error:
             if not session.ranks.is_alone:  # the others are within the evaluation
                 raise UserError(str(error)) from error
             session.save_to_stop("before the reward failed: ")
             raise
         with session.committing("the evaluation"):
-            _log(session, name, problems, result)
+            _log(session, name, problems, result, gold)
     if session.state.batch_step == 0 and result.seconds >= LONG:
         session.save()
 
@@ -94,6 +96,13 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result
+
+
+def measures(session: Session) -> bool:
+    """Whether completions are measured: by the run's rewards or by their answers."""
+    return bool(
+        session.run.collector.scorer.rewards or session.config.answer_form or session.run.environments
+    )
 
 
 def _scorer_of_one(scorer: Scorer) -> Scorer | None:
@@ -145,8 +154,10 @@ def joined(results: Sequence[EvalResult]) -> EvalResult:
     return EvalResult(*(functools.reduce(operator.add, values) for values in zip(*parts, strict=True)))
 
 
-def _log(session: Session, name: str, problems: Sequence[Example], result: EvalResult) -> None:
-    measured, state = result.metrics, session.state
+def _log(
+    session: Session, name: str, problems: Sequence[Example], result: EvalResult, gold: Mapping[str, float]
+) -> None:
+    measured, state = {**result.metrics, **gold}, session.state
     record = {**session.place(), **measured, "time/elapsed": session.elapsed()}
     seen, _ = session.watch.see(measured, state.seen)
     scores = state.scores if result.score is None else (*state.scores, result.score)

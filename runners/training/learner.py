@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import mlx.core as mx
+from mlx.optimizers import join_schedules
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
@@ -18,7 +19,6 @@ from grpo_fn.policy import (
 )
 from grpo_fn.trees import Tree, map_arrays
 from runners.config.loading import Config
-from runners.config.sections import OptimConfig
 from runners.data.stream import RunLength
 from runners.engines.engine import Advance
 from runners.engines.local import LocalEngine
@@ -54,6 +54,8 @@ class Learner:
     grad_step: g.GradStep
     update_step: UpdateStep
     logprob_step: Callable[[Tree, g.Batch], mx.array]
+    sft_step: g.GradStep  # of the supervised updates
+    gold_logprob_step: Callable[[Tree, g.Batch], mx.array]  # at temperature 1, as their loss
     state: g.TrainState | None  # before the first step; None once the loop has taken it over
     share_prompts: bool  # whether a group's prompt is computed once
     notices: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ def build_learner(
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
 
-    optimizer = _optimizer(config.optim, length)
+    optimizer = _optimizer(config, length)
     ref_params = params if reference is None or spec.beta == 0 else reference.transform(params)
     state = g.init_state(
         params,
@@ -157,6 +159,8 @@ def build_learner(
         ),
         update_step=update_step,
         logprob_step=g.make_logprob_step(policy, temperature=rollout.temperature, compile=compile_steps),
+        sft_step=g.make_sft_step(policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps),
+        gold_logprob_step=g.make_logprob_step(policy, compile=compile_steps),
         state=g.sync_old(state),
         share_prompts=share_prompts and "share_prompts" not in found.given_up,
         notices=tuple(notices),
@@ -181,9 +185,17 @@ def _role(
     return role
 
 
-def _optimizer(optim: OptimConfig, length: RunLength) -> g.Optimizer:
+def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
+    """AdamW; its schedule begins again after the supervised updates."""
+    optim, rates = config.optim, []
+    for rate, updates in (
+        (config.sft.learning_rate, length.supervised_updates),
+        (optim.learning_rate, length.updates - length.supervised_updates),
+    ):
+        if updates:
+            rates.append(g.warmup_schedule(optim.schedule, rate, updates, optim.warmup_ratio))
     return g.adamw(
-        g.warmup_schedule(optim.schedule, optim.learning_rate, length.updates, optim.warmup_ratio),
+        join_schedules(rates, [length.supervised_updates]) if len(rates) > 1 else rates[0],
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,

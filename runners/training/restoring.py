@@ -81,8 +81,9 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     state = run.learner.state
     assert state is not None
     config = run.config.to_dict()
+    sections = ("rollout", "loss", "optim", "sft", "eval")
     own = {
-        **{f"the config's [{name}]": _digest(config[name]) for name in ("rollout", "loss", "optim", "eval")},
+        **{f"the config's [{name}]": _digest(config[name]) for name in sections},
         "the training data": data_digest(run.data.train),
         "the pass rates of data.difficulty": run.curriculum and _digest(run.curriculum.first_n.tolist()),
         **inputs,

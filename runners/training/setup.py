@@ -11,9 +11,11 @@ import attrs
 from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
 from runners.config.loading import Config
+from runners.config.sections import REWARD_NAMES
 from runners.data.curriculum import Estimates
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.difficulty import with_difficulty
+from runners.data.gold import GoldReader
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
@@ -50,6 +52,8 @@ class Data:
 
     train: list[Example]
     evaluation: list[Example]
+    gold: list[Example]  # with the completions of supervised updates; empty: there are none
+    gold_evaluation: list[Example]  # held-out ones
     notices: tuple[str, ...]  # about rows and prompts that were left out, and a missing chat template
 
 
@@ -102,6 +106,8 @@ def build_run(
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)
+    if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
+        rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     sizes = sizes_if_it_can_fit(config, platform, ranks.count)
@@ -115,18 +121,21 @@ def build_run(
     )
     if environments is not None:
         environments.check_columns(columns)
-    rewards = all_rewards(rewards, environments)
+    if rewards or not config.sft.only:
+        rewards = all_rewards(rewards, environments)
     if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
         where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
         raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
-    data = _examples(config, rows, loaded, environments)
+    find_stop = decoder.find_stop(config.rollout.stop)
+    reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
+    data = _examples(config, rows, loaded, environments, reader)
     train, curriculum, left_out = with_difficulty(data.train, config.data)
     data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
-    longest = max(len(example.tokens) for example in data.train)
+    longest = max(len(example.tokens) for example in (*data.train, *data.gold))
     config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
-    length = RunLength.of(config, len(data.train))
+    length = RunLength.of(config, len(data.train), len(data.gold))
     rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
     stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
     decided = decided() if callable(decided) else decided
@@ -150,7 +159,7 @@ def build_run(
         learner=learner,
         collector=Collector(
             on_ranks(learner.engine, ranks),
-            sampling_of(config, loaded.eos_ids, decoder.find_stop(config.rollout.stop)),
+            sampling_of(config, loaded.eos_ids, find_stop),
             Scorer(rewards, config.reward.timeout, config.reward.on_error),
             decoder,
             config,
@@ -192,9 +201,14 @@ def _loaded(config: Config, platform: Platform, dtype: str, say: Say) -> tuple[L
         return loaded, programs.wait()
 
 
-def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: Environments | None) -> Data:
-    notices = []
-    built = []
+def _examples(
+    config: Config,
+    rows: tuple,
+    loaded: LoadedModel,
+    environments: Environments | None,
+    reader: GoldReader | None,
+) -> Data:
+    notices, built, gold = [], [], [list[Example](), list[Example]()]
     vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
     positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
     for name, part in zip(("train", "eval"), rows, strict=True):
@@ -211,10 +225,16 @@ def _examples(config: Config, rows: tuple, loaded: LoadedModel, environments: En
             raise UserError(f"{name} data, {loaded.path}: {error}") from error
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
+        if reader and (name == "train" or config.data.completion or not config.sft.completions):
+            from_file = name == "train" and bool(config.sft.completions)
+            found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
+            check_token_ids([example.gold for example in found], vocabulary)
+            gold[name == "eval"], notices = found, [*notices, *lines]
     notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
     if config.data.answer and config.answer_form is None:
         notices.append(
             "answer.form is not set, and all rewards are your own: they alone measure; a form such as "
             '"last_number" adds exact match'
         )
-    return Data(built[0], held_out(built[1], config.eval.samples), tuple(notices))
+    samples = config.eval.samples
+    return Data(built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices))

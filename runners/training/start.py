@@ -76,9 +76,8 @@ def start_or_resume(
         wanted = stack.enter_context(final_report(folder, config.log, shown.note))
         origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
         run = _build(config, machine, ranks, shown, worker, origin)
-        inputs = run_inputs(
-            run.config, run.loaded, run.data.train, run.data.evaluation, run.collector.scorer.rewards
-        )
+        data, rewards = run.data, run.collector.scorer.rewards
+        inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
             "config": config.to_dict(),
             "decided": decisions(run.config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from runners.telemetry.records import completion_records, run_header, run_summar
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.training.bad_updates import count_bad_update
 from runners.training.session import Session
+from runners.training.supervised import gold_stream, gold_update_metrics
 
 
 def show_start(session: Session) -> None:
@@ -45,7 +47,9 @@ def show_summary(session: Session, final: Path) -> None:
 
 
 def log_batch_step(session: Session, experience: Experience) -> None:
-    """The problems of a batch step, and its completions."""
+    """The problems of a batch step, and its completions, if they are not gold ones."""
+    if session.steps.supervised(session.state):
+        return
     for line in (*experience.problems, *_form_notice(session, experience)):
         session.shown.note(line)
     records = completion_records(experience, session.state.batch_step, session.state.update + 1)
@@ -71,7 +75,7 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
     metrics = update_metrics(session, stats, update)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
-    reward = metrics["reward"]
+    reward = metrics.get("reward", math.nan)
     lines = count_bad_update(session, metrics)
     seen, warnings = session.watch.see(metrics, session.state.seen)
     session.change(reward=reward if reward == reward else None, seen=seen)
@@ -85,7 +89,8 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
 def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
     """All metrics of an update."""
     state, run, steps = session.state, session.run, session.steps
-    rewards = [reward.name for reward in run.collector.scorer.rewards]
+    gold = steps.supervised(state)
+    rewards = [] if gold else [reward.name for reward in run.collector.scorer.rewards]
     sampled = sum(tally.sampled_tokens for tally in state.tallies)
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
     experts = steps.expert_metrics(state)  # its time counts for the step
@@ -94,9 +99,9 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     memory, warning = session.memory.read()
     if warning:
         session.shown.note(warning)
-    return {
+    metrics = {
         **session.place(),
-        "epoch": round(run.stream.epoch, 4),
+        "epoch": round((gold_stream(run, state) if gold else run.stream).epoch, 4),
         **rollout_metrics(state.tallies, rewards, baseline=session.config.loss.baseline),
         **penalty_metrics(state.tallies, session.config),
         **loss_metrics(stats, update, run.learner.spec, state.train.ref_params is not None),
@@ -110,6 +115,7 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
         "time/elapsed": session.elapsed(),
         **memory,
     }
+    return gold_update_metrics(metrics) if gold else metrics
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from grpo_fn.policy import Moments, QuantizedRole, has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
+from runners.data.stream import gold_batch
 from runners.models.role_quantization import is_calibrated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
@@ -36,6 +37,7 @@ from runners.telemetry.run_statistics import Tally
 from runners.training.gradients import MicroBatches
 from runners.training.run_state import Pieces, RunState
 from runners.training.setup import Run
+from runners.training.supervised import begin_grpo, gold_experience, gold_stream
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
@@ -65,7 +67,12 @@ class TrainSteps:
             shown.note,
             shown.advanced,
         )
+        self.sft = attrs.evolve(self.micro_batches, grad_step=run.learner.sft_step)
         self.uses = self.config.optim.num_iterations * self.config.optim.minibatches  # updates a rollout
+
+    def supervised(self, state: RunState) -> bool:
+        """Whether the last batch step was one of gold completions."""
+        return state.batch_step <= self.run.length.supervised
 
     def update_due(self, state: RunState) -> bool:
         """Whether there are enough batch steps for an update."""
@@ -75,8 +82,11 @@ class TrainSteps:
     # a batch step
 
     def roll_out(self, state: RunState) -> Experience:
-        """The rollout of the next batch step, scored."""
+        """The rollout of the next batch step, scored; or gold completions."""
         length, stream = self.run.length, self.run.stream
+        if state.batch_step < length.supervised:
+            taken = gold_stream(self.run, state).take(gold_batch(self.config))
+            return gold_experience(taken, self.run.loaded.vision)
         key = fold_in(state.train.key, ROLLOUTS, state.batch_step)
         progress = TrainerState(state.update, length.updates, stream.epoch, self.config.optim.num_epochs)
         try:
@@ -95,22 +105,27 @@ class TrainSteps:
         shapes, budget = set(state.shapes), state.micro_batch_tokens
         parameters = self.run.loaded.num_parameters
         price = new_shape_tokens(parameters, stream.epoch)
-        parts = []
+        parts, gold = [], state.batch_step < self.run.length.supervised
         with self.times.timing("learner"):
-            batch = self.counted(experience, top_entropy_quantile=config.loss.top_entropy_quantile)
-            for part in g.minibatches(batch, config.optim.minibatches):
+            batch = self.counted(
+                experience, top_entropy_quantile=1.0 if gold else config.loss.top_entropy_quantile
+            )
+            for part in g.minibatches(batch, 1 if gold else config.optim.minibatches):
                 if not config.loss.router_aux_coef:  # its term has a gradient in every row
                     part = g.drop_inactive(part, learner.spec)
-                how = {"share_prompts": learner.share_prompts, "known": shapes, "new_shape_tokens": price}
-                how["piece_tokens"] = piece_tokens(parameters)
+                how = {"known": shapes, "new_shape_tokens": price}
+                how |= {
+                    "share_prompts": learner.share_prompts and not gold,
+                    "piece_tokens": piece_tokens(parameters),
+                }
                 shares = deal(part, self.ranks.count)
                 pieces = [
                     piece for share in shares for piece in g.split_batch(share, max_tokens=budget, **how)
                 ]
                 shapes |= _shapes(pieces)
-                if config.loss.router_replay:
+                if config.loss.router_replay and not gold:
                     pieces = [self._with_experts(piece) for piece in pieces]
-                if self.uses > 1 or state.stale:
+                if (self.uses > 1 or state.stale) and not gold:
                     # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
                     pieces, budget = self.micro_batches.with_old_logp(state.train.old_params, pieces, budget)
                 parts.append(pieces)
@@ -156,7 +171,8 @@ class TrainSteps:
         started = time.perf_counter()
         with self.times.timing("learner"):
             steps = [parts[state.reused % len(parts)] for parts in state.waiting]
-            train, stats, budget = self.micro_batches.gradients(state.train, steps, state.micro_batch_tokens)
+            learn = self.sft if self.supervised(state) else self.micro_batches
+            train, stats, budget = learn.gradients(state.train, steps, state.micro_batch_tokens)
         self._learned = time.perf_counter() - started
         return Sums(attrs.evolve(state, train=train, micro_batch_tokens=budget), stats)
 
@@ -171,14 +187,15 @@ class TrainSteps:
             train, update = self.run.learner.update_step(train)
             g.materialize(train, update)
         stats = g.merge_stats(sums.stats)
-        self.engine.check_mismatch(stats)
+        if not self.supervised(state):
+            self.engine.check_mismatch(stats)
         changes = {"train": train, "update": state.update + 1, **self._of_engine()}
         return attrs.evolve(state, **changes), stats, update
 
     def sync(self, state: RunState) -> RunState:
         """After an update: if its rollouts serve no further one, prepares the next rollout."""
         loss, syncs = self.config.loss, self._syncs(state)
-        if state.reused + 1 < self.uses:
+        if state.reused + 1 < self.uses and not self.supervised(state):
             return attrs.evolve(state, reused=state.reused + 1)
         rest = {"reused": 0, "tallies": (), "waiting": (), "experiences": ()}
         state = attrs.evolve(state, **rest, stale=not syncs, **self._of_engine())
@@ -196,6 +213,9 @@ class TrainSteps:
             train = g.sync_ref(state.train, loss.ref_mixup, reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
             self.shown.remark("sync", "the reference took the learner's weights")
+        if state.batch_step == self.run.length.supervised < self.run.length.batch_steps:
+            train = begin_grpo(state.train, self._reference(state.moments))
+            state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
         return state
 
     def _calibrated(self, state: RunState, experience: Experience) -> RunState:
@@ -263,7 +283,7 @@ class TrainSteps:
 
     def _syncs(self, state: RunState) -> bool:
         """Whether the sampler takes the learner's weights after this update."""
-        return state.batch_step - state.synced_at >= self.config.loss.sync_every
+        return self.supervised(state) or state.batch_step - state.synced_at >= self.config.loss.sync_every
 
     def _report_events(self) -> None:
         """Reports that the engine has given up its quantized weights."""

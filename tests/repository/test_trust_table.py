@@ -40,6 +40,7 @@ def load(folder, config):
 # A use of each command, and what it writes into its working folder.
 USES = {
     "run": (["CONFIG"], {"outputs"}),
+    "sft": (["CONFIG", "--set", "rollout.max_new_tokens=80"], {"outputs"}),
     "check": (["CONFIG"], set()),
     "difficulty": (["CONFIG", "--samples", "1"], {"outputs"}),
     "plan": (["CONFIG"], set()),

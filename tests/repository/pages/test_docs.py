@@ -121,6 +121,12 @@ def test_a_python_snippet_runs(snippet, folder):
         assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
 
 
+@named("sh", run=True)
+def test_shell_commands_run(snippet, folder):
+    """One after the other, each without an error."""
+    run_commands(snippet.text, folder)
+
+
 COMMANDS = [
     (f"{snippet.page.name}: {line}", line)
     for snippet in SNIPPETS

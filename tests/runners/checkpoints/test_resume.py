@@ -13,6 +13,7 @@ LATE_QUANTIZED = ["loss.sync_every=2", "rollout.quantization=affine-4", "loss.co
 PACKED = ["rollout.quantization=mxfp8", "rollout.storage=packed"]
 CALIBRATED = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.mismatch_limit=0"]
 ADAPTERS = ["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"]
+SUPERVISED = ["sft.updates=2", "sft.learning_rate=1e-3", "rollout.max_new_tokens=44"]
 CASES = {
     # name: settings, and where the run is cut off: again and again, each time counted from where it went on
     "from the start to the final model": (
@@ -57,6 +58,11 @@ CASES = {
         [("learning", 5)],
     ),
     "adapters, at an epoch's end": ([*ADAPTERS, "optim.batch_size=6"], [("sampling", 4)]),
+    "supervised updates before GRPO's, from both and at the switch": (
+        [*SUPERVISED, *ADAPTERS, "optim.gradient_accumulation_steps=2", "loss.sync_every=3"],
+        [("step", 1), ("learning", 1), ("sampling", 1), ("sampling", 3)],
+    ),
+    "supervised updates alone": ([*SUPERVISED, "sft.only=true"], [("step", 1), ("eval", 1)]),
     "dynamic sampling of the shipped model": (
         [*SHIPPED, "loss.dynamic_sampling=true", "rollout.temperature=0.3"],
         [("sampling", 4)],

@@ -9,10 +9,14 @@ import pytest
 
 from runners.config.loading import KEYS, load_config
 from runners.config.reading import ANY_NAME
+from runners.config.sections import LoraConfig, ModelConfig
 from runners.data.curriculum import prompt_id
 from runners.data.prompts import Example
 from runners.engines.settings import decoding_of
 from runners.errors import UserError, spell_tables
+from runners.machine.startup import Platform
+from runners.models.loaded_model import load_model
+from runners.models.model_writer import trained, write_trained
 from runners.training.train import run_training
 from tests.campaigns.mutants import MUTANTS
 from tests.support.replay_cases import CASES, OF_SPEED
@@ -92,6 +96,8 @@ LORA = 'model.tune="lora"'
 PACKED = 'rollout.quantization="affine-8"'
 BETA = "loss.beta=0.1"
 SAVED = "checkpoint.every=1"
+LONG = "rollout.max_new_tokens=16"
+SFT = ("sft.updates=1", LONG)
 # A key, the value that has to change something, and the settings that it needs beside it.
 EFFECTS: dict[str, tuple[str, ...]] = {
     "run.name": ('"other"',),
@@ -103,6 +109,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "model.lora.scale": ("1.0", LORA),
     "model.lora.layers": ("1", LORA),
     "model.lora.keys": ('["self_attn.q_proj"]', LORA),
+    "model.adapters": ('"{root}/adapters"', LORA),
     "model.dtype": ('"bfloat16"',),
     "model.master": ('"bfloat16"',),
     "model.loader": ('"{root}/rewards.py:theirs"',),
@@ -113,6 +120,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.answer": ('"other"', "eval.samples=0"),
     "data.prompt": ('"chat"',),
     "answer.form": ('"exact"',),
+    "data.completion": ('"other"', *SFT),
     "data.system_prompt": ('"Be short."',),
     "data.nudge": ('"Well,"',),
     "data.chat_template_kwargs": ('{style="x"}',),
@@ -148,6 +156,13 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "loss.level": ('"sequence"', "optim.num_iterations=2"),
     "optim.moments": ('"bfloat16"',),
     "optim.max_bad_updates": ("1", "optim.learning_rate=1e39"),
+    "sft.updates": ("1", LONG),
+    "sft.epochs": ("1", LONG),
+    "sft.only": ("true", *SFT),
+    "sft.completions": ('"{root}/left.jsonl"', *SFT),
+    "sft.min_reward": ("0.1", *SFT, 'sft.completions="{root}/left.jsonl"'),
+    "sft.learning_rate": ("1e-2", *SFT),
+    "sft.batch_size": ("1", *SFT),
     "eval.every": ("1",),
     "eval.samples": ("1",),
     "eval.max_new_tokens": ("1",),
@@ -179,6 +194,12 @@ def scratch() -> tuple[tempfile.TemporaryDirectory, Path]:
     (root / "llama/tokenizer_config.json").write_text(json.dumps(tokenizer))
     (root / "rewards.py").write_text(REWARDS)
     (root / "base.toml").write_text(spell_tables(BASE).replace("{root}", str(root)))
+    platform = Platform(backend="cpu")
+    loaded = load_model(ModelConfig(path=str(root / "llama"), tune="lora", lora=LoraConfig(rank=2)), platform)
+    (root / "adapters").mkdir()
+    write_trained(root / "adapters", trained(loaded.module.trainable_parameters(), loaded), loaded)
+    left = [{"prompt": f"So {n}?", "completion": f"{n}!", "reward": n / 2} for n in range(3)]
+    (root / "left.jsonl").write_text("".join(json.dumps(line) + "\n" for line in left))
     (root / "rows").mkdir()
     for split, numbers in (("train", range(6)), ("valid", range(10, 16))):
         rows = [

@@ -324,7 +324,7 @@ def test_callers_mistakes_are_raised() -> None:
     with pytest.raises(ValueError, match="timeout is -1"):
         Scorer([Reward("f", len)], timeout=-1)
     with pytest.raises(ValueError, match="rewards is empty"):
-        Scorer([])
+        Scorer([]).score(["a"], ["p"], {})
 
 
 @given(st.lists(st.tuples(st.text(max_size=30), st.none() | st.text(max_size=5)), max_size=6))

@@ -1,0 +1,138 @@
+"""Gold completions, for supervised updates: of a data set's rows, or of those that a run left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from runners.config.loading import Config
+from runners.data.messages import gold_turn
+from runners.data.prompts import Example, build_examples
+from runners.data.rendering import end_of_turn, has_template
+from runners.data.row_files import read_file
+from runners.data.rows import Row, Rows
+from runners.data.value_text import value_text
+from runners.errors import UserError
+from runners.tokenization.text import encode
+
+if TYPE_CHECKING:
+    from grpo_fn.rollout import FindStop
+
+
+@attrs.frozen(eq=False)
+class GoldReader:
+    """Turns examples into those with a gold completion."""
+
+    config: Config
+    tokenizer: Any  # mlx-lm's wrapper
+    find_stop: FindStop | None  # of rollout.stop
+
+    def of_rows(self, examples: Sequence[Example], rows: Rows, split: str) -> tuple[list[Example], list[str]]:
+        """Of a data set's rows; and lines on those that are left out.
+
+        Raises UserError for a row without a gold completion, unless `data.on_bad_row` is "skip".
+        """
+        data = self.config.data
+        column = data.completion or data.answer
+        texts, faults = [gold_text(rows[example.number].get(column)) for example in examples], []
+        for example, text in zip(examples, texts, strict=True):
+            if not text:
+                faults.append(f"{rows[example.number].place}: no gold completion in {column or 'any column'}")
+        if faults and data.on_bad_row == "raise":
+            raise UserError(f'{faults[0]} (data.on_bad_row = "skip" would leave it out)')
+        return self._with_gold(examples, texts, split)
+
+    def of_file(self) -> tuple[list[Example], list[str]]:
+        """Of `sft.completions`: each finished completion with at least `sft.min_reward` once.
+
+        Raises UserError if the file has none.
+        """
+        sft, found = self.config.sft, dict[str, Row]()
+        read = read_file(Path(sft.completions))
+        for raw in read:
+            if raw.fault:
+                raise UserError(f"{raw.place}: {raw.fault}")
+            row, reward = raw.values, raw.values.get("reward")
+            good = isinstance(reward, int | float) and reward >= sft.min_reward
+            if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
+                same = repr([row.get(key) for key in ("context", "prompt", "completion")])
+                found.setdefault(same, _row(raw))
+        if not found:
+            raise UserError(
+                f"{sft.completions}: none of {len(read)} completions has ended by itself with a reward of at "
+                f"least sft.min_reward = {sft.min_reward:g}"
+            )
+        rows = Rows(found.values())
+        data = attrs.evolve(self.config.data, prompt="prompt", system_prompt="", answer="", image="")
+        examples, too_long = build_examples(rows, data, self.tokenizer)
+        texts = [gold_text(rows[example.number]["completion"]) for example in examples]
+        made, notices = self._with_gold(examples, texts, "supervised")
+        used = f"supervised data: {len(found)} of {len(read)} completions of {sft.completions}"
+        return made, [used, *rows.notices("supervised", too_long, data.max_prompt_length), *notices]
+
+    def _with_gold(
+        self, examples: Sequence[Example], texts: Iterable[str | None], split: str
+    ) -> tuple[list[Example], list[str]]:
+        """The examples whose texts are completions, not longer than those of a rollout."""
+        limit, end = self.config.rollout.max_new_tokens, self._end()
+        made = [
+            attrs.evolve(example, gold=self._tokens(example, text, end))
+            for example, text in zip(examples, texts, strict=True)
+            if text
+        ]
+        kept = [example for example in made if len(example.gold) <= limit]
+        if made and not kept:
+            raise UserError(
+                f"rollout.max_new_tokens is {limit}, but the shortest of {len(made)} gold completions of the "
+                f"{split} data has {min(len(example.gold) for example in made)} tokens"
+            )
+        counts = (
+            (len(examples) - len(made), "without a gold completion"),
+            (len(made) - len(kept), f"longer than rollout.max_new_tokens = {limit} tokens"),
+        )
+        return kept, [
+            f"{split} data: {count} of {len(examples)} gold completions left out, {why}"
+            for count, why in counts
+            if count
+        ]
+
+    def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
+        """A completion as a model samples it: behind the nudge, up to a stop string or an end token."""
+        nudge = self.config.data.nudge
+        text = text if self.config.data.prompt_form == "raw" else text.strip()
+        text = text[len(nudge) :] if nudge and text.startswith(nudge) else text
+        whole = encode(self.tokenizer, example.text + text, add_special_tokens=False)
+        before = next((n for n in (0, 1) if whole[: len(example.tokens) - n] == example.tokens[n:]), None)
+        if before is None:  # tokens across the border, or a prompt with images
+            tokens = encode(self.tokenizer, text, add_special_tokens=False)
+        else:
+            tokens = whole[len(example.tokens) - before :]
+        stopped = self.find_stop(tokens, 0) if self.find_stop else None
+        return tokens[:stopped] if stopped else (*tokens, *end)
+
+    def _end(self) -> tuple[int, ...]:
+        """The token that ends a turn; none if no token ends a completion."""
+        ends = sorted(self.tokenizer.eos_token_ids)
+        turn: tuple[int, ...] = ()
+        if self.config.data.prompt_form != "raw" and has_template(self.tokenizer):
+            behind = end_of_turn(self.tokenizer, self.config.data.chat_template_kwargs)
+            turn = encode(self.tokenizer, behind, add_special_tokens=False)
+        usual: Any = getattr(self.tokenizer, "eos_token_id", None)
+        return tuple(token for token in (*turn, usual, *ends) if token in ends)[:1]
+
+
+def gold_text(value: Any) -> str | None:
+    """The gold completion in a column: a text, a number, or the assistant's turn that ends messages."""
+    if isinstance(value, list | tuple | None):
+        return gold_turn(value)
+    return None if isinstance(value, Mapping) else value_text(value)
+
+
+def _row(raw: Any) -> Row:
+    """A line of completions.jsonl with its prompt as messages."""
+    values = raw.values
+    messages = [*(values.get("context") or ()), {"role": "user", "content": values.get("prompt")}]
+    return Row({"prompt": messages, "completion": values.get("completion")}, raw.place)

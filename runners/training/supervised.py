@@ -1,0 +1,85 @@
+"""Supervised steps of a run: its first ones, on gold completions, and their loss on held-out ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+import grpo_fn as g
+from runners.data.prompts import Example
+from runners.data.stream import PromptStream, gold_batch
+from runners.images.tower import VisionPart
+from runners.rewards.experience import Experience
+
+if TYPE_CHECKING:
+    from grpo_fn.policy import QuantizedRole
+    from runners.training.run_state import RunState
+    from runners.training.session import Session
+    from runners.training.setup import Run
+
+
+def gold_stream(run: Run, state: RunState) -> PromptStream:
+    """The gold completions where this batch step begins."""
+    return PromptStream(run.data.gold, run.config.run.seed, state.batch_step * gold_batch(run.config))
+
+
+def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
+    """Gold completions as a batch step: groups of one with an advantage of 1, and without rewards."""
+    rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
+    images = vision.see(examples) if vision else None
+    rows = len(examples)
+    return Experience(
+        rollout=rollout if images is None else attrs.evolve(rollout, images=tuple(images)),
+        examples=tuple(examples),
+        texts=("",) * rows,
+        values_kb=np.zeros((0, rows)),
+        rewards_pg=np.full((rows, 1), np.nan),
+        advantages_pg=mx.ones((rows, 1)),
+        sampled_tokens=sum(len(each.gold) for each in examples),
+        resampled=0,
+        problems=(),
+        seconds={"rollout": 0.0, "reward": 0.0},
+        extras={},
+        logged={},
+        reward_names=(),
+    )
+
+
+def begin_grpo(train: g.TrainState, reference: QuantizedRole | None) -> g.TrainState:
+    """After the last supervised update: new moments, and a reference at these weights, rounded if it is."""
+    train = attrs.evolve(train, opt_state=tree_map(mx.zeros_like, train.opt_state))
+    if train.ref_params is None:
+        return train
+    return g.sync_ref(train, transform=reference and reference.transform)
+
+
+def gold_metrics(session: Session) -> dict[str, float]:
+    """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
+    run, state, ranks = session.run, session.state, session.ranks
+    examples = run.data.gold_evaluation
+    if not examples:
+        return {}
+    session.shown.status("evaluating")
+    total, tokens = 0.0, 0
+    if own := examples[ranks.number :: ranks.count]:
+        experience = gold_experience(own, run.loaded.vision)
+        batch = g.make_batch(experience.rollout, experience.advantages_pg)
+        for piece in g.split_batch(batch, max_tokens=state.micro_batch_tokens):
+            logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
+            total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
+        tokens = experience.sampled_tokens
+    sums = [message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])]
+    loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+def gold_update_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Of an update's metrics those that say something of gold completions."""
+    of_samples = "reward frac_reward length_penalty ratio/ clip_ cispo_ sampling/ kl tokens_per groups/"
+    return {name: value for name, value in metrics.items() if not name.startswith(tuple(of_samples.split()))}

@@ -1,0 +1,129 @@
+"""Gold completions: what is read from a row or a run's completions, and their tokens."""
+
+import json
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from runners.config.loading import load_config
+from runners.data.datasets import load_rows
+from runners.data.gold import GoldReader
+from runners.data.prompts import build_examples
+from runners.data.rendering import apply_template
+from runners.errors import UserError
+from runners.tokenization.text import TextDecoder
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import small
+
+ASKED = {"role": "user", "content": "7+5?"}
+TURN = {"role": "assistant", "content": "It is 12."}
+MESSAGES = {"prompt": "chat", "completion": "chat", "answer": ""}  # no rewards measure: sft.only
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model's folder, of whose tokenizer a turn ends with <|im_end|>."""
+    return make_model_folder(tmp_path_factory.mktemp("gold") / "model")
+
+
+def read(tmp_path, model, rows, *, data=(), rollout=(), sft=()):
+    """The reader of a config with these rows, its examples, the tokenizer and the rows."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[-1]]))
+    source = {"source": "rows.jsonl", "eval_split": "test", "nudge": "", "system_prompt": "", **dict(data)}
+    sft = {**dict(sft), "only": True}
+    more = {} if source.get("answer", "answer") else {"answer": {"form": "none"}}
+    tables = {**more, "data": source, "rollout": {"max_new_tokens": 40, **dict(rollout)}, "sft": sft}
+    (tmp_path / "run.toml").write_text(small(model={"path": str(model)}, **tables))
+    config = load_config(str(tmp_path / "run.toml"))
+    tokenizer = load_tokenizer(model)
+    loaded, _ = load_rows(config.data)
+    find_stop = TextDecoder(tokenizer).find_stop(config.rollout.stop)
+    return (
+        GoldReader(config, tokenizer, find_stop),
+        build_examples(loaded, config.data, tokenizer)[0],
+        tokenizer,
+        loaded,
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "data"),
+    [
+        ({"question": "7+5?", "answer": "It is 12."}, {}),
+        ({"question": "7+5?", "answer": "#### 12", "text": "It is 12."}, {"completion": "text"}),
+        ({"chat": [ASKED, TURN]}, MESSAGES),
+        ({"question": "7+5?", "answer": "#### 12", "text": [ASKED, TURN]}, {"completion": "text"}),
+        ({"question": "7+5?", "answer": "\nIt is 12. \n"}, {}),
+    ],
+    ids=["the answer", "a text", "messages", "messages beside a question", "a text with blanks around it"],
+)
+def test_gold_tokens_are_those_of_the_chat_template(tmp_path, model, row, data):
+    """Prompt and completion together are the template's conversation, up to the token that ends the turn."""
+    reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data)
+    (example,), notices = reader.of_rows(examples, rows, "train")
+    whole = apply_template(tokenizer, [ASKED, TURN], add_generation_prompt=False)
+    assert tokenizer.decode([*example.tokens, *example.gold]) == whole.rstrip("\n")
+    assert example.gold[-1] in tokenizer.eos_token_ids and not notices
+
+
+def test_gold_begins_behind_the_nudge_and_ends_at_a_stop_string(tmp_path, model):
+    """As a completion that was sampled does: without the nudge's words again, and with no end token."""
+    row = {"question": "7+5?", "answer": "<reasoning>\n7+5=12</reasoning><answer>12</answer> thanks"}
+    data, rollout = {"nudge": "<reasoning>"}, {"stop": ["</answer>"]}
+    reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data, rollout=rollout)
+    (example,), _ = reader.of_rows(examples, rows, "train")
+    assert example.text.endswith("<reasoning>")
+    assert tokenizer.decode(example.gold) == "\n7+5=12</reasoning><answer>12</answer>"
+
+
+def test_raw_gold_keeps_its_blanks_and_ends_with_the_model_s_end(tmp_path, model):
+    """A text that goes on from another has no template."""
+    row, data = {"question": "7+5", "answer": " = 12"}, {"prompt_form": "raw"}
+    reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data)
+    (example,), _ = reader.of_rows(examples, rows, "train")
+    assert tokenizer.decode([*example.tokens, *example.gold[:-1]]) == "7+5 = 12"
+    assert example.gold[-1] in tokenizer.eos_token_ids
+
+
+def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
+    """As other data; a missing one is a bad row, and if nothing is left that is an error."""
+    rows = [{"question": "7+5?", "answer": "12", "text": text} for text in ("12", "12 " * 40, None)]
+    reader, examples, _, loaded = read(
+        tmp_path, model, rows, data={"completion": "text", "on_bad_row": "skip"}
+    )
+    found, notices = reader.of_rows(examples, loaded, "train")
+    assert len(found) == 1
+    assert notices == [
+        "train data: 1 of 3 gold completions left out, without a gold completion",
+        "train data: 1 of 3 gold completions left out, longer than rollout.max_new_tokens = 40 tokens",
+    ]
+    reader, examples, _, loaded = read(tmp_path, model, rows, data={"completion": "text"})
+    with pytest.raises(UserError, match=r"line 3: no gold completion in text \(data.on_bad_row"):
+        reader.of_rows(examples, loaded, "train")
+    reader, examples, _, loaded = read(tmp_path, model, rows[:2], rollout={"max_new_tokens": 1})
+    with pytest.raises(
+        UserError, match=r"max_new_tokens is 1, but the shortest of 2 gold completions .* has 2"
+    ):
+        reader.of_rows(examples, loaded, "train")
+
+
+def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
+    """Finished ones, each once; the nudge that they begin with stands in the prompt."""
+    right = {"prompt": "7+5?", "completion": "So 12", "reward": 1.0, "finished": True}
+    context = [{"role": "system", "content": "Be short."}]
+    lines = [
+        *(right, right, {**right, "reward": 0.9}, {**right, "finished": False, "completion": "So 1"}),
+        *({**right, "reward": None, "completion": "So"}, {**right, "context": context}),
+    ]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"question": "a?", "answer": "1"}]
+    how = {"data": {"nudge": "So", "system_prompt": "Unused."}, "sft": {"completions": "run"}}
+    reader, _, tokenizer, _ = read(tmp_path, model, rows, **how)
+    (one, other), notices = reader.of_file()
+    assert [one.messages, other.messages] == [(ASKED,), (*context, ASKED)]
+    assert one.text.endswith("So") and tokenizer.decode(one.gold[:-1]) == " 12"
+    assert "2 of 6 completions of" in notices[0]
+    how["sft"] = {"completions": "run", "min_reward": 2.0}
+    with pytest.raises(UserError, match=r"none of 6 completions .* a reward of at least sft.min_reward = 2"):
+        read(tmp_path, model, rows, **how)[0].of_file()
