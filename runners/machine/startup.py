@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,12 +128,26 @@ def _import_transformers_without_torch() -> None:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found", as mlx-lm does
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
+    slow, metadata.packages_distributions = metadata.packages_distributions, packages_distributions
     try:
         from transformers.utils.import_utils import is_torch_available
 
         is_torch_available()  # remembers its answer
     finally:
         del sys.modules["torch"]
+        metadata.packages_distributions = slow
+
+
+def packages_distributions() -> Mapping[str, list[str]]:
+    """As `importlib.metadata`'s, which asks the disk for every file of every package, for half a second."""
+    found: dict[str, list[str]] = {}
+    for each in metadata.distributions():
+        stated, files = each.read_text("top_level.txt"), each.read_text("RECORD") or ""
+        tops = {line.split(",")[0].split("/")[0].removesuffix(".py") for line in files.splitlines()}
+        for top in stated.split() if stated else tops:
+            if top.isidentifier():
+                found.setdefault(top, []).append(each.metadata["Name"])
+    return found
 
 
 def _cores() -> int:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,11 @@ def test_transformers_is_imported_without_pytorch(tmp_path, left):
     done = in_new_process(code, GRPO_FN_TORCH=left)
     assert done.stdout.split() == [str(bool(left)), "2.99.0"], done.stderr
     assert "PyTorch" not in done.stderr
+
+
+def test_the_names_of_packages_are_found_without_reading_their_files():
+    """Those that have metadata and can be imported, as `importlib.metadata` finds them."""
+    found, slow = startup.packages_distributions(), metadata.packages_distributions()
+    assert {name: set(slow[name]) for name in slow if name.isidentifier()} == {
+        name: set(found.get(name, ())) for name in slow if name.isidentifier()
+    }
