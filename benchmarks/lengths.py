@@ -16,6 +16,8 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import attrs
@@ -121,8 +123,10 @@ def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
         if title not in (chosen or cases):
             continue
         folder = Path(tempfile.mkdtemp(prefix="lengths-"))
-        try:
-            yield measure(title, each, (16, 16, 16, 8, 16) if quick else SCHEDULE, folder)
+        schedule = (16, 16, 16, 8, 16) if quick else SCHEDULE
+        try:  # a process of its own: the memory that one run leaves would decide on the next one's micro-batches
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                yield pool.submit(measure, title, each, schedule, folder).result()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
