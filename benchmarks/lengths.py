@@ -124,7 +124,7 @@ def main(quick: bool, chosen: Sequence[str]) -> Iterator[list[Figure]]:
             continue
         folder = Path(tempfile.mkdtemp(prefix="lengths-"))
         schedule = (16, 16, 16, 8, 16) if quick else SCHEDULE
-        try:  # a process of its own: the memory that one run leaves would decide on the next one's micro-batches
+        try:  # a process of its own: what one run leaves in the memory decides on the next micro-batches
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 yield pool.submit(measure, title, each, schedule, folder).result()
         finally:
