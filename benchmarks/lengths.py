@@ -6,7 +6,9 @@ times that. What a step's tokens *need* follows from the run's longest step, rep
 compiled: its seconds for each decoding step, for each token that the learner computes, and for the rest. A
 *repeated step* has a length of the run once more, when all its programs exist.
 
-**What limits it.** Launching: a decoding step of 512 rows takes as long as one of a tenth of them.
+**What limits it.** Launching: with LoRA the host needs .18 s for a micro-batch of any size (H100, 30 blocks),
+and .35 s more for the first of a shape. So micro-batches are few, and a shape that fits is used again.
+`MLX_CUDA_GRAPH_CACHE_SIZE` (10,000) and `MLX_MAX_OPS_PER_BUFFER` (100) change nothing.
 """
 
 from __future__ import annotations
