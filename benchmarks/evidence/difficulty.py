@@ -18,7 +18,7 @@ import click
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.pictures import joined
 from benchmarks.evidence.readings import AFTER, TAUGHT, TOKENS, learning, reach, read_log
-from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid, sums_settings
+from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid, sums_data
 from benchmarks.evidence.real_tasks import SUMS
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import backend
@@ -84,8 +84,7 @@ def main(plan: Plan, updates: int, sums: str) -> Sequence[Trial]:
     settings = [
         f"model.path={folder}",
         f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-        f"data.source={source}",
-        *sums_settings(source),
+        *sums_data(source),
         *SUMS,
         "eval.every=10",
         *(QUICK if plan.quick else ()),

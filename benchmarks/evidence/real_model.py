@@ -83,8 +83,7 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
         settings = [
             f"model.path={folder}",
             f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-            f"data.source={data}",
-            *sums_settings(data),
+            *sums_data(data),
             *TASKS[task],
             *(QUICK if plan.quick else ()),
         ]
@@ -100,9 +99,12 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
     return trials
 
 
-def sums_settings(source: str) -> tuple[str, ...]:
-    """The settings of reasoning-gym's sums, where the data are these and no copy of them."""
-    return (f"data.name={json.dumps(json.dumps(PROBLEMS))}",) if source.startswith("reasoning-gym:") else ()
+def sums_data(source: str) -> tuple[str, ...]:
+    """Overrides for these data: reasoning-gym's chain_sum with our settings, or a copy of it."""
+    settings = (
+        (f"data.name={json.dumps(json.dumps(PROBLEMS))}",) if source.startswith("reasoning-gym:") else ()
+    )
+    return (f"data.source={source}", *settings)
 
 
 def _reading(folder: Path) -> Callable[[], list[Figure]]:

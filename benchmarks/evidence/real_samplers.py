@@ -18,7 +18,7 @@ import click
 
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.readings import HELD_OUT_AFTER, SYNC, read_log, sampler
-from benchmarks.evidence.real_model import CONFIG, MODEL, over_time
+from benchmarks.evidence.real_model import CONFIG, MODEL, over_time, sums_data
 from benchmarks.evidence.real_tasks import TASKS
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
@@ -80,7 +80,7 @@ def main(plan: Plan, sums: str) -> Sequence[Trial]:
             f"run.seed={seed}",
             f"model.path={folder}",
             f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}",
-            f"data.source={sums if task == 'sums' else 'embedded'}",
+            *(sums_data(sums) if task == "sums" else ("data.source=embedded",)),
             *TASKS[task],
             *SETTINGS,
             *SAMPLERS[form],
