@@ -249,17 +249,6 @@ def test_what_changes_the_weights_has_to_be_allowed(copy, finished):
         run_training(copy("model.tune=lora"), report=Quiet(), resume=True, allow_config_change=True)
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["rollout.quantization=affine-4", "loss.beta=0.1", "optim.num_iterations=2", "loss.sync_every=2"],
-)
-def test_an_allowed_change_of_the_roles_goes_on(copy, change):
-    """Roles that the checkpoint does not have are made from its weights."""
-    shutil.rmtree(copy.folder / "checkpoint-3")
-    result = run_training(copy(change), report=Quiet(), resume=True, allow_config_change=True)
-    assert len(lines_of(result.folder / "training_log.jsonl")[-1]) > 1
-
-
 def test_other_data_are_refused(copy):
     """The same config with other problems behind its name."""
     shutil.rmtree(copy.folder / "checkpoint-3")

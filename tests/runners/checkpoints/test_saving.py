@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_fn.backends import disabled
 from runners.checkpoints import saving
 from runners.checkpoints.saving import Saver
 from runners.config.sections import CheckpointConfig
@@ -60,14 +59,6 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path, slow, monkeypatch
         writer.wait()
         assert notes == [f"saved {tmp_path / 'checkpoint-7'}"] and writer.done == (7, 3)
         assert writer.stopped_seconds() == 3.0 and writer.stopped_seconds() == 0.0
-
-
-def test_without_background_saving_it_is_waited_for(tmp_path, slow):
-    """`save` returns when the checkpoint is there."""
-    slow.set()
-    with saver(tmp_path, []) as writer, disabled("background_saving"):
-        writer.save(Snapshot, (7, 3))
-        assert writer.done == (7, 3)
 
 
 def test_new_weights_wait_only_where_memory_is_short(tmp_path, slow):

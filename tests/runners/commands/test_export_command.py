@@ -16,10 +16,9 @@ from huggingface_hub import ModelCard
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
-from runners.conversion.model_card import RunFacts, model_card, shareable
+from runners.conversion.model_card import shareable
 from runners.evaluation.estimators import wilson
 from tests.support.services.hub import serving
-from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_runs import train
 
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
@@ -134,20 +133,6 @@ def test_prompt_settings_are_copied(export, runs, tmp_path):
     assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
 
 
-def test_the_card_shows_exact_match_where_there_is_a_gold_answer():
-    """Beside the reward on the same problems, before and after; a first evaluation during training is no
-    result from before it."""
-    config = {"model": {"path": "a/b", "tune": "full"}, "data": {"source": "c/d"}, "loss": {"preset": "grpo"}}
-    lines = [{"update": n, "em": n / 8, "em_subset": 40, "eval/reward": n / 2} for n in (0, 4)]
-    for found, before in ((lines, "0.0%"), (lines[1:], "–")):
-        facts = RunFacts(config, found, [])
-        text = model_card("x", facts, None, quantized="", base="", plain_mlx=True)
-        assert (
-            f"| exact match, 40 held-out problems | {before}" in text and "| 50.0% [35.2%, 64.8%] |" in text
-        )
-        assert "| reward, 40 held-out problems | " in text
-
-
 def test_a_config_is_shared_without_the_machines_paths():
     """Files keep their names, in tables of tables too; Hub names, forms and the rest stay as they are."""
     config = {
@@ -163,22 +148,6 @@ def test_a_config_is_shared_without_the_machines_paths():
         "judge": {"one": {"path": "reward", "url": ""}},
         "rollout": {"top_k": 3},
     }
-
-
-def test_a_model_of_no_run_has_a_short_card(export, tmp_path):
-    """nanochat's as well, whose tokenizer travels along; its numbers stay."""
-    make_nanochat_folder(tmp_path / "nano")
-    result = export("nano", "--out", "out", "--dtype", "bfloat16")
-    assert result.exit_code == 0, result.output
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "Written by grpo_fn" in text and "## Results" not in text and 'grpo generate out "' in text
-    assert (tmp_path / "out" / "tokenizer.pkl").read_bytes() == (
-        tmp_path / "nano" / "tokenizer.pkl"
-    ).read_bytes()
-    weights = mx.load(str(tmp_path / "out" / "model.safetensors"))
-    assert {leaf.dtype for leaf in weights.values()} == {mx.bfloat16}
-    result = CliRunner().invoke(cli.main, ["generate", "out", "hi", "--max-tokens", "3"])
-    assert result.exit_code == 0, result.output
 
 
 def test_the_source_is_never_replaced(export, runs, tmp_path):

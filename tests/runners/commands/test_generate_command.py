@@ -2,8 +2,6 @@
 
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -185,54 +183,3 @@ def test_a_chat_through_pipes(grpo):
     assert all(word in both.stderr for word in ("/clear", "/exit", "Ctrl-D", "peak memory"))
     after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
     assert after[-1] != first, "the first turn is a part of the second's prompt"
-
-
-ECHO = """
-from runners.inference.conversation import Conversation
-Conversation.reply = lambda self, text, **_: iter([f"[{text}]"])
-from runners.cli import main
-main()
-"""
-
-
-def test_a_terminal_has_a_banner_and_line_editing():
-    """What is typed can be changed before it is sent, and the last message comes back with the arrow key."""
-    pytest.importorskip("readline")
-    terminal, inner = pty.openpty()
-    process = Popen(
-        [sys.executable, "-c", ECHO, "chat", "embedded"],
-        cwd=ROOT,
-        stdin=inner,
-        stdout=inner,
-        stderr=inner,
-        env={**os.environ, "TERM": "xterm", "INPUTRC": os.devnull},
-    )
-    os.close(inner)
-    shown = ""
-
-    def read_to(word):
-        nonlocal shown
-        while word not in shown:
-            assert select.select([terminal], [], [], 120)[0], shown
-            shown += os.read(terminal, 4096).decode("utf-8", "replace")
-        before, shown = shown.split(word, 1)
-        return before
-
-    try:
-        banner = read_to(">>> ")
-        assert "Chatting with embedded. /help shows the commands" in banner
-        for typed, message in (
-            ("x7+5\x01\x1b[3~\r", "7+5"),  # to the beginning of the line, and delete
-            ("\x1b[A\r", "7+5"),  # arrow up
-            ("\x1b[A6\x7f8\r", "7+58"),
-        ):
-            os.write(terminal, typed.encode())
-            read_to(f"[{message}]")
-            read_to(">>> ")
-        os.write(terminal, b"\x04")
-        read_to("peak memory")
-        assert process.wait(timeout=600) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)

@@ -119,18 +119,6 @@ def test_a_base_model_and_labels(grpo, tmp_path):
     assert line.split()[1:] == ["2", "0", "0"], checked.stdout
 
 
-def test_a_base_model_and_programs(grpo, tmp_path):
-    """The nudge begins a block of Python, and the stop string ends it."""
-    make_model_folder(tmp_path / "base", chat_template=False)
-    tests = [{"input": "1", "output": "2"}]
-    write_rows(tmp_path / "rows.jsonl", ("text", question), ("test_list", lambda n: tests))
-    assert grpo("init", "base", "rows.jsonl").exit_code == 0
-    config = load_config("train.toml")
-    assert (config.data.answer, config.answer.form) == ("test_list", "code")
-    text = f"{config.data.nudge}print(2){config.rollout.stop[0]}"
-    assert config.answer_form.read(text).strip() == "print(2)"
-
-
 def test_lengths_follow_the_data(grpo, tmp_path):
     """Prompts and answers that are longer than the defaults."""
     write_rows(

@@ -79,18 +79,6 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
         assert [line.get("loss") for line in after] == [line.get("loss") for line in before]
 
 
-def test_time_stamps_do_not_decide_a_state(outputs, tmp_path):
-    """A copy of a finished run is finished; one that has started again after its end is interrupted."""
-    copy = shutil.copytree(outputs / "done", tmp_path / "done")
-    os.utime(copy / "final/config.json", (0, 0))
-    assert summarize(copy).state == "finished"
-    with (copy / "events.jsonl").open("a") as events:
-        events.write('{"event": "start"}\n')
-    assert summarize(copy).state == "interrupted"
-    (copy / "events.jsonl").unlink()
-    assert summarize(copy).state == "finished"
-
-
 def test_a_running_run_is_known_by_its_lock(outputs):
     """Which the look neither takes nor removes; a lock file of a dead process is none."""
     (outputs / "early/.lock").write_text("1\n")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runners.config import sections
 from runners.config.loading import SECTIONS, load_config, write_resolved
-from runners.config.reading import PRESET_FOLDER, preset_names
+from runners.config.reading import PRESET_FOLDER
 from runners.errors import ConfigError
 
 MINIMAL = '[model]\npath = "embedded"\n'
@@ -97,13 +97,6 @@ def test_an_override_sets_one_value(write, override, section, key, value):
     assert attrs.evolve(before, **{section: changed}) == after
 
 
-def test_an_override_of_a_table_keeps_its_other_keys(write):
-    """--set loss={...} adds to the file's [loss]."""
-    name = write(MINIMAL + "[loss]\nbeta = 0.1\n")
-    loss = load_config(name, ['loss={preset = "rloo"}']).loss
-    assert (loss.preset, loss.beta) == ("rloo", 0.1)
-
-
 def test_relative_paths_are_found_here_or_beside_the_file(write, tmp_path):
     """The current folder comes first, then the config's own."""
     for folder in ("here", "cfg/model", "cfg/here"):
@@ -141,12 +134,6 @@ def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
     (tmp_path / "again.toml").write_text(config.to_toml(), encoding="utf-8")
     assert load_config("again.toml") == config
     assert {"judge": {}} | tomllib.loads(config.to_toml()) == config.to_dict()
-
-
-def test_the_presets_are_the_shipped_files():
-    """The names that the command line knows, quickstart among them."""
-    names = "quickstart smoke_test ultra_light medium prod nanochat_grpo nanochat_d32 lora qlora dapo gspo"
-    assert {*names.split(), "quickstart_tools", "gsm8k_qwen", "vision"} == set(preset_names())
 
 
 @given(

@@ -1,11 +1,9 @@
 """MLX-GRPO's flat keys: what each becomes, its defaults, and what is said where two of them disagree."""
 
-import attrs
 import pytest
 
 from runners.config.flat_keys import FLAT_KEYS
 from runners.config.loading import ConfigError
-from runners.config.sections import RunConfig
 
 # A flat key: our key, our value where the file says nothing, what a file may say, and our value then.
 KEYS = {
@@ -124,15 +122,3 @@ def test_a_fault_is_reported_in_the_words_of_the_file(load, text, line):
     with pytest.raises(ConfigError) as caught:
         load(text)
     assert len(caught.value.problems) == 1 and line in caught.value.problems[0]
-
-
-def test_overrides_of_either_kind_go_with_files_of_either_kind(load):
-    """--set with a flat name on a file with sections changes that value alone; the last one wins."""
-    model = 'model.path = "embedded"\n'
-    assert load(model, "run_name=x") == attrs.evolve(load(model), run=RunConfig(name="x"))
-    config = load(WHOLE, "optim.learning_rate=1", "learning_rate=2", "loss.preset=dapo", "adam_beta1=0.5")
-    assert (config.optim.learning_rate, config.optim.betas) == (2.0, (0.5, 0.95))
-    assert (config.loss.preset, config.loss.epsilon_low) == ("dapo", 0.1)
-    assert load(WHOLE, "learning_rate=2", "optim.learning_rate=1").optim.learning_rate == 1.0
-    steps = load(model + "optim.gradient_accumulation_steps = 8\n", "eval_steps=40")
-    assert steps.eval.every == 5 and "--set: eval_steps = 40 batch steps, 8 to an update" in steps.notices[0]

@@ -10,7 +10,7 @@ from runners.cli import main
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig
 from runners.data.prompts import build_examples
-from runners.data.rendering import render, template_notices, use_template
+from runners.data.rendering import render
 from runners.errors import ConfigError, UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import read_prompt
@@ -106,18 +106,3 @@ def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch)
     assert text == "<user>Q: 1+1?\nA:</turn><assistant>" and shown
     with pytest.raises(ConfigError, match=r"data\.chat_template: no such file"):
         load_config("small.toml", ["data.chat_template=none.jinja"]).check()
-
-
-def test_lines_on_templates(tokenizer, tmp_path):
-    """On one that is missing, and one whose end of turn ends no completion; not where all is well."""
-    data = DataConfig()
-    assert template_notices(tokenizer, data) == []
-    (tmp_path / "own.jinja").write_text(OWN)
-    use_template(tokenizer, str(tmp_path / "own.jinja"))
-    (line,) = template_notices(tokenizer, data)
-    assert line.startswith('the chat template ends a turn with "</turn>"')
-    assert template_notices(tokenizer, data, ["</turn>"]) == []
-    tokenizer.chat_template, tokenizer.has_chat_template = None, False
-    (line,) = template_notices(tokenizer, data)
-    assert "no chat template" in line and "data.chat_template" in line
-    assert template_notices(tokenizer, attrs.evolve(data, prompt_form="raw")) == []

@@ -332,33 +332,6 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, expected:
     assert message.startswith("data.eval_split is" if "split" in str(error) else "data.source is")
 
 
-@pytest.mark.usefixtures("in_reach")
-def test_data_that_was_downloaded_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `hf download` left in the Hub's cache is used offline, by name and by any of its folders."""
-    repository = tmp_path / "datasets--a--sums"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    for place in (repository / "refs", repository / "blobs", snapshot / "data", snapshot / "hard"):
-        place.mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    for name in ("train", "test"):
-        jsonl(repository / "blobs" / name, ROWS)
-        (snapshot / "data" / f"{name}-00000-of-00001.jsonl").symlink_to(f"../../../blobs/{name}")
-        (snapshot / "hard" / f"{name}.jsonl").symlink_to(f"../../../blobs/{name}")
-
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach 'a/sums' on the Hub (OfflineModeIsEnabled)")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for source in ("a/sums", snapshot, snapshot / "data", snapshot / "hard"):
-        assert load(source) == (ROWS, ROWS), source
-    assert load("a/sums", name="hard") == (ROWS, ROWS)
-    assert "neither a local path nor within reach on the Hub" in refused("a/others")
-    (snapshot / "hard" / "train.jsonl").unlink()
-    (snapshot / "hard" / "train.jsonl").symlink_to(jsonl(tmp_path / "outside.jsonl", ROWS))
-    assert "is a link that leads out of the folder" in refused(snapshot / "hard")
-
-
 @pytest.mark.parametrize(
     ("field", "gold"),
     [

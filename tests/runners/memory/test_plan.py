@@ -204,22 +204,6 @@ def test_each_role_and_setting_takes_its_bytes_where_it_is_in_memory(config, tmp
     assert tools.phases["rollout"]["parked rows"] > 0 and "parked rows" not in base.phases["rollout"]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "phase", "key"),
-    [
-        ([], "evaluation", "rollout.max_batch"),
-        (["rollout.max_new_tokens=4000"], "gradient", "system.micro_batch_tokens"),
-    ],
-)
-def test_where_no_batch_fits_the_plan_names_the_cause(config, overrides, phase, key):
-    """The phase that does not fit with one prompt either, and the key that lowers it; no batch of 0."""
-    checked = config("system.memory_limit_gb=1e-6", *overrides)
-    text, problem = plan.make_plan(checked, CPU)
-    (line,) = [line for line in text.splitlines() if line.startswith("largest batch")]
-    assert line.startswith(f"largest batch none: {phase} takes "), line
-    assert line.endswith(f"; lower {key}") and problem and "= 0" not in line
-
-
 @pytest.mark.parametrize("checkpointed", ["true", "false"])
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""

@@ -226,28 +226,6 @@ def test_embeddings_smaller_and_larger_than_the_vocabulary(tmp_path):
     assert load(of(384)).notices == ()
 
 
-def test_end_tokens_come_from_both_configs(folder):
-    """generation_config.json has its own; null and an empty list leave it to config.json; an id beyond the
-    embedding is refused."""
-    for value, ends in (("[0, 2]", (0, 2)), ("null", (2,)), ("[]", (2,)), ("0", (0, 2))):
-        (folder / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
-        assert load(folder).eos_ids == ends
-    (folder / "generation_config.json").write_text('{"eos_token_id": 2147483647}')
-    with pytest.raises(UserError, match="the end-of-text id 2147483647, the model's embedding only"):
-        load(folder)
-
-
-def test_a_model_without_end_token_gets_a_notice(folder):
-    """Every completion would run to its full length: allowed, but said."""
-    for name, key in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
-        content = json.loads((folder / name).read_text())
-        del content[key]
-        (folder / name).write_text(json.dumps(content))
-    loaded = load(folder)
-    assert loaded.eos_ids == ()
-    assert "no end-of-text token" in loaded.notices[0]
-
-
 def test_own_code_runs_only_when_trusted(folder):
     """A model_file is code from a stranger: it runs with trust_remote_code alone, and the message says so."""
     config = json.loads((folder / "config.json").read_text())

@@ -102,27 +102,6 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, change, message):
     assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_missing_key_no_json_and_a_link_are_refused(tmp_path):
-    """The same for files that are cut off, or lie elsewhere."""
-    write_prompt(tmp_path, SETTINGS)
-    file = tmp_path / PROMPT_FILE
-    content = json.loads(file.read_text())
-    del content["stop"]
-    for text, message in (
-        (json.dumps(content), "stop: expected a list of strings, found nothing"),
-        ("{", "cannot be read as JSON"),
-        ("[]", "wanted a JSON object"),
-    ):
-        file.write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_prompt(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / PROMPT_FILE).symlink_to(file)
-    with pytest.raises(UserError, match="is a link that leads out of the folder"):
-        read_prompt(folder)
-
-
 def test_a_run_writes_how_it_asked(runs):
     """Into final/ and into each checkpoint, adapters' too; nothing of the machine."""
     wanted = PromptSettings(
@@ -170,15 +149,6 @@ def test_what_is_given_wins(grpo, runs):
         assert found.stdout == wanted.stdout, given
     nothing = grpo("generate", full, "7+5", *TRAINED)
     assert "as in training" not in nothing.stderr and "as in training" not in found.stderr
-
-
-def test_chat_asks_as_in_training(grpo, runs):
-    """The same in a conversation."""
-    found = grpo("chat", runs["full"], input="7+5\nand 3?\n")
-    by_hand = grpo("chat", runs["bare"], *TRAINED, input="7+5\nand 3?\n")
-    assert found.exit_code == 0 and found.stdout == by_hand.stdout
-    assert USED in found.stderr and "as in training" not in by_hand.stderr
-    assert found.stdout.startswith("<reasoning>") and found.stdout.count("\n<reasoning>") == 1
 
 
 def test_a_damaged_file_is_a_line(grpo, runs, tmp_path):

@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from runners.config.sections import DataConfig, ModelConfig
 from runners.data.rendering import render, template_notices
 from runners.machine.startup import Platform
-from runners.models.folders import check_folder, copy_companions
 from runners.models.loaded_model import load_model
-from runners.tokenization.text import TextDecoder
 from runners.tokenization.tiktoken_tokenizer import TiktokenTokenizer, load_tiktoken
 from tests.support.tiktoken_files import NANOCHAT_SPECIAL, make_encoding, make_nanochat_folder, write_pickle
 
@@ -136,29 +134,3 @@ def test_prompts_end_in_the_assistants_turn(loaded):
     assert loaded.tokenizer.decode(tokens) == text and tokens.count(320) == 1
     own = {"chat_template": "Q: {{ messages[-1].content }} {{ mark }}", "mark": "A:"}
     assert render(loaded.tokenizer, HELLO, template_kwargs=own)[0] == "Q: How many? A:"
-
-
-def test_the_text_decoder_works_on_it(loaded):
-    """Tags survive, special tokens do not, stop strings end a completion, one of them by its id."""
-    decoder = TextDecoder(loaded.tokenizer)
-    text = "<reasoning>7+5=12</reasoning><answer>12</answer>"
-    tokens = loaded.tokenizer.encode(text, add_special_tokens=False)
-    assert decoder.decode([*tokens, 324]) == text
-    assert decoder.find_stop(["</answer>"])([*tokens, 97, 98], 0) == len(tokens)
-    assert decoder.find_stop(["<|python_start|>"])([97, 325, 98], 0) == 2
-
-
-def test_the_pickle_travels_with_the_model(tmp_path):
-    """Checkpoints get it beside their weights, from either place."""
-    folder = make_nanochat_folder(tmp_path / "model")
-    content = (folder / "tokenizer.pkl").read_bytes()
-    for number in range(2):
-        target = tmp_path / f"copy-{number}"
-        target.mkdir()
-        assert "tokenizer.pkl" in copy_companions(folder, target)
-        assert (target / "tokenizer.pkl").read_bytes() == content
-        (folder / "tokenizer").mkdir(exist_ok=True)
-        if number == 0:
-            (folder / "tokenizer.pkl").rename(folder / "tokenizer" / "tokenizer.pkl")
-            check_folder(folder)
-    assert load_tiktoken(target / "tokenizer.pkl").eos_token_id == 324
