@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from runners.checkpoints.manifest import check_manifest, newest_whole
-from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted, run_file_in
+from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
 from runners.checkpoints.run_inputs import HELD_OUT
 from runners.checkpoints.state_files import STATE_FILE
 from runners.checkpoints.trainer_state import TrainerState, read_trainer_state
@@ -17,6 +17,7 @@ from runners.config.loading import Config
 from runners.config.recorded import recorded_in
 from runners.config.sections import EMBEDDED, ModelConfig
 from runners.errors import UserError, show
+from runners.files.run_files import COMPLETIONS, METRICS
 from runners.report.run_record import flattened
 
 # Keys that may differ without a notice: they change neither weights nor completions.
@@ -94,7 +95,9 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     `key` is the config's key, for the message.
     """
     checkpoint = interrupted(folder)
-    name = checkpoint or (None if replace_finished else run_file_in(folder))
+    left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
+    there = (name for name in left if not replace_finished and (folder / name).exists())
+    name = checkpoint or next(there, None)
     if name:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
 from runners.files.json_lines import LineFile
-from runners.files.run_files import COMPLETIONS, EVENTS, LOCK, METRICS
+from runners.files.run_files import EVENTS, LOCK
 
 LATEST = "latest"  # a file with the name of the newest checkpoint
 TRAINER_STATE = "trainer_state.json"
@@ -92,12 +92,6 @@ def checkpoint_folders(folder: Path) -> dict[int, Path]:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The run's whole checkpoints, oldest step first."""
     return [path for path in checkpoint_folders(folder).values() if (path / TRAINER_STATE).is_file()]
-
-
-def run_file_in(folder: Path) -> str | None:
-    """The name of a file or folder that a run left here; None if there is none."""
-    left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
-    return next((name for name in left if (folder / name).exists()), None)
 
 
 def interrupted(folder: Path) -> str | None:

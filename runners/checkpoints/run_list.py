@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
-from runners.config.recorded import Recorded, recorded_in
+from runners.config.recorded import recorded_in
 from runners.errors import UserError
-from runners.files.json_files import finite_number, whole_number
-from runners.files.json_lines import LineFile
-from runners.files.run_files import LOCK, METRICS, RESOLVED
+from runners.files.json_files import whole_number
+from runners.files.run_files import METRICS, RESOLVED
+from runners.report.run_record import RunRecord, is_running
 
 DEPTH = 4  # a run's name may be a path
-State = Literal["running", "finished", "interrupted", "stopped"]
 
 
-@attrs.define
+@attrs.frozen
 class RunSummary:
     """The facts in one run's folder. None: the folder does not tell."""
 
     folder: str
-    state: State  # interrupted: has a checkpoint to resume from; stopped: has none
-    update: int = 0  # the last one in the log
-    batch_steps: int | None = None  # planned ones, if optim.max_steps gives them
-    batch_step: int = 0
-    first_em: float | None = None  # exact match, 0 to 1
-    last_em: float | None = None
-    first_eval_reward: float | None = None  # the run's own rewards on held-out problems
-    last_eval_reward: float | None = None
-    reward: float | None = None  # of the last update
-    seconds: float = 0.0  # spent in updates and evaluations
-    changed: float = 0.0  # when its log was written last, seconds since 1970
-    go_on: str = ""  # a command; "" while it runs
+    state: str  # running; finished; interrupted: has a checkpoint to resume from; stopped: has none
+    update: int  # the last one in the log
+    batch_steps: int | None  # planned ones, if optim.max_steps gives them
+    batch_step: int
+    first_em: float | None  # exact match, 0 to 1
+    last_em: float | None
+    first_eval_reward: float | None  # the run's own rewards on held-out problems
+    last_eval_reward: float | None
+    reward: float | None  # of the last update
+    seconds: float  # spent in updates and evaluations
+    changed: float  # when its log was written last, seconds since 1970
+    go_on: str  # a command; "" while it runs
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
@@ -52,29 +48,40 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
-    config, state = recorded_in(folder), _state(folder)
-    run = RunSummary(str(folder), state, go_on=_advice(folder, state, config))
-    run.batch_steps = whole_number(config.get("optim", "max_steps")) or None
-    for line in LineFile(folder / METRICS).read():
-        step = whole_number(line.get("update"))
-        if "time/eval" in line and "step_time" not in line:
-            em, reward = finite_number(line.get("em")), finite_number(line.get("eval/reward"))
-            run.first_em = em if run.first_em is None else run.first_em
-            run.last_em = run.last_em if em is None else em
-            run.first_eval_reward = reward if run.first_eval_reward is None else run.first_eval_reward
-            run.last_eval_reward = run.last_eval_reward if reward is None else reward
-            run.seconds += finite_number(line.get("time/eval")) or 0.0
-        else:
-            # With log.every above 1 a line also counts for the updates before it.
-            run.seconds += (finite_number(line.get("step_time")) or 0.0) * max(step - run.update, 1)
-            run.reward = finite_number(line.get("reward"))
-        run.update = max(run.update, step)
-        run.batch_step = max(run.batch_step, whole_number(line.get("batch_step")))
+    record, state = RunRecord(folder), "running" if is_running(folder) else "stopped"
+    record.refresh()
+    if state != "running" and interrupted(folder) is not None:
+        state = "interrupted"
+    elif state != "running" and (folder / "final" / "config.json").is_file():
+        state = "finished"
+    known = {
+        name: [value for value in values if value is not None] for name, values in record.columns.items()
+    }
+    em, measured = known.get("em") or [None], known.get("eval/reward") or [None]
+    updates, seconds = [0, *known.get("update", [])], sum(known.get("time/eval", []))
+    for value, before, after in zip(record.columns.get("step_time", []), updates, updates[1:], strict=False):
+        # With log.every above 1 a line also counts for the updates before it.
+        seconds += (value or 0.0) * max(after - before, 1)
     states = [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]
+    changed = 0.0
     for path in (folder / METRICS, folder / RESOLVED, *states):
         with suppress(OSError):
-            run.changed = max(run.changed, path.stat().st_mtime)
-    return run
+            changed = max(changed, path.stat().st_mtime)
+    return RunSummary(
+        folder=str(folder),
+        state=state,
+        update=whole_number(max(updates)),
+        batch_steps=whole_number(recorded_in(folder).get("optim", "max_steps")) or None,
+        batch_step=whole_number(max(known.get("batch_step", [0]))),
+        first_em=em[0],
+        last_em=em[-1],
+        first_eval_reward=measured[0],
+        last_eval_reward=measured[-1],
+        reward=record.last("reward"),
+        seconds=seconds,
+        changed=changed,
+        go_on=_advice(folder, state),
+    )
 
 
 def _folders(folder: Path, depth: int) -> Iterator[Path]:
@@ -87,35 +94,12 @@ def _folders(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _folders(path, depth - 1)
 
 
-def _state(folder: Path) -> State:
-    if _is_locked(folder / LOCK):
-        return "running"
-    if interrupted(folder) is not None:
-        return "interrupted"
-    return "finished" if (folder / "final" / "config.json").is_file() else "stopped"
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process has the run's lock. The check takes a shared lock for an instant."""
-    try:
-        number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(number)
-    return False
-
-
-def _advice(folder: Path, state: State, config: Recorded) -> str:
+def _advice(folder: Path, state: str) -> str:
     if state == "running":
         return ""
     if state == "finished":
         return shlex.join(["grpo", "chat", str(folder)])
-    command = ["grpo-run", str(folder / RESOLVED)]
+    command, config = ["grpo-run", str(folder / RESOLVED)], recorded_in(folder)
     output, name = config.get("run", "output_dir"), config.get("run", "name")
     if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.

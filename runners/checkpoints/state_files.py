@@ -31,7 +31,7 @@ _MAY_BE_NAN = ("accum_grads", "loop.")
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
-_DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
+DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
 
 
 class Missing(KeyError):
@@ -76,7 +76,7 @@ def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
         return arrays[content]
     if kind == "zeros":
         size, dtype = content
-        return mx.broadcast_to(mx.array(0, _DTYPES[dtype]), size)  # takes no memory
+        return mx.broadcast_to(mx.array(0, DTYPES[dtype]), size)  # takes no memory
     if kind == "dict":
         return {key: unpack(value, arrays) for key, value in content.items()}
     if kind == "value":

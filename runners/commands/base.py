@@ -60,7 +60,11 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             open_closed_streams()
-            _check_working_folder()
+            try:
+                os.getcwd()
+            except OSError as error:
+                gone = f"the working folder cannot be used ({error.strerror}); change to another"
+                raise UserError(gone) from error
             with others_visible():
                 return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
@@ -87,13 +91,6 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             _end([f"refused by the system: {fault}"], UserError.exit_code)
 
     return run
-
-
-def _check_working_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(f"the working folder cannot be used ({error.strerror}); change to another") from error
 
 
 def _end(lines: Sequence[str], code: int) -> NoReturn:

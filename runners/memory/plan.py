@@ -82,11 +82,6 @@ def make_plan(
     ]), problem  # fmt: skip
 
 
-def longest_prompt(config: Config) -> int | None:
-    """The first of `data_shape`."""
-    return data_shape(config)[0]
-
-
 def data_shape(config: Config) -> tuple[int | None, int]:
     """Tokens of the longest training prompt, and how many problems are held out.
 

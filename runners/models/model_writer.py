@@ -101,7 +101,8 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
         save_arrays(folder / ADAPTERS, weights, _MLX)
-        base = {"model": _base(loaded), BASE_DIGEST: loaded.base_digest}
+        source = str(loaded.path) if Path(loaded.source).exists() else loaded.source
+        base = {"model": source, BASE_DIGEST: loaded.base_digest}
         _write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
     config = _stated(loaded)
     if loaded.adapter is None:
@@ -112,10 +113,6 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
 def _stated(loaded: LoadedModel) -> dict:
     """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
     return read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
-
-
-def _base(loaded: LoadedModel) -> str:
-    return str(loaded.path) if Path(loaded.source).exists() else loaded.source
 
 
 def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:

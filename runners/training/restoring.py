@@ -15,7 +15,7 @@ from grpo_fn.trees import named_leaves, on_host, structure_of
 from runners.checkpoints.resume import Origin
 from runners.checkpoints.run_folder import TRAINER_STATE
 from runners.checkpoints.run_inputs import data_digest
-from runners.checkpoints.state_files import STATE_FILE, load_trees, pack, unpack
+from runners.checkpoints.state_files import DTYPES, STATE_FILE, load_trees, pack, unpack
 from runners.errors import UserError
 from runners.machine.versions import installed_version
 from runners.ranks.ranks import Ranks
@@ -134,7 +134,7 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         with ranks.moving_arrays():
             if not ranks.is_rank_zero:
                 arrays = {
-                    name: mx.zeros(shape, _dtype(dtype)) for name, (shape, dtype) in found["leaves"].items()
+                    name: mx.zeros(shape, DTYPES[dtype]) for name, (shape, dtype) in found["leaves"].items()
                 }
             arrays = share(arrays, ranks)
     if not ranks.is_rank_zero:
@@ -142,8 +142,3 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")
     sharding = run.learner.sharding
     return state if sharding is None else attrs.evolve(state, train=sharding.shard(state.train))
-
-
-def _dtype(name: str) -> mx.Dtype:
-    """The dtype of a name in messages, such as "float32" or "bool"."""
-    return mx.bool_ if name == "bool" else getattr(mx, name)

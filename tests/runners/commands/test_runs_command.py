@@ -1,10 +1,10 @@
 """`grpo runs`: each state, how far, how well, how long, and commands that do go on with a run."""
 
-import fcntl
 import json
 import os
 import shlex
 import shutil
+import subprocess
 
 import pytest
 from click.testing import CliRunner
@@ -80,13 +80,14 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
 
 
 def test_a_running_run_is_known_by_its_lock(outputs):
-    """Which the look neither takes nor removes; a lock file of a dead process is none."""
-    (outputs / "early/.lock").write_text("1\n")
+    """By the process that it names; a lock file of a dead process is none."""
+    process = subprocess.Popen(["sleep", "600"])
+    (outputs / "early/.lock").write_text(f"{process.pid}\n")
+    run = summarize(outputs / "early")
+    process.kill()
+    process.wait()
+    assert (run.state, run.go_on) == ("running", "")
     assert summarize(outputs / "early").state == "stopped"
-    with open(outputs / "early/.lock") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        run = summarize(outputs / "early")
-        assert (run.state, run.go_on) == ("running", "")
     (outputs / "early/.lock").unlink()
 
 

@@ -1,6 +1,7 @@
 """Files around the targets of convert, export and runs are untouched; full disks leave no half target."""
 
 import os
+import resource
 
 import pytest
 from click.testing import CliRunner
@@ -74,6 +75,17 @@ def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
         assert look(beside) | look(inside) == before
 
 
+def test_an_earlier_checkpoint_put_aside_stays(tmp_path):
+    """The next one of that step gets another name."""
+    config = config_in(tmp_path / "out", *SHORT)
+    folder = run_training(config, report=Quiet()).folder
+    (folder / "checkpoint-3.aside").mkdir()
+    (folder / "checkpoint-3.aside" / "precious").write_text("x")
+    run_training(config, report=Quiet(), resume=folder / "checkpoint-2")
+    assert (folder / "checkpoint-3.aside" / "precious").read_text() == "x"
+    assert (folder / "checkpoint-3.aside-2" / "manifest.json").exists()
+
+
 def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
     """A target that the source lies in is refused, with --force too."""
     source = make_model_folder(tmp_path / "models" / "model")
@@ -101,3 +113,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(sources, pages, tmp_path, co
         (disk / "out" / "old").unlink()
         (disk / "out").rmdir()
         assert grpo(*sources[command], disk / "out").exit_code == 2 and not os.listdir(disk)
+
+
+@pytest.mark.parametrize("command", ["convert", "export"])
+@pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
+def test_a_file_that_may_not_grow_is_one_line(sources, tmp_path, command, limit):
+    """RLIMIT_FSIZE, for where a disk cannot be mounted: the kernel refuses in the midst of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        result = grpo(*sources[command], tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
+    assert line == f"{tmp_path / 'out'}: cannot be written: File too large"
+    assert not os.listdir(tmp_path)
