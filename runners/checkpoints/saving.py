@@ -7,8 +7,6 @@ memory cannot hold both.
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from grpo_fn.backends import enabled
 from runners.checkpoints.snapshot import Snapshot, prune_checkpoints, write_checkpoint
 from runners.config.sections import CheckpointConfig
-from runners.errors import UserError, gigabytes
+from runners.errors import UserError
 from runners.files.durable import disk_errors, flush
 
 if TYPE_CHECKING:
@@ -44,16 +42,14 @@ class Saver:
         logs: Sequence[str],
         note: Callable[[str], None],
         *,
-        final: int = 0,
         writes: bool = True,
     ) -> None:
         """Saves into `folder`. The files `logs` in it are flushed to the disk with each checkpoint.
 
-        `note` takes lines. No checkpoint is started if the disk cannot hold it and the `final` model's bytes.
-        Without `writes` nothing is saved: rank 0 saves for the others.
+        `note` takes lines. Without `writes` nothing is saved: rank 0 saves for the others.
         """
         self._folder, self._settings, self._logs, self._note = folder, settings, logs, note
-        self._final, self._writes = final, writes
+        self._writes = writes
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._job: _Job | None = None
         self.done: SavePoint | None = None  # the last saved one
@@ -69,7 +65,6 @@ class Saver:
         started = time.perf_counter()
         try:
             snapshot = take()
-            self._check_room(snapshot, 0 if strict else self._final)
         except UserError as error:
             self.failed(error, strict)
         else:
@@ -118,15 +113,6 @@ class Saver:
         seconds, self._stopped = self._stopped, 0.0
         return seconds
 
-    def _check_room(self, snapshot: Snapshot, reserved: int) -> None:
-        free = free_bytes(self._folder)
-        if free < snapshot.nbytes + reserved:
-            final = f" and the final model {gigabytes(reserved)}" if reserved else ""
-            raise UserError(
-                f"{self._folder}: checkpoint-{snapshot.step} is not saved: it takes "
-                f"{gigabytes(snapshot.nbytes)}{final}, and the disk has {gigabytes(free)} free"
-            )
-
     def _write(self, snapshot: Snapshot) -> Path:
         with disk_errors(f"{self._folder}: checkpoint-{snapshot.step} cannot be saved"):
             for log in self._logs:
@@ -151,14 +137,6 @@ class Saver:
             self.wait(strict=kind is None and self._settings.on_error == "stop")
         finally:
             self._pool.shutdown()
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that this user may write on the folder's disk; if the file system does not tell, any number."""
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return sys.maxsize
 
 
 def final_size(loaded: LoadedModel) -> int:

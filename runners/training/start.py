@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from runners.checkpoints.resume import (
 )
 from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
-from runners.checkpoints.saving import Saver, final_size, free_bytes
+from runners.checkpoints.saving import Saver, final_size
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
@@ -174,7 +175,7 @@ def _files(
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
     final = final_size(run.loaded) if writes else 0
     where = config.where("run.name")
-    free = free_bytes(folder)
+    free = shutil.disk_usage(folder).free
     if origin is None or _replaces(folder, origin):  # these are removed
         old = [*checkpoint_folders(folder).values(), folder / "final"]
         free += sum(file.stat().st_size for each in old for file in each.rglob("*") if file.is_file())
@@ -197,5 +198,5 @@ def _files(
     log = MetricsLog(
         folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
     )
-    saver = Saver(folder, config.checkpoint, log.names, shown.note, final=final, writes=writes)
+    saver = Saver(folder, config.checkpoint, log.names, shown.note, writes=writes)
     return log, saver

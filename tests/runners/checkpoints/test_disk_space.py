@@ -1,15 +1,12 @@
 """Space on the disk: a run knows what it will write, and what to do where that does not fit."""
 
-import signal
 from types import SimpleNamespace
 
 import pytest
 
-from runners.checkpoints import saving
-from runners.checkpoints.run_folder import list_checkpoints
 from runners.errors import UserError
-from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
+from runners.training import start
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_runs import Notes
@@ -20,7 +17,7 @@ from tests.support.tiny_states import same_bits
 def disk(monkeypatch):
     """A disk with `disk.free` bytes."""
     state = SimpleNamespace(free=10**12)
-    monkeypatch.setattr(saving, "shutil", SimpleNamespace(disk_usage=lambda _: state))
+    monkeypatch.setattr(start.shutil, "disk_usage", lambda _: state)
     return state
 
 
@@ -39,32 +36,6 @@ def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_
     assert not (tmp_path / "b" / "tiny" / "training_log.jsonl").exists()
     before = size_of(final)
     assert size_of(run_training(config, report=Quiet()).folder / "final") == before
-
-
-class Asked(Killer):
-    """Sends this process SIGINT instead of ending it."""
-
-    def _tick(self, what):
-        if what.startswith(self.what):
-            self.left -= 1
-            if self.left == 0:
-                signal.raise_signal(signal.SIGINT)
-
-
-def test_only_the_last_checkpoint_of_a_stopped_run_takes_the_final_models_room(tmp_path, disk):
-    """Lines for the others, which are not written; the final model is, and the result is the same."""
-    straight = straight_run(*SHORT)
-    disk.free = size_of(straight.folder / "checkpoint-1") + size_of(straight.folder / "final") // 2
-    notes = Notes()
-    result = run_training(config_in(tmp_path / "b", *SHORT), report=notes)
-    assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)
-    assert list_checkpoints(result.folder) == []
-    refused = [line for line in notes.lines if "is not saved" in line]
-    assert len(refused) == 3 and "checkpoint-1 is not saved: it takes " in refused[0]
-    assert "and the final model " in refused[0] and "goes on" in refused[0]
-    with pytest.raises(Stopped):
-        run_training(config_in(tmp_path / "c", *SHORT, "checkpoint.every=0"), report=Asked("step", 1))
-    assert [path.name for path in list_checkpoints(tmp_path / "c" / "tiny")] == ["checkpoint-1"]
 
 
 def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
