@@ -25,6 +25,7 @@ _EXAMPLES = """\
 Examples:
   grpo convert Qwen/Qwen2.5-0.5B-Instruct --out qwen-4bit --bits 4
   grpo convert meta-llama/Llama-3.2-1B --out llama-mixed --recipe mixed_3_6
+  grpo convert SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
   grpo convert ~/.cache/nanochat/chatsft_checkpoints/d20 --out nanochat-d20 --dtype bfloat16
 """
 
@@ -44,8 +45,8 @@ Examples:
 def convert_command(source: str, out: Path, dtype: str | None, **values: Any) -> None:
     """Convert a model to an MLX folder.
 
-    SOURCE is a Hugging Face folder, a name on the Hub, or a folder of nanochat's PyTorch checkpoints
-    (model_*.pt, meta_*.json).
+    SOURCE is a Hugging Face folder, a name on the Hub, a GGUF file, or a folder of nanochat's PyTorch
+    checkpoints (model_*.pt, meta_*.json).
     """
     from runners.machine import startup
 

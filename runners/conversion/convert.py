@@ -1,4 +1,4 @@
-"""Conversion: Hugging Face models and nanochat checkpoints to MLX folders, quantized where asked for."""
+"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized where asked for."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from runners.conversion.gguf.reading import convert_gguf
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
 from runners.conversion.vision import convert_vision
@@ -16,7 +17,7 @@ from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
 from runners.images.families import has_vision
 from runners.models.folders import copy_companions, resolve_model
-from runners.models.model_reader import load_module
+from runners.models.model_reader import load_module, read_model
 
 
 def convert(
@@ -34,7 +35,7 @@ def convert(
     """Writes the MLX folder `target`, completely or not at all, and returns it.
 
     Args:
-        source: a folder or Hub name that mlx-lm knows, or a folder of nanochat's checkpoints.
+        source: a folder or Hub name that mlx-lm knows, a GGUF file, or a folder of nanochat's checkpoints.
         target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
         dequantize: unpack a quantized model.
@@ -49,12 +50,14 @@ def convert(
     if dequantize and quantization.wanted:
         raise UserError("--dequantize and quantization exclude each other")
     check_target(target, force)
-    checkpoint = is_checkpoint(Path(source).expanduser())
+    path = Path(source).expanduser()
+    checkpoint, one_file = is_checkpoint(path), path.suffix == ".gguf" and path.is_file()
     if step is not None and not checkpoint:
         raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
     if checkpoint and dequantize:
         raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
-    path = Path(source).expanduser() if checkpoint else resolve_model(source, "SOURCE")
+    if not (checkpoint or one_file):
+        path = resolve_model(source, "SOURCE")
     check_apart(target, path)
     found = find_checkpoint(path, step) if checkpoint else None
     with new_folder(target, replace=force) as temporary:
@@ -63,6 +66,15 @@ def convert(
             if not quantization.wanted:
                 return target
             path, dtype = temporary, ""
+        elif one_file:
+            convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
+            try:
+                read_model(temporary)
+            except UserError as error:  # what is missing or does not fit
+                raise UserError(str(error).replace(str(temporary), str(path))) from error
+            if not (quantization.wanted or dtype):
+                return target
+            path, dequantize = temporary, False
         elif has_vision(read_json(path / "config.json")) and not text_only:
             convert_vision(path, temporary, quantization, dequantize, dtype, trust_remote_code)
             return target

@@ -13,10 +13,12 @@ import mlx.nn as nn
 from runners.checkpoints.manifest import model_of_run
 from runners.config.recorded import recorded_in
 from runners.conversion.convert import check_apart, write_weights
-from runners.conversion.model_card import model_card, run_facts
-from runners.conversion.packing import QuantizationOptions, repack
+from runners.conversion.gguf.writing import write_gguf
+from runners.conversion.model_card import RunFacts, model_card, run_facts
+from runners.conversion.modelfile import modelfile
+from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
 from runners.errors import UserError, first_line
-from runners.files.durable import check_target, new_folder
+from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json
 from runners.models.adapters import base_of, read_adapters
 from runners.models.folders import (
@@ -56,72 +58,114 @@ def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> S
     return Source(model, model, False, _hub_name(base if folder.exists() else name))
 
 
-def export(
+@attrs.frozen(eq=False)
+class Opened:
+    """A model to be exported, its adapters fused."""
+
+    source: Source
+    module: nn.Module
+    config: dict[str, Any]
+    tokenizer: Any
+    prompt: PromptSettings | None  # how it was asked in training
+    facts: RunFacts | None  # of its run
+
+
+def open_source(
     name: str,
     target: Path,
     *,
-    quantization: QuantizationOptions,
-    dtype: str = "",
     force: bool = False,
-    title: str = "",
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
-) -> Path:
-    """Writes a model folder with a card into `target`, completely or not at all, and returns it.
+) -> Opened:
+    """The model behind a name as for `find_source`, to be written to a target; an existing one needs `force`.
 
-    Adapters are fused into the weights by mlx-lm's `fuse`. On packed weights the layers that they change are
-    stored unpacked, because rounding them again would undo much of a small update. If a quantization is asked
-    for, everything is unpacked and packed again.
-
-    Args:
-        name: as for `find_source`.
-        target: the new folder; an existing one needs `force`.
-        quantization: packing of the weights, by mlx-lm.
-        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
-        title: the card's; "" is the target's name.
-        trust_remote_code: run code that comes with the model.
-        note: takes notices.
+    Adapters are fused into the weights by mlx-lm's `fuse`. On packed weights the layers that they change
+    become unpacked, because rounding them again would undo much of a small update. `note` takes notices.
 
     Raises UserError for missing or unfit parts, and for a target that cannot be written.
     """
-    quantization.check()
     check_target(target, force)
     source = find_source(name, note)
     prompt = read_prompt(source.folder)
     check_apart(target, source.folder, source.model)
-    module, config, _, _ = read_model(source.model, trust_remote_code)
+    module, config, tokenizer, _ = read_model(source.model, trust_remote_code)
     fused: list[str] = []
     if source.adapters:
         for notice in read_adapters(module, source.folder, source.model):
             note(notice)
         fused = fuse(module)
-    packed = "quantization" in config
     if fused:
         config.pop("quantization_config", None)
-        if packed:
+        if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
-    module, config = repack(module, config, quantization, dtype, dequantize=quantization.wanted and packed)
     facts = run_facts(source.folder)
     for notice in facts.notices if facts else ():
         note(notice)
     if prompt is None and facts is not None:
         with suppress(KeyError):  # the run recorded something else
             prompt = PromptSettings.of(facts.config)
+    return Opened(source, module, config, tokenizer, prompt, facts)
+
+
+def export_folder(
+    opened: Opened,
+    target: Path,
+    *,
+    quantization: QuantizationOptions,
+    dtype: str = "",
+    force: bool = False,
+    title: str = "",
+) -> None:
+    """Writes a model folder with a card, completely or not at all.
+
+    Args:
+        target: the new folder; an existing one needs `force`.
+        quantization: packing of the weights, by mlx-lm; packed ones are unpacked and packed again.
+        dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
+        title: the card's; "" is the target's name.
+
+    Raises UserError for a quantization that does not fit, and if the disk refuses.
+    """
+    module, config = repack(
+        opened.module,
+        opened.config,
+        quantization,
+        dtype,
+        dequantize=quantization.wanted and "quantization" in opened.config,
+    )
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
-        copy_companions(source.model, temporary)
-        if prompt is not None:
-            write_prompt(temporary, prompt)
+        copy_companions(opened.source.model, temporary)
+        if opened.prompt is not None:
+            write_prompt(temporary, opened.prompt)
         card = model_card(
             title or target.name,
-            facts,
-            prompt,
+            opened.facts,
+            opened.prompt,
             quantized=_packing(config),
-            base=source.base,
-            plain_mlx=tokenizer_pickle(source.model) is None,
+            base=opened.source.base,
+            plain_mlx=tokenizer_pickle(opened.source.model) is None,
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
-    return target
+
+
+def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -> Path:
+    """Writes one file for llama.cpp and a Modelfile for Ollama beside it, whose path is returned.
+
+    Raises UserError as `write_gguf` and `modelfile` do.
+    """
+    ollama = file.parent / "Modelfile"
+    check_target(ollama, force)
+    text = modelfile(file.name, opened.tokenizer, opened.prompt)
+    module, config = repack(
+        opened.module, opened.config, NOT_PACKED, dequantize="quantization" in opened.config
+    )
+    name = opened.source.folder.resolve()
+    title = name.parent.name if opened.facts else name.name
+    write_gguf(file, module, config, opened.tokenizer, kind, name=title, force=force)
+    save_text(ollama, text)
+    return ollama
 
 
 def fuse(module: nn.Module) -> list[str]:

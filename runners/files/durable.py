@@ -30,9 +30,7 @@ def save_text(file: Path, text: str) -> None:
     """
     with _staging(file) as stage:
         (stage / NEW).write_text(text, encoding="utf-8")
-        flush(stage / NEW)
-        os.rename(stage / NEW, file)
-        flush(file.parent)
+        _put(stage / NEW, file)
 
 
 def check_target(target: Path, force: bool) -> None:
@@ -55,6 +53,23 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{what}: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_file(target: Path, *, replace: bool = True) -> Iterator[Path]:
+    """A file to be written that takes the name and place of `target` when the block ends without an error.
+
+    Raises UserError as `new_folder` does.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _staging(target) as stage:
+            yield stage / NEW
+            if not replace and os.path.lexists(target):
+                raise UserError(_exists(target))
+            _put(stage / NEW, target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager
@@ -89,6 +104,12 @@ def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
         if not replace and os.path.lexists(target):
             raise UserError(_exists(target)) from error
         raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
+
+
+def _put(new: Path, file: Path) -> None:
+    flush(new)
+    os.rename(new, file)
+    flush(file.parent)
 
 
 def remove_folder(folder: Path) -> None:

@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
 NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2", "mlx-vlm"}  # for chat templates; runners.images imports it by name
-FOR_USERS = ("math", "tasks", "vlm", "torch", "dashboards")
+FOR_USERS = ("gguf", "math", "tasks", "vlm", "torch", "dashboards")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
 BACKENDS = ("cpu", "cuda12", "cuda13")
 

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "phi3", "mixtral")
-"""What `make_model_folder` makes; nanochat's folders are `tiktoken_files.make_nanochat_folder`'s."""
+"""What `make_model_folder` makes, besides mistral and gemma2; nanochat's folders are `tiktoken_files.make_nanochat_folder`'s."""
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -63,8 +63,8 @@ def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool) -> dict:
     }
     if arch == "qwen2":
         del config["head_dim"]
-    if arch.startswith("gemma3"):
-        # Every second block looks back 8 tokens only.
+    if arch.startswith("gemma"):
+        # Every second block of a gemma3 looks back 8 tokens only.
         config |= {"query_pre_attn_scalar": 16, "sliding_window": 8, "sliding_window_pattern": 2}
     if arch == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}

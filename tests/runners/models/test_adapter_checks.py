@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.config.sections import LoraConfig, ModelConfig
-from runners.conversion.export import export
-from runners.conversion.packing import QuantizationOptions
+from runners.conversion.export import open_source
 from runners.errors import ConfigError, UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
@@ -130,7 +129,7 @@ def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
     with pytest.raises(UserError, match=line):
         load_inference(str(base), CPU, adapter=str(adapter))
     with pytest.raises(UserError, match=line):
-        export(str(adapter), base.parent / "out", quantization=QuantizationOptions())
+        open_source(str(adapter), base.parent / "out")
     assert not (base.parent / "out").exists()
 
 
@@ -151,7 +150,7 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))
     with pytest.raises(UserError, match="made for other weights"):
-        export(str(adapter), tmp_path / "out", quantization=QuantizationOptions())
+        open_source(str(adapter), tmp_path / "out")
     edit(adapter, base_digest=7)
     with pytest.raises(UserError, match="made for other weights"):
         load_inference(str(base), CPU, adapter=str(adapter))

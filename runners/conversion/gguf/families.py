@@ -1,0 +1,224 @@
+"""What GGUF calls the parts and the sizes of mlx-lm's models: one table a fact, read in both directions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from runners.errors import UserError, listed, show
+
+_PARTS = {  # of a block: mlx-lm's name -> GGUF's
+    "input_layernorm": "attn_norm",
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in ("q", "k", "v", "qkv")},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+}
+_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@attrs.frozen
+class Family:
+    """How a family's models stand in GGUF."""
+
+    arch: str  # GGUF's name
+    model_type: str  # config.json's, of a folder made from GGUF
+    hf_class: str
+    parts: Mapping[str, str] = attrs.field(factory=lambda: _PARTS)
+    pairs: bool = False  # rotated pairs are neighbours in q and k, and not half a head apart
+    norm_offset: float = 0.0  # added to the norms' weights
+    wide: int = 0  # with so many blocks llama.cpp scales queries by hidden_size / heads, not by the head
+
+    def gguf_name(self, name: str) -> str | None:
+        """GGUF's name for a leaf of mlx-lm's module; None: it has none."""
+        name = name.removeprefix("language_model.")
+        stem, _, leaf = name.rpartition(".")
+        if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
+            part = self.parts.get(block[2])
+            return f"blk.{block[1]}.{part}.{leaf}" if part else None
+        return f"{_OUTSIDE[stem]}.{leaf}" if stem in _OUTSIDE else None
+
+    def module_name(self, name: str) -> str | None:
+        """The other way round."""
+        stem, _, leaf = name.rpartition(".")
+        if block := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
+            part = next((ours for ours, theirs in self.parts.items() if theirs == block[2]), None)
+            return f"model.layers.{block[1]}.{part}.{leaf}" if part else None
+        return next((f"{ours}.{leaf}" for ours, theirs in _OUTSIDE.items() if theirs == stem), None)
+
+
+_LLAMA = Family("llama", "llama", "LlamaForCausalLM", pairs=True)
+_GEMMA3 = Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _PARTS | _GEMMA, norm_offset=1, wide=62)
+_PHI3 = {name: part for name, part in _PARTS.items() if not part.endswith(("_gate", "_up"))}
+FAMILIES = {  # by model_type
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
+    "gemma2": Family("gemma2", "gemma2", "Gemma2ForCausalLM", _PARTS | _GEMMA, norm_offset=1, wide=46),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3,
+    "phi3": Family("phi3", "phi3", "Phi3ForCausalLM", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
+}
+
+_KEYS = {  # config.json's -> GGUF's, behind the architecture's name
+    "max_position_embeddings": ("context_length", int),
+    "hidden_size": ("embedding_length", int),
+    "intermediate_size": ("feed_forward_length", int),
+    "num_hidden_layers": ("block_count", int),
+    "num_attention_heads": ("attention.head_count", int),
+    "num_key_value_heads": ("attention.head_count_kv", int),
+    "head_dim": ("attention.key_length", int),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
+    "rope_theta": ("rope.freq_base", float),
+    "rope_local_base_freq": ("rope.freq_base_swa", float),
+    "original_max_position_embeddings": ("rope.scaling.original_context_length", int),
+    "sliding_window": ("attention.sliding_window", int),
+    "sliding_window_pattern": ("attention.sliding_window_pattern", int),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float),
+    "final_logit_softcapping": ("final_logit_softcapping", float),
+    "vocab_size": ("vocab_size", int),
+}
+_OPTIONAL = {  # without them: transformers' and llama.cpp's default
+    "num_key_value_heads", "head_dim", "rope_theta", "rope_local_base_freq",
+    "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
+    "attn_logit_softcapping", "final_logit_softcapping", "vocab_size",
+}  # fmt: skip
+_DEFAULTS = {  # by architecture, where both have one and files leave it out
+    "gemma2": {"rope_theta": 10000.0},
+    "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+}
+
+
+def _query_size(family: Family, config: Mapping[str, Any]) -> int:
+    """What llama.cpp divides the queries' products by, squared."""
+    wide = config["num_hidden_layers"] == family.wide
+    return config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
+
+
+def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """GGUF's metadata for a config.json with its defaults filled in, and the tensors of its rotation.
+
+    Raises UserError for what llama.cpp would compute otherwise.
+    """
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    config = {**config, "head_dim": head}
+    if family.wide and config["query_pre_attn_scalar"] != (size := _query_size(family, config)):
+        raise UserError(
+            f"query_pre_attn_scalar: llama.cpp computes with {size}, found {config['query_pre_attn_scalar']}"
+        )
+    if family.arch != "gemma3":  # gemma2's windows are in llama.cpp, of the others none
+        config["sliding_window_pattern"] = config["rope_local_base_freq"] = None
+    if family.arch not in ("gemma2", "gemma3"):
+        config["sliding_window"] = None
+    values = {key: kind(config[name]) for name, (key, kind) in _KEYS.items() if config.get(name) is not None}
+    values["attention.value_length"] = head
+    values["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1.0))
+    if family.arch == "phi3":
+        values["attention.sliding_window"] = 0
+    scaling, tensors = dict(config.get("rope_scaling") or {}), {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "llama3":
+        tensors[ROPE_FACTORS[0]] = _llama3_factors(config, scaling)
+    elif kind in ("longrope", "su"):
+        whole = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+        near = np.log(config["original_max_position_embeddings"])
+        values["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(max(whole, 1.0)) / near))
+        for name, key in zip(ROPE_FACTORS[1:], ("long_factor", "short_factor"), strict=True):
+            tensors[name] = np.array(scaling[key], np.float32)
+    elif kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
+        if kind == "yarn":
+            values["rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
+    elif kind != "default":
+        raise UserError(f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}")
+    return {f"{family.arch}.{key}": value for key, value in values.items()}, tensors
+
+
+def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """config.json from a GGUF header: `metadata` is its `get`, `factors` the rotation's tensors.
+
+    Raises UserError for an architecture without a family, and for missing sizes.
+    """
+    family = next((family for family in FAMILIES.values() if family.arch == arch), None)
+    if family is None:
+        known = listed(sorted({family.arch for family in FAMILIES.values()}))
+        raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
+    config: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.hf_class]}
+    defaults = _DEFAULTS.get(arch, {})
+    for name, (key, kind) in _KEYS.items():
+        unknown = -1 if kind is int else -1.0
+        found = metadata(f"{arch}.{key}", kind, unknown if name in _OPTIONAL else None)
+        found = defaults.get(name, unknown) if found == unknown else found
+        if found != unknown:
+            config[name] = found if kind is int else float(str(np.float32(found)))
+    heads = config["num_attention_heads"]
+    config.setdefault("num_key_value_heads", heads)
+    if min(heads, config["num_key_value_heads"], config["hidden_size"]) < 1:
+        raise UserError("expected heads and a width from 1 on")
+    config.setdefault("head_dim", config["hidden_size"] // heads)
+    config["tie_word_embeddings"] = not has_head
+    if family.wide:
+        config["query_pre_attn_scalar"] = _query_size(family, config)
+    if (turned := metadata(f"{arch}.rope.dimension_count", int, config["head_dim"])) != config["head_dim"]:
+        config["partial_rotary_factor"] = turned / config["head_dim"]
+    if arch == "phi3":
+        config.pop("sliding_window", None)
+        config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    scaling = _scaling(arch, metadata, config, factors)
+    return config | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(
+    arch: str, metadata: Any, config: Mapping[str, Any], factors: Mapping[str, np.ndarray]
+) -> dict[str, Any] | None:
+    kind = metadata(f"{arch}.rope.scaling.type", str, "none")
+    if (found := factors.get(ROPE_FACTORS[0])) is not None:  # made from numbers that the file does not have
+        scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
+                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+        if not np.allclose(_llama3_factors(config, scaling), found, rtol=1e-4):
+            raise UserError(f"{ROPE_FACTORS[0]}: expected the factors of a Llama 3, found others")
+        return scaling
+    if ROPE_FACTORS[1] in factors:
+        both = {"long_factor": factors[ROPE_FACTORS[1]], "short_factor": factors[ROPE_FACTORS[2]]}
+        return {"type": "longrope", **{name: [float(str(x)) for x in xs] for name, xs in both.items()}}
+    if kind == "none":
+        return None
+    scaling = {"type": kind, "rope_type": kind, "factor": metadata(f"{arch}.rope.scaling.factor", float)}
+    if kind == "yarn":
+        key = f"{arch}.rope.scaling.original_context_length"
+        scaling["original_max_position_embeddings"] = metadata(key, int)
+    elif kind != "linear":
+        raise UserError(f"rope.scaling.type: expected none, linear or yarn, found {show(kind)}")
+    return scaling
+
+
+def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np.ndarray:
+    """By how much Llama 3 slows each frequency down [head_dim / 2] (transformers' `llama3` rotation).
+
+    Waves shorter than the old context / high_freq_factor stay, longer ones than / low_freq_factor are slower
+    by `factor`, and between them 1 / f goes linearly in the number of waves.
+    """
+    size, old = config["head_dim"], scaling["original_max_position_embeddings"]
+    waves = old / (2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size))
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    share = np.clip((waves - low) / (high - low), 0, 1)
+    return (1 / ((1 - share) / scaling["factor"] + share)).astype(np.float32)
+
+
+def swap_pairs(rows: Any, heads: int, *, apart: bool) -> Any:
+    """Rows [heads · D, …] of q or k with a head's rotated pairs half a head `apart`, else as neighbours."""
+    inner = (-1, 2) if apart else (2, -1)
+    return rows.reshape(heads, *inner, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,225 @@
+"""Tokenizers in GGUF: a byte-level BPE ("gpt2") with a named cutting into words, or a BPE like
+SentencePiece's ("llama") with scores in place of merges. Both from and to tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runners.conversion.gguf.header import GGUF
+from runners.data.rendering import has_template
+from runners.errors import UserError, listed, show
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+_DIGIT = r"\p{N}"
+_LIKE_GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LETTERS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CUTS = {  # llama.cpp's names of cuttings into words -> their expressions, one after the other
+    "gpt-2": (_GPT2,),
+    "smollm": (_DIGIT, _GPT2),
+    "qwen2": (_LIKE_GPT4 % "",),
+    "llama-bpe": (_LIKE_GPT4 % "{1,3}",),
+    "smaug-bpe": (_LIKE_GPT4 % "{1,3}",),  # the same, with merges for every token
+    "gpt-4o": (_LETTERS % (_SUFFIX, _SUFFIX, "{1,3}"),),
+    "tekken": (_LETTERS % ("", "", ""),),
+}
+_WHOLE_WORDS = "llama-bpe"  # a word that is a token needs no merges (tokenizer.json's ignore_merges)
+_ALIASES = {
+    "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2",
+    "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "llama4": "gpt-4o",
+    "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
+}  # fmt: skip
+_SPACE = "▁"  # SentencePiece's
+_MAX_TOKEN = 256  # characters of a token that merges are sought for
+
+
+def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dict[str, Any]:
+    """GGUF's metadata of a tokenizer for a model of so many token ids.
+
+    Raises UserError for kinds that llama.cpp does not have.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError("the tokenizer is not one of transformers' fast ones: GGUF has no form for it")
+    stated = json.loads(backend.to_str())
+    model, added = stated["model"], {token["id"]: token for token in stated["added_tokens"]}
+    if model["type"] != "BPE":
+        raise UserError(f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}")
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    bytewise = not model.get("byte_fallback")
+    names = {number: name for name, number in model["vocab"].items()}
+    names |= {number: token["content"] for number, token in added.items()}
+    types = dict.fromkeys(names, _NORMAL)
+    types |= {i: _CONTROL if token["special"] else _USER_DEFINED for i, token in added.items()}
+    found: dict[str, Any] = {}
+    if bytewise:
+        found = {"ggml.model": "gpt2", "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges")))}
+        found["ggml.merges"] = merges
+    else:
+        ranks: dict[str, int] = {}
+        for rank, merge in enumerate(merges):
+            ranks.setdefault(merge.replace(" ", ""), rank)
+        scores = [-float(ranks.get(names.get(i, ""), len(merges))) for i in range(rows)]
+        found = {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": scores}
+        found["ggml.add_space_prefix"] = _prefixed(stated)
+        types |= {i: _BYTE for i, name in names.items() if _is_byte(name)}
+        if (unknown := model["vocab"].get(model.get("unk_token"))) is not None:
+            types[unknown] = _UNKNOWN
+            found["ggml.unknown_token_id"] = unknown
+    found["ggml.tokens"] = [names.get(i, f"[PAD{i}]") for i in range(rows)]
+    found["ggml.token_type"] = [types.get(i, _UNUSED) for i in range(rows)]
+    ends = [*dict.fromkeys([*(i for i in [tokenizer.eos_token_id] if i in end_ids), *end_ids])]
+    numbers = dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    numbers |= {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
+    found |= {f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None}
+    bos = tokenizer.bos_token_id
+    found["ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    template = tokenizer.chat_template if has_template(tokenizer) else None
+    if isinstance(template, str):
+        found["chat_template"] = template
+    return {f"tokenizer.{key}": value for key, value in found.items()}
+
+
+def write_tokenizer(header: GGUF, folder: Path) -> None:
+    """tokenizer.json, tokenizer_config.json and generation_config.json from a GGUF header.
+
+    Raises UserError for kinds that are not known here.
+    """
+    kind = header.get("tokenizer.ggml.model", str)
+    tokens = header.get("tokenizer.ggml.tokens", list)
+    types = header.metadata.get("tokenizer.ggml.token_type")
+    types = [_NORMAL] * len(tokens) if types is None else [int(each) for each in types]
+    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
+        raise UserError(f"{header.file}: tokenizer.ggml: expected a type a token, found {len(types)}")
+    vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
+    if parts is None:
+        raise UserError(f"{header.file}: tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
+    ids = {
+        name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+    }
+    if beyond := [i for i in ids.values() if i >= len(tokens)]:
+        raise UserError(f"{header.file}: tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
+    stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
+    stated["added_tokens"] = [
+        {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": each != _USER_DEFINED}
+        for i, each in enumerate(types) if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]  # fmt: skip
+    stated |= parts(header, tokens, types, vocabulary)
+    if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
+        name, begin = tokens[ids["bos"]], ids["bos"]
+        text = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        second = [{"Sequence": {"id": "B", "type_id": 1}}]
+        special = {name: {"id": name, "ids": [begin], "tokens": [name]}}
+        stated["post_processor"] = {"type": "TemplateProcessing", "single": text, "pair": [*text, *second],
+                                    "special_tokens": special}  # fmt: skip
+    words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["clean_up_tokenization_spaces"] = False
+    config |= {word: tokens[ids[name]] for name, word in words.items() if ids[name] >= 0}
+    if "tokenizer.chat_template" in header.metadata:
+        config["chat_template"] = header.get("tokenizer.chat_template", str)
+    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] >= 0]
+    files = {"tokenizer": stated, "tokenizer_config": config, "generation_config": {"eos_token_id": ends}}
+    for name, content in files.items():
+        text = json.dumps(content, ensure_ascii=False)
+        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
+    """The steps of a normalizer, pre-tokenizer or decoder, whether it is a sequence or not."""
+    found = stated.get(key)
+    return found[inner] if found and found["type"] == "Sequence" else [found] if found else []
+
+
+def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
+    """llama.cpp's name for how a tokenizer.json cuts a text into words."""
+    found = []
+    for step in _steps(stated, "pre_tokenizer", "pretokenizers"):
+        if step["type"] == "Split":
+            found += [step["pattern"].get("Regex", "")]
+        elif step["type"] == "Digits" and step["individual_digits"]:
+            found += [_DIGIT]
+        elif step["type"] != "ByteLevel":
+            found += [step["type"]]
+        elif step.get("use_regex", True):
+            found += [_GPT2]
+    names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
+    if not names:
+        raise UserError(f"tokenizer.json: llama.cpp's name for the pre-tokenizer {show(found)} is not known")
+    return next((name for name in names if (name == _WHOLE_WORDS) == whole_words), names[0])
+
+
+def _prefixed(stated: Mapping[str, Any]) -> bool:
+    steps = [*_steps(stated, "normalizer", "normalizers"), *_steps(stated, "pre_tokenizer", "pretokenizers")]
+    return any(s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps)
+
+
+def _is_byte(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+
+
+def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
+    name = header.get("tokenizer.ggml.pre", str, "gpt-2")
+    name = _ALIASES.get(name, name)
+    if name not in _CUTS:
+        raise UserError(f"{header.file}: tokenizer.ggml.pre: expected {listed([*_CUTS])}, found {show(name)}")
+    merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
+    if not all(len(pair) == 2 for pair in merges):
+        raise UserError(f"{header.file}: tokenizer.ggml.merges: expected two parts in each")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    cuts = [
+        {**byte_level, "use_regex": True} if cut == _GPT2
+        else {"type": "Digits", "individual_digits": True} if cut == _DIGIT
+        else {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
+        for cut in _CUTS[name]
+    ]  # fmt: skip
+    if _GPT2 not in _CUTS[name]:
+        cuts.append(byte_level)
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
+             "ignore_merges": name == _WHOLE_WORDS}  # fmt: skip
+    before = {"type": "Sequence", "pretokenizers": cuts}
+    return {"normalizer": None, "pre_tokenizer": before, "model": model, "decoder": byte_level}
+
+
+def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
+    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that order."""
+    scores = header.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise UserError(f"{header.file}: tokenizer.ggml.scores: expected a score a token")
+    plain = {tokens[i] for i in range(len(tokens)) if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN}
+    merges = [
+        (token[:cut], token[cut:])
+        for token in sorted(plain, key=lambda token: -scores[vocabulary[token]])
+        for cut in range(1, len(token))
+        if token[:cut] in plain and token[cut:] in plain
+    ]
+    prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
+    unknown = header.get("tokenizer.ggml.unknown_token_id", int, -1)
+    normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
+    decoders = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True,
+             "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "model": model,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }

@@ -1,0 +1,126 @@
+"""`grpo export --gguf`: a model for llama.cpp and what builds on it, by the `gguf` package's writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from grpo_fn.trees import named_leaves
+from runners.conversion.gguf.families import FAMILIES, Family, metadata_of, swap_pairs
+from runners.conversion.gguf.tokenizers import tokenizer_metadata
+from runners.errors import UserError, listed, show
+from runners.files.durable import new_file
+from runners.machine.versions import install_hint
+
+TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3}
+"""Of weights, and llama.cpp's number for a file of them."""
+
+
+@attrs.frozen
+class _Leaf:
+    """What becomes a tensor: a leaf of the module, or the rotation's factors."""
+
+    name: str
+    kind: str
+    array: Any
+    heads: int = 0  # whose rotated pairs change places
+    offset: float = 0.0
+
+    def data(self) -> np.ndarray:
+        """The numbers, float32."""
+        found = np.array(mx.array(self.array).astype(mx.float32)) + np.float32(self.offset)
+        return swap_pairs(found, self.heads, apart=False) if self.heads else found
+
+
+def check_gguf(kind: str) -> Any:
+    """The `gguf` package. Raises UserError if it is not installed, or for an unknown type."""
+    if kind not in TYPES:
+        raise UserError(f"--type {kind}: expected {listed([*TYPES])}")
+    try:
+        import gguf  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f"--gguf needs the package gguf: {install_hint('gguf')}") from error
+    return gguf
+
+
+def write_gguf(
+    file: Path,
+    module: nn.Module,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    kind: str,
+    *,
+    name: str,
+    force: bool = False,
+) -> None:
+    """Writes a model without adapters and packed layers as one file, whole or not at all.
+
+    Matrices have the type `kind`, everything else is float32. Token embedding and head of a file of four
+    bits have eight, and rows that are no multiple of 32 stay in float16. Raises UserError for a model that
+    llama.cpp does not have, or computes otherwise, and if the disk refuses.
+    """
+    gguf = check_gguf(kind)
+    family = FAMILIES.get(str(config["model_type"]))
+    if family is None:
+        raise UserError(f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}")
+    # Defaults are filled in by mlx-lm's module.
+    inner = getattr(module, "language_model", module)
+    config = {**config, **(config.get("text_config") or {}), **vars(inner.args)}
+    if family.arch == "llama" and "sliding_attention" in (config.get("layer_types") or ()):
+        raise UserError("layer_types: llama.cpp has no sliding windows for a llama, found some")
+    sizes, factors = metadata_of(family, config)
+    leaves = _leaves(module, family, config, kind, tied="lm_head" not in inner)
+    leaves += [_Leaf(name, "F32", array) for name, array in factors.items()]
+    rows = next(leaf.array.shape[0] for leaf in leaves if leaf.name == "token_embd.weight")
+    metadata = {"general.name": name, "general.file_type": TYPES[kind], "general.quantization_version": 2}
+    metadata |= sizes | {f"{family.arch}.vocab_size": rows}
+    metadata |= tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids))
+    with new_file(file, replace=force) as temporary:
+        writer = gguf.GGUFWriter(str(temporary), family.arch)
+        for key, value in metadata.items():
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value) if type(value) is not int
+                                 else gguf.GGUFValueType.UINT32)  # fmt: skip
+        for leaf in leaves:
+            shape = tuple(leaf.array.shape)
+            raw = gguf.GGMLQuantizationType[leaf.kind]
+            size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, raw)))
+            writer.add_tensor_info(leaf.name, shape, np.dtype(np.float32), size, raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for leaf in leaves:
+            data = leaf.data()
+            if leaf.kind == "F16" and np.abs(data).max(initial=0) > np.finfo(np.float16).max:
+                raise UserError(f"{leaf.name}: beyond float16's range; --type bf16 or f32 has it")
+            writer.write_tensor_data(gguf.quants.quantize(data, gguf.GGMLQuantizationType[leaf.kind]))
+        writer.close()
+
+
+def _leaves(
+    module: nn.Module, family: Family, config: Mapping[str, Any], kind: str, *, tied: bool
+) -> list[_Leaf]:
+    found = []
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, array in named_leaves(module.parameters()).items():
+        theirs = family.gguf_name(name)
+        if theirs is None:
+            raise UserError(f"{name}: llama.cpp's {family.arch} has no such part")
+        if tied and theirs == "output.weight":
+            continue
+        part = theirs.split(".")[-2]
+        of = kind.upper()
+        if array.ndim < 2:
+            of = "F32"
+        elif of.startswith("Q") and array.shape[-1] % 32:
+            of = "F16"
+        elif of.startswith("Q4") and part in ("token_embd", "output"):
+            of = "Q8_0"
+        offset = family.norm_offset if "norm" in part else 0.0
+        found.append(_Leaf(theirs, of, array, heads.get(part, 0) if family.pairs else 0, offset))
+    return found

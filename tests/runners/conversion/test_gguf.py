@@ -1,0 +1,365 @@
+"""GGUF out and in: every family there and back, tokenizers, Modelfiles, llama.cpp's own reading, broken files."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from grpo_fn.trees import named_leaves
+from runners import cli
+from runners.config.loading import load_config
+from runners.conversion.gguf import tokenizers
+from runners.conversion.gguf.families import FAMILIES, config_of, metadata_of
+from runners.conversion.gguf.header import GGUF, read_header
+from runners.data.rendering import render
+from runners.errors import UserError
+from runners.models.model_reader import load_tokenizer
+from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+from tests.support import gguf_files
+from tests.support.pages import ROOT
+from tests.support.tiny_models import make_model_folder, make_tokenizer
+
+TOKENS = [5, 9, 70, 31, 12]
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
+SENTENCES = ["Anna bakes 48 rolls, and it's half as many.", "  two  spaces\n\nand lines\t", "7+5=12 üñ 你好"]
+
+
+def run(*arguments):
+    done = CliRunner().invoke(cli.main, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def logits_of(folder):
+    module, _ = mlx_lm.load(str(folder))[:2]
+    return np.array(module(mx.array([TOKENS])).astype(mx.float32)), module
+
+
+def folder_of(tmp_path, arch, **more):
+    """A tiny model whose norms are not all one, which a wrong offset would not change."""
+    folder = make_model_folder(tmp_path / arch, arch, **more)
+    file = folder / "model.safetensors"
+    weights = mx.load(str(file))
+    noise = {name: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (name, w) in enumerate(weights.items())}
+    mx.eval(weights)
+    weights = {name: w + 0.2 * noise[name].astype(w.dtype) if w.ndim == 1 else w for name, w in weights.items()}
+    mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    return folder
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_every_family_goes_there_and_back(tmp_path, arch, tie):
+    """float32: the same logits, tokens, texts and ends; half precision to its rounding."""
+    pytest.importorskip("gguf")
+    folder = folder_of(tmp_path, arch, tie=tie or arch.startswith("gemma"))
+    want = logits_of(folder)[0]
+    for kind, room in (("f32", 1e-5), ("f16", 0.01), ("bf16", 0.1)):
+        run("export", folder, "--gguf", tmp_path / "m.gguf", "--type", kind, "--force")
+        run("convert", tmp_path / "m.gguf", "--out", tmp_path / "back", "--force")
+        assert np.abs(logits_of(tmp_path / "back")[0] - want).max() <= room * np.abs(want).max()
+    ours, theirs = (load_tokenizer(place) for place in (folder, tmp_path / "back"))
+    assert ours.get_vocab() == theirs.get_vocab() and ours.eos_token_ids == theirs.eos_token_ids
+    assert ours.chat_template == theirs.chat_template
+    for text in (*SENTENCES, "<reasoning>x</reasoning><|im_end|>"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("q8_0", 8), ("q4_0", 4), ("q4_1", 4)])
+def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
+    """Packed layers hold exactly the numbers that the gguf package reads, and --dequantize unpacks them."""
+    gguf = pytest.importorskip("gguf")
+    folder = folder_of(tmp_path, "llama", tie=False)
+    file = tmp_path / "m.gguf"
+    run("export", folder, "--gguf", file, "--type", kind)
+    run("convert", file, "--out", tmp_path / "packed")
+    run("convert", file, "--out", tmp_path / "plain", "--dequantize", "--dtype", "float32")
+    module = logits_of(tmp_path / "packed")[1]
+    layer = module.model.layers[1].mlp.up_proj
+    assert (layer.bits, layer.group_size) == (bits, 32) and module.model.embed_tokens.bits == 8
+    (stored,) = [t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.ffn_up.weight"]
+    want = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    scales, biases = (layer[name].astype(mx.float32) for name in ("scales", "biases"))
+    found = mx.dequantize(layer.weight, scales, biases, group_size=32, bits=bits)
+    assert np.array_equal(np.array(found), want)
+    plain = dict(named_leaves(logits_of(tmp_path / "plain")[1].parameters()))
+    assert np.abs(np.array(plain["model.layers.1.mlp.up_proj.weight"]) - want).max() < 1e-3 * np.abs(want).max()
+    assert np.abs(logits_of(tmp_path / "plain")[0] - logits_of(tmp_path / "packed")[0]).max() < 0.05
+
+
+def test_k_quants_are_unpacked(tmp_path):
+    """A kind that MLX does not have becomes numbers, by the gguf package."""
+    gguf = pytest.importorskip("gguf")
+    rows = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
+    packed = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q5_1)
+    file = gguf_files.write(tmp_path / "m.gguf")
+    header = read_header(file)
+    place = header.tensors["token_embd.weight"]
+    content = bytearray(file.read_bytes())
+    at = content.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 16
+    content[at : at + 4] = struct.pack("<I", 7)
+    content[place.start : place.start + packed.nbytes] = packed.tobytes()
+    file.write_bytes(content)
+    run("convert", file, "--out", tmp_path / "out")
+    found = mx.load(str(tmp_path / "out" / "model.safetensors"))["model.embed_tokens.weight"]
+    want = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q5_1)
+    assert np.abs(np.array(found.astype(mx.float32)) - want).max() < 2e-3
+
+
+ROPES = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 8192},
+    {"rope_type": "linear", "type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", ROPES, ids=lambda scaling: scaling["rope_type"])
+def test_rotations_of_long_contexts_are_kept(scaling):
+    """config.json -> GGUF -> config.json, with the tensor of Llama 3's factors."""
+    sizes = {"max_position_embeddings": 512, "hidden_size": 128, "intermediate_size": 64, "head_dim": 64,
+             "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+    config = {**sizes, "rms_norm_eps": 1e-6, "rope_theta": 5e5, "rope_scaling": scaling}
+    metadata, factors = metadata_of(FAMILIES["llama"], config)
+    back = config_of("llama", GGUF(Path(), metadata, {}).get, False, factors)
+    assert {key: back[key] for key in config if key != "rope_scaling"} == {
+        key: each for key, each in config.items() if key != "rope_scaling"
+    }
+    assert scaling.items() <= back["rope_scaling"].items()
+    if factors:
+        with pytest.raises(UserError, match="the factors of a Llama 3"):
+            config_of("llama", GGUF(Path(), metadata, {}).get, False, {k: f * 1.1 for k, f in factors.items()})
+
+
+def wrapped(backend, **names):
+    return load_like_mlx_lm(PreTrainedTokenizerFast(tokenizer_object=backend, **names))
+
+
+def load_like_mlx_lm(tokenizer):
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    return TokenizerWrapper(tokenizer)
+
+
+def there_and_back(tokenizer, folder, rows):
+    folder.mkdir(exist_ok=True)
+    metadata = tokenizers.tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids))
+    metadata = {k: np.array(v) if isinstance(v, list) and not isinstance(v[0], str) else v for k, v in metadata.items()}
+    tokenizers.write_tokenizer(GGUF(Path("m.gguf"), metadata, {}), folder)
+    return metadata, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("name", tokenizers._CUTS)
+def test_every_cutting_into_words_is_kept(tmp_path, name):
+    """Its name in GGUF, and the same tokens of any text."""
+    backend = make_tokenizer()
+    stated = json.loads(backend.to_str())
+    header = GGUF(Path(), {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": []}, {})
+    made = tokenizers._bytewise(header, [], [], {})
+    stated["pre_tokenizer"] = made["pre_tokenizer"]
+    stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
+    backend = Tokenizer.from_str(json.dumps(stated))
+    metadata, back = there_and_back(wrapped(backend, eos_token="<|im_end|>"), tmp_path, 320)
+    assert metadata["tokenizer.ggml.pre"] == name
+
+    @given(TEXTS)
+    def same(text):
+        assert back.encode(text).ids == backend.encode(text).ids
+
+    same()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scores_stand_for_merges(tmp_path, prefix):
+    """A BPE like SentencePiece's, with bytes for unknown characters: the same tokens of any text."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + ([decoders.Strip(" ", 1, 0)] if prefix else [])
+    )
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=names, show_progress=False)
+    backend.train_from_iterator([text.replace(" ", "▁") for text in SENTENCES * 3], trainer)
+    stated = json.loads(backend.to_str())
+    stated["added_tokens"] = stated["added_tokens"][:3]
+    backend = Tokenizer.from_str(json.dumps(stated))
+    rows = backend.get_vocab_size() + 5  # a padded embedding
+    ours = wrapped(backend, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+    metadata, back = there_and_back(ours, tmp_path, rows)
+    assert metadata["tokenizer.ggml.model"] == "llama"
+    assert metadata["tokenizer.ggml.tokens"][-1] == f"[PAD{rows - 1}]"
+
+    @given(TEXTS | st.sampled_from(SENTENCES))
+    def same(text):
+        want = backend.encode(text).ids
+        assert back.encode(text).ids == want and back.decode(want) == backend.decode(want)
+
+    same()
+
+
+def test_other_tokenizers_are_refused(tmp_path):
+    """A cutting without a name, and a model that is no BPE."""
+    backend = make_tokenizer()
+    stated = json.loads(backend.to_str())
+    stated["pre_tokenizer"] = {"type": "Whitespace"}
+    with pytest.raises(UserError, match=r"pre-tokenizer \[.*Whitespace"):
+        there_and_back(wrapped(Tokenizer.from_str(json.dumps(stated))), tmp_path, 320)
+    with pytest.raises(UserError, match="type BPE, found .*WordLevel"):
+        there_and_back(wrapped(Tokenizer(models.WordLevel({"a": 0}, "a"))), tmp_path, 1)
+
+
+PROMPT = PromptSettings.of(load_config("quickstart").to_dict())
+
+
+@pytest.mark.parametrize("system", ["", "Think {{first}}."])
+def test_a_modelfile_asks_as_training_asked(tmp_path, system):
+    """Its template gives the text that the run's prompts have, turn by turn; sampling and ends are the run's."""
+    import attrs
+
+    from runners.conversion.modelfile import modelfile
+
+    prompt = attrs.evolve(PROMPT, system_prompt=system, nudge="<think>", stop=("</a>", "\n"), temperature=0.8)
+    tokenizer = load_tokenizer(make_model_folder(tmp_path / "m"))
+    text = modelfile("m.gguf", tokenizer, prompt)
+    assert text.startswith("FROM ./m.gguf\n")
+    before = [{"role": "system", "content": system}] if system else []
+    question = {"role": "user", "content": "What is {{7}}+5?"}
+    assert gguf_files.ask(text, [*before, question]) == render(tokenizer, [*before, question], "<think>")[0]
+    more = [*before, question, {"role": "assistant", "content": "12"}, question]
+    said = gguf_files.ask(text, more)
+    assert said.replace("<think>12", "12") == render(tokenizer, more, "<think>")[0]
+    assert ('SYSTEM """Think' in text) == bool(system)
+    for line in ("temperature 0.8", "repeat_penalty 1.0", 'stop "</a>"', 'stop "\\n"'):
+        assert f"PARAMETER {line}\n" in text
+    raw = modelfile("m.gguf", tokenizer, attrs.evolve(prompt, prompt_form="raw"))
+    assert 'TEMPLATE """{{ .Prompt }}<think>"""' in raw and "SYSTEM" not in raw
+
+
+def test_faults_of_the_options_are_lines(tmp_path):
+    """Before anything is read or written."""
+    folder = make_model_folder(tmp_path / "m")
+    for arguments, message in (
+        (["--gguf", "m.gguf", "--out", "out"], "expected either --out DIR or --gguf FILE"),
+        (["--gguf", "m.gguf", "--bits", "4"], "--type is for --gguf"),
+        (["--out", "out", "--type", "f16"], "--type without --gguf FILE"),
+        (["--gguf", "m.gguf", "--type", "q3"], "--type q3: expected"),
+    ):
+        done = CliRunner().invoke(cli.main, ["export", str(folder), *arguments])
+        assert done.exit_code == 2 and message in done.stderr, done.output
+
+
+def hostile(kind, file):
+    write, llama, tensors = gguf_files.write, gguf_files.LLAMA, gguf_files.TENSORS
+    many = struct.pack("<IIQ", 9, 8, 10**9)
+    match kind:
+        case "nothing":
+            file.write_bytes(b"")
+        case "10⁹ tokens":
+            write(file, llama | {"tokenizer.ggml.tokens": many})
+        case "10⁹ empty tokens, as a hole":
+            write(file, {"tokenizer.ggml.tokens": many}, {})
+            os.truncate(file, 8 * 10**9 + 100)
+        case "10⁹ entries":
+            write(file, counts=(10**9, 10**9))
+        case "a long name":
+            write(file, {"x": struct.pack("<I", 8) + struct.pack("<Q", 2**63)})
+        case "arrays in arrays":
+            write(file, {"x": struct.pack("<IIQ", 9, 9, 1) * 1000})
+        case "cut off":
+            write(file, size=700)
+        case "lacking weights":
+            write(file, size=6000)
+        case "overlapping":
+            write(file, offsets={"blk.0.ffn_up.weight": 0})
+        case "10⁹ rows":
+            write(file, tensors=tensors | {"token_embd.weight": (32, 10**9)})
+        case "wrapping sizes":
+            write(file, tensors=tensors | {"token_embd.weight": (2**31, 2**31, 4, 4)})
+        case "10⁹ blocks":
+            write(file, llama | {"llama.block_count": 10**9})
+        case "10⁹ wide":
+            write(file, llama | {"llama.feed_forward_length": 10**9})
+        case "no heads":
+            write(file, llama | {"llama.attention.head_count": 0})
+        case "a name with ../":
+            write(file, tensors={"../../x.weight": (32,), **tensors})
+        case "another architecture":
+            write(file, llama | {"general.architecture": "mamba"})
+        case "a missing tensor":
+            write(file, tensors={k: v for k, v in tensors.items() if "ffn_up" not in k})
+        case "an end beyond the tokens":
+            write(file, llama | {"tokenizer.ggml.eos_token_id": 7})
+        case "a text for a number":
+            write(file, llama | {"llama.context_length": "long"})
+        case "merges of one part":
+            write(file, llama | {"tokenizer.ggml.merges": ["ab"]})
+        case "another cutting":
+            write(file, llama | {"tokenizer.ggml.pre": "../x"})
+
+
+LINES = {
+    "nothing": "cannot be read as GGUF", "10⁹ tokens": "cut off", "10⁹ entries": "at most 65,536 entries",
+    "10⁹ empty tokens, as a hole": "at most 4,194,304 texts", "a long name": "cut off",
+    "arrays in arrays": "array of numbers or texts", "cut off": "cut off", "lacking weights": "beyond the file",
+    "overlapping": "overlaps another", "10⁹ rows": "beyond the file", "wrapping sizes": "expected a shape",
+    "10⁹ blocks": "block_count", "10⁹ wide": "ffn_down|up_proj|gate_proj|shape", "no heads": "heads",
+    "a name with ../": "no tensor", "another architecture": "found \"mamba\"",
+    "a missing tensor": "ffn_up|up_proj", "an end beyond the tokens": "the token 7 is none of 4",
+    "a text for a number": "context_length: expected int", "merges of one part": "two parts",
+    "another cutting": "tokenizer.ggml.pre: expected",
+}  # fmt: skip
+
+
+def test_hostile_files_end_with_a_line(tmp_path):
+    """Each within 5 s of processor time and 1 GB more than an idle process has; nothing is left of it."""
+    for number, kind in enumerate(LINES):
+        hostile(kind, tmp_path / f"{number}.gguf")
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from click.testing import CliRunner
+from runners import cli
+import runners.conversion.convert, transformers, mlx_lm.tokenizer_utils, mlx_lm.models.llama, mlx_lm.utils
+own = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (own + (1 << 30),) * 2)
+used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+for number in range({len(LINES)}):
+    before = used()
+    done = CliRunner().invoke(cli.main, ["convert", f"{{number}}.gguf", "--out", "out"])
+    assert done.exit_code == 2 and done.stderr.count("\\n") == 1, (number, done.output, done.exception)
+    print(done.stderr, end="")
+    assert used() - before < 5, number
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for (kind, want), found in zip(LINES.items(), done.stdout.splitlines(), strict=True):
+        assert re.search(want, found), (kind, found)
+    assert all(path.suffix == ".gguf" for path in tmp_path.iterdir())
+
+
+def test_prompt_settings_are_in_the_modelfile(tmp_path):
+    """Of a folder with grpo_prompt.json."""
+    pytest.importorskip("gguf")
+    folder = make_model_folder(tmp_path / "m")
+    write_prompt(folder, PROMPT)
+    run("export", folder, "--gguf", tmp_path / "x" / "m.gguf")
+    assert f"PARAMETER num_predict {PROMPT.max_new_tokens}\n" in (tmp_path / "x" / "Modelfile").read_text()
+    done = CliRunner().invoke(cli.main, ["export", str(folder), "--gguf", str(tmp_path / "x" / "m.gguf")])
+    assert done.exit_code == 2 and "--force replaces it" in done.stderr
