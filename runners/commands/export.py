@@ -27,6 +27,7 @@ Examples:
   grpo export outputs/my-first --out my-model
   grpo export outputs/lora/checkpoint-200 --out my-model-4bit --bits 4
   grpo export outputs/my-first --gguf my-model.gguf --type q8_0
+  grpo export outputs/lora --peft my-adapters
   grpo export outputs/my-first --out my-model --upload-repo someone/my-model
 """
 
@@ -36,7 +37,10 @@ Examples:
 @options(
     option("--out=DIR", "A new folder for mlx-lm and transformers.", click.Path(path_type=Path)),
     QUANTIZE,
-    option("--gguf=FILE", "A file for llama.cpp, and Ollama's Modelfile beside it.", click.Path(path_type=Path)),
+    option(
+        "--gguf=FILE", "A file for llama.cpp, and Ollama's Modelfile beside it.", click.Path(path_type=Path)
+    ),
+    option("--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)),
     option("--type as kind", "Of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
     option("--upload-repo=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
     flag("--private", "Make a new repository private."),
@@ -45,18 +49,25 @@ Examples:
 )
 @ends_with_a_line
 def export_command(
-    source: str, out: Path | None, gguf: Path | None, kind: str | None, upload_repo: str, private: bool, **values: Any
+    source: str,
+    out: Path | None,
+    gguf: Path | None,
+    peft: Path | None,
+    kind: str | None,
+    upload_repo: str,
+    private: bool,
+    **values: Any,
 ) -> None:
-    """Write a trained model for others: a folder, or one file.
+    """Write a trained model for others: a folder, one file, or its adapters.
 
     RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
-    folder of adapters, or any model. Adapters are fused. A folder has a model card with the run's config
-    and results. Nothing is uploaded unless --upload-repo says where to.
+    folder of adapters, or any model. Adapters are fused, but for --peft. A folder has a model card with the
+    run's config and results. Nothing is uploaded unless --upload-repo says where to.
     """
     quantization = quantization_of(values)
-    target = out or gguf
-    if target is None or (out and gguf):
-        raise UserError("expected either --out DIR or --gguf FILE")
+    targets = [path for path in (out, gguf, peft) if path is not None]
+    if len(targets) != 1:
+        raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
     if private and not upload_repo:
         raise UserError("--private without --upload-repo: nothing would be uploaded")
     if out is None and (upload_repo or quantization.wanted or quantization.group_size or values["dtype"]):
@@ -66,7 +77,14 @@ def export_command(
     from runners.machine import startup
 
     startup.prepare()
-    from runners.conversion.export import check_repo, export_folder, export_gguf, open_source, upload
+    from runners.conversion.export import (
+        check_repo,
+        export_folder,
+        export_gguf,
+        export_peft,
+        open_source,
+        upload,
+    )
     from runners.conversion.gguf.writing import check_gguf
 
     quantization.check()
@@ -74,21 +92,19 @@ def export_command(
         check_gguf(kind or "f16")
     if upload_repo:
         check_repo(upload_repo)  # before minutes of work
-    opened = open_source(
-        source,
-        target,
-        force=values["force"],
-        trust_remote_code=values["trust_remote_code"],
-        note=partial(echo, err=True),
-    )
+    force, note = values["force"], partial(echo, err=True)
+    if peft is not None:
+        export_peft(source, peft, force=force, note=note)
+        echo_weights(peft)
+        return
+    trust = values["trust_remote_code"]
+    opened = open_source(source, targets[0], force=force, trust_remote_code=trust, note=note)
     if gguf is not None:
-        modelfile = export_gguf(opened, gguf, kind or "f16", force=values["force"])
+        modelfile = export_gguf(opened, gguf, kind or "f16", force=force)
         echo(f"{gguf}: {gigabytes(gguf.stat().st_size)}; `ollama create NAME -f {modelfile}` takes it")
         return
     dtype = values["dtype"] or ""
-    export_folder(
-        opened, target, quantization=quantization, dtype=dtype, force=values["force"], title=upload_repo
-    )
-    echo_weights(target)
+    export_folder(opened, targets[0], quantization=quantization, dtype=dtype, force=force, title=upload_repo)
+    echo_weights(targets[0])
     if upload_repo:
-        echo(f"uploaded: {upload(target, upload_repo, private=private)}")
+        echo(f"uploaded: {upload(targets[0], upload_repo, private=private)}")

@@ -1,4 +1,4 @@
-"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized where asked for."""
+"""Conversion: Hugging Face models, GGUF files and nanochat checkpoints to MLX folders, quantized if asked."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,8 @@ from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json
-from runners.models.adapters import base_of, read_adapters
+from runners.files.tensor_files import save_arrays
+from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, base_of, read_adapters, read_folder
 from runners.models.folders import (
     HUB_NAME,
     copy_companions,
@@ -29,6 +31,7 @@ from runners.models.folders import (
     tokenizer_pickle,
 )
 from runners.models.model_reader import read_model
+from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 
@@ -166,6 +169,32 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
     write_gguf(file, module, config, opened.tokenizer, kind, name=title, force=force)
     save_text(ollama, text)
     return ollama
+
+
+def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], None]) -> None:
+    """Writes a run's or a folder's adapters for PEFT, completely or not at all; `note` gets what cannot load
+    them.
+
+    Raises UserError for a model without adapters, and for adapters that have no form in PEFT.
+    """
+    check_target(target, force)
+    folder = Path(model_of_run(name, note)).expanduser()
+    if not (folder / ADAPTERS).is_file():
+        raise UserError(
+            f"{folder}: expected adapters for PEFT, found no {ADAPTERS}; --out writes whole models"
+        )
+    check_apart(target, folder)
+    settings, tensors = read_folder(folder)
+    config, theirs, lines = to_peft(settings, tensors)
+    prompt = read_prompt(folder)
+    with new_folder(target, replace=force) as temporary:
+        save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})
+        text = json.dumps(config, indent=2) + "\n"
+        (temporary / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+        if prompt is not None:
+            write_prompt(temporary, prompt)
+    for line in lines:
+        note(line)
 
 
 def fuse(module: nn.Module) -> list[str]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from runners.data.rendering import NO_KWARGS, has_template, render
+from runners.data.rendering import NO_KWARGS, render
 from runners.errors import UserError, one_line
 from runners.tokenization.prompt_settings import PromptSettings
 
@@ -17,7 +17,7 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 
 
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
-    """The text. `file` is the GGUF file's name beside it; `prompt` says how the model was asked; None: unknown.
+    """The text, for the GGUF file of that name beside it. `prompt`: how the model was asked; None: unknown.
 
     Raises UserError for a chat template that hides what it is given.
     """
@@ -40,7 +40,7 @@ def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
 
 
 def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any]) -> str:
-    """The chat template in Go's language: what stands between a conversation's words, by the role behind it."""
+    """The chat template in Go's language: what stands between a conversation's words, by the next role."""
     system, first, reply, second = _WORDS
     talk = [("user", first), ("assistant", reply), ("user", second)]
     begin, answer, again, ready = _between(tokenizer, talk, kwargs)
@@ -60,7 +60,9 @@ def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any]) -> str:
 
 
 def _between(tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[str, Any]) -> list[str]:
-    text, _ = render(tokenizer, [{"role": role, "content": word} for role, word in talk], template_kwargs=kwargs)
+    text, _ = render(
+        tokenizer, [{"role": role, "content": word} for role, word in talk], template_kwargs=kwargs
+    )
     found = []
     for _, word in talk:
         before, met, text = text.partition(word)

@@ -17,8 +17,9 @@ from runners.files.json_files import read_json
 from runners.files.links import check_links
 from runners.files.tensor_files import check_header, load_arrays
 from runners.models.base_digest import base_digest
-from runners.models.json_keys import check_adapter_config
+from runners.models.json_keys import check_adapter_config, check_peft_config
 from runners.models.model_reader import check_finite
+from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft, is_peft
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
@@ -82,29 +83,33 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 def check_adapters(folder: Path) -> None:
     """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    lacking = next((name for name in (ADAPTER_CONFIG, ADAPTERS) if name not in names), None)
+    peft = PEFT_ADAPTERS in names and is_peft(read_json(folder / ADAPTER_CONFIG))
+    weights = PEFT_ADAPTERS if peft else ADAPTERS
+    lacking = next((name for name in (ADAPTER_CONFIG, weights) if name not in names), None)
     if lacking:
         there = "this is a file" if folder.exists() else "there is no such folder"
         what = f"{lacking} is missing" if folder.is_dir() else there
-        raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm writes them")
+        raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them")
     check_links(folder)
-    check_header(folder / ADAPTERS)
-    check_adapter_config(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+    check_header(folder / weights)
+    check = check_peft_config if peft else check_adapter_config
+    check(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """A folder's adapters in mlx-lm's form: the object in adapter_config.json, and the tensors by name.
+    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's form: adapter_config.json, and tensors by name.
 
     Raises UserError if they are missing, not floating or not finite.
     """
     check_adapters(folder)
-    file = folder / ADAPTERS
+    settings = read_json(folder / ADAPTER_CONFIG)
+    file = folder / (PEFT_ADAPTERS if is_peft(settings) else ADAPTERS)
     tensors, _ = load_arrays(file)
     for name, leaf in tensors.items():
         if not mx.issubdtype(leaf.dtype, mx.floating):
             raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
     check_finite(tensors, file)
-    return read_json(folder / ADAPTER_CONFIG), tensors
+    return from_peft(settings, tensors, folder) if is_peft(settings) else (settings, tensors)
 
 
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
@@ -177,7 +182,8 @@ def check_base(
 
 def base_of(folder: Path) -> str:
     """The base model that a folder of adapters names. Raises UserError if it names none."""
-    base = read_json(folder / ADAPTER_CONFIG).get("model")
+    settings = read_json(folder / ADAPTER_CONFIG)
+    base = settings.get("base_model_name_or_path" if is_peft(settings) else "model")
     if not isinstance(base, str) or not base:
         raise UserError(
             f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base model; "

@@ -37,6 +37,11 @@ def check_adapter_config(settings: Mapping[str, Any], file: Path) -> None:
     check_keys(settings, file, _ADAPTERS)
 
 
+def check_peft_config(settings: Mapping[str, Any], file: Path) -> None:
+    """Checks the object in PEFT's adapter_config.json: every key that is read, and that its kind is LoRA."""
+    check_keys(settings, file, _PEFT)
+
+
 def end_ids(folder: Path) -> list[int] | None:
     """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None: neither
     names any. Raises UserError for anything but token ids."""
@@ -111,4 +116,15 @@ _ADAPTERS: dict[str, Rule] = {
     "lora_parameters.scale": (_number, "a finite number"),
     "lora_parameters.dropout": (lambda x: _number(x) and 0 <= x < 1, "a number from 0 to below 1"),
     "lora_parameters.keys": _optional(_is_list(_is(str)), "a list of layers' names"),
+}
+_PEFT: dict[str, Rule] = {
+    "peft_type": (lambda value: value == "LORA", "LORA"),
+    "lora_alpha": (lambda value: _number(value) and value != 0, "a number other than 0"),
+    "alpha_pattern": _optional(
+        lambda table: isinstance(table, dict) and all(_number(x) and x for x in table.values()),
+        "a JSON object of numbers other than 0",
+    ),
+    "bias": (lambda value: value in (None, "none"), "none"),
+    **dict.fromkeys(("use_dora", "use_rslora"), _optional(_is(bool), "true or false")),
+    "base_model_name_or_path": _TEXT,
 }

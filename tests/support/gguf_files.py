@@ -48,12 +48,12 @@ def value(of) -> bytes:
 
 
 def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(), size=None) -> Path:
-    """A file of float32 zeros; `offsets` and `counts` (tensors, metadata) replace the true ones, `size` cuts."""
+    """A file of float32 zeros; `offsets` and `counts` (tensors, metadata) replace true ones; `size` cuts."""
     entries, place = [], 0
     for name, shape in tensors.items():
         number = 4
         for part in shape:
-            number *= part
+            number = number * part % 2**63
         entries.append((name, shape, (offsets or {}).get(name, place)))
         place += number
     tensor_count, count = counts or (len(tensors), len(metadata))
@@ -67,9 +67,11 @@ def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(
 
 
 def ask(modelfile: str, messages) -> str:
-    """What Ollama makes of a conversation: the Modelfile's template, of whose language this knows a little."""
+    """What Ollama makes of a conversation by a Modelfile, of whose language this knows a little."""
     template = re.search(r'TEMPLATE """(.*?)"""', modelfile, re.S)[1]
-    body = re.fullmatch(r"\{\{ range \$i, \$m := \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template, re.S)
+    body = re.fullmatch(
+        r"\{\{ range \$i, \$m := \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template, re.S
+    )
     branches = re.split(r"\{\{ ((?:else )?(?:if [^}]*)|else) \}\}", body[1])[1:]
     pairs = list(zip(branches[::2], branches[1::2], strict=True))
     has_system = messages[0]["role"] == "system"

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "phi3", "mixtral")
-"""What `make_model_folder` makes, besides mistral and gemma2; nanochat's folders are `tiktoken_files.make_nanochat_folder`'s."""
+"""What `make_model_folder` makes, besides mistral and gemma2; `make_nanochat_folder` makes nanochat's."""
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

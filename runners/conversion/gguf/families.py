@@ -143,7 +143,9 @@ def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, An
         if kind == "yarn":
             values["rope.scaling.original_context_length"] = int(scaling["original_max_position_embeddings"])
     elif kind != "default":
-        raise UserError(f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}")
+        raise UserError(
+            f"rope_scaling: expected default, linear, llama3, longrope or yarn, found {show(kind)}"
+        )
     return {f"{family.arch}.{key}": value for key, value in values.items()}, tensors
 
 

@@ -48,7 +48,7 @@ class GGUF:
     tensors: Mapping[str, Tensor]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value of the metadata. Raises UserError for one of another type, and without a default for none."""
+        """A value of the metadata. Raises UserError for another type, and for none without a default."""
         found = self.metadata.get(key, default)
         if found is default and default is not None:
             return default
@@ -67,25 +67,31 @@ def read_header(file: Path) -> GGUF:
     Raises UserError for anything else.
     """
     try:
-        with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(file, content).header()
+        size = file.stat().st_size
+        length = min(size, _MOST_BYTES)
+        with (
+            open(file, "rb") as stream,
+            mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_READ) as content,
+        ):
+            return _Reader(file, content, size).header()
     except (struct.error, ValueError, OSError) as error:
         cut = "the header is cut off" if isinstance(error, struct.error) else first_line(error)
         raise UserError(f"{file}: cannot be read as GGUF: {cut}") from error
 
 
 class _Reader:
-    def __init__(self, file: Path, content: mmap.mmap):
-        self.file, self.content = file, content
+    def __init__(self, file: Path, content: mmap.mmap, size: int):
+        self.file, self.content, self.size = file, content, size
         self.place, self.texts = 0, 0
-        self.end = min(len(content), _MOST_BYTES)
 
     def header(self) -> GGUF:
         magic, version, tensor_count, count = self.numbers("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"expected GGUF of version 2 or 3, found {show(magic)} {version}")
         if max(count, tensor_count) > _MOST_ENTRIES:
-            raise ValueError(f"expected at most {_MOST_ENTRIES:,} entries, found {max(count, tensor_count):,}")
+            raise ValueError(
+                f"expected at most {_MOST_ENTRIES:,} entries, found {max(count, tensor_count):,}"
+            )
         metadata = {}
         for _ in range(count):
             key = self.text()
@@ -103,14 +109,14 @@ class _Reader:
                 what = "is there twice" if name in tensors else "overlaps another or stands askew"
                 raise ValueError(f"the tensor {show(name)} {what}")
             before = begin + size
-            if before > len(self.content):
+            if before > self.size:
                 raise ValueError(f"the tensor {show(name)} ends beyond the file; is the file cut off?")
             tensors[name] = Tensor(kind, shape, begin, size)
         return GGUF(self.file, metadata, tensors)
 
     def take(self, size: int) -> int:
         """Steps over so many bytes and returns where they begin."""
-        if size > self.end - self.place:
+        if size > len(self.content) - self.place:
             raise struct.error
         self.place += size
         return self.place - size

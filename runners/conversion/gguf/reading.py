@@ -64,7 +64,9 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
             raise UserError(f"{file}: {config['model_type']} has no tensor {show(name)}")
         count = heads.get(name.split(".")[-2]) if family.pairs else None
         if count is not None and tensor.shape[0] % (2 * count):
-            raise UserError(f"{file}: {show(name)}: expected {count} heads of an even size, found {tensor.shape}")
+            raise UserError(
+                f"{file}: {show(name)}: expected {count} heads of an even size, found {tensor.shape}"
+            )
         stem = ours.removesuffix(".weight")
         keep = tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize
         if keep:

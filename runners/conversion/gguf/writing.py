@@ -68,7 +68,9 @@ def write_gguf(
     gguf = check_gguf(kind)
     family = FAMILIES.get(str(config["model_type"]))
     if family is None:
-        raise UserError(f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}")
+        raise UserError(
+            f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}"
+        )
     # Defaults are filled in by mlx-lm's module.
     inner = getattr(module, "language_model", module)
     config = {**config, **(config.get("text_config") or {}), **vars(inner.args)}

@@ -172,7 +172,7 @@ def test_faults_are_lines(export, runs, tmp_path):
         ([runs["full"], "--out", "out", "--private"], "--private without --upload-repo"),
         ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": expected owner/name'),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits"),
-        ([runs["full"]], "Missing option '--out'"),
+        ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
     ):
         result = export(*arguments)
         assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr, result.output

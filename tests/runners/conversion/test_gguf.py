@@ -1,4 +1,4 @@
-"""GGUF out and in: every family there and back, tokenizers, Modelfiles, llama.cpp's own reading, broken files."""
+"""GGUF out and in: every family there and back, tokenizers, Modelfiles, llama.cpp itself, broken files."""
 
 import json
 import os
@@ -53,9 +53,13 @@ def folder_of(tmp_path, arch, **more):
     folder = make_model_folder(tmp_path / arch, arch, **more)
     file = folder / "model.safetensors"
     weights = mx.load(str(file))
-    noise = {name: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (name, w) in enumerate(weights.items())}
+    noise = {
+        name: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (name, w) in enumerate(weights.items())
+    }
     mx.eval(weights)
-    weights = {name: w + 0.2 * noise[name].astype(w.dtype) if w.ndim == 1 else w for name, w in weights.items()}
+    weights = {
+        name: w + 0.2 * noise[name].astype(w.dtype) if w.ndim == 1 else w for name, w in weights.items()
+    }
     mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
     return folder
 
@@ -97,7 +101,9 @@ def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
     found = mx.dequantize(layer.weight, scales, biases, group_size=32, bits=bits)
     assert np.array_equal(np.array(found), want)
     plain = dict(named_leaves(logits_of(tmp_path / "plain")[1].parameters()))
-    assert np.abs(np.array(plain["model.layers.1.mlp.up_proj.weight"]) - want).max() < 1e-3 * np.abs(want).max()
+    assert (
+        np.abs(np.array(plain["model.layers.1.mlp.up_proj.weight"]) - want).max() < 1e-3 * np.abs(want).max()
+    )
     assert np.abs(logits_of(tmp_path / "plain")[0] - logits_of(tmp_path / "packed")[0]).max() < 0.05
 
 
@@ -142,7 +148,9 @@ def test_rotations_of_long_contexts_are_kept(scaling):
     assert scaling.items() <= back["rope_scaling"].items()
     if factors:
         with pytest.raises(UserError, match="the factors of a Llama 3"):
-            config_of("llama", GGUF(Path(), metadata, {}).get, False, {k: f * 1.1 for k, f in factors.items()})
+            config_of(
+                "llama", GGUF(Path(), metadata, {}).get, False, {k: f * 1.1 for k, f in factors.items()}
+            )
 
 
 def wrapped(backend, **names):
@@ -158,7 +166,10 @@ def load_like_mlx_lm(tokenizer):
 def there_and_back(tokenizer, folder, rows):
     folder.mkdir(exist_ok=True)
     metadata = tokenizers.tokenizer_metadata(tokenizer, rows, sorted(tokenizer.eos_token_ids))
-    metadata = {k: np.array(v) if isinstance(v, list) and not isinstance(v[0], str) else v for k, v in metadata.items()}
+    metadata = {
+        k: np.array(v) if isinstance(v, list) and not isinstance(v[0], str) else v
+        for k, v in metadata.items()
+    }
     tokenizers.write_tokenizer(GGUF(Path("m.gguf"), metadata, {}), folder)
     return metadata, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -220,7 +231,7 @@ def test_other_tokenizers_are_refused(tmp_path):
     stated["pre_tokenizer"] = {"type": "Whitespace"}
     with pytest.raises(UserError, match=r"pre-tokenizer \[.*Whitespace"):
         there_and_back(wrapped(Tokenizer.from_str(json.dumps(stated))), tmp_path, 320)
-    with pytest.raises(UserError, match="type BPE, found .*WordLevel"):
+    with pytest.raises(UserError, match=r"type BPE, found .*WordLevel"):
         there_and_back(wrapped(Tokenizer(models.WordLevel({"a": 0}, "a"))), tmp_path, 1)
 
 
@@ -229,7 +240,7 @@ PROMPT = PromptSettings.of(load_config("quickstart").to_dict())
 
 @pytest.mark.parametrize("system", ["", "Think {{first}}."])
 def test_a_modelfile_asks_as_training_asked(tmp_path, system):
-    """Its template gives the text that the run's prompts have, turn by turn; sampling and ends are the run's."""
+    """Its template gives the text of the run's prompts, turn by turn; sampling and ends are the run's."""
     import attrs
 
     from runners.conversion.modelfile import modelfile
@@ -255,7 +266,7 @@ def test_faults_of_the_options_are_lines(tmp_path):
     """Before anything is read or written."""
     folder = make_model_folder(tmp_path / "m")
     for arguments, message in (
-        (["--gguf", "m.gguf", "--out", "out"], "expected either --out DIR or --gguf FILE"),
+        (["--gguf", "m.gguf", "--out", "out"], "expected one of --out DIR, --gguf FILE"),
         (["--gguf", "m.gguf", "--bits", "4"], "--type is for --gguf"),
         (["--out", "out", "--type", "f16"], "--type without --gguf FILE"),
         (["--gguf", "m.gguf", "--type", "q3"], "--type q3: expected"),
@@ -316,7 +327,8 @@ def hostile(kind, file):
 LINES = {
     "nothing": "cannot be read as GGUF", "10⁹ tokens": "cut off", "10⁹ entries": "at most 65,536 entries",
     "10⁹ empty tokens, as a hole": "at most 4,194,304 texts", "a long name": "cut off",
-    "arrays in arrays": "array of numbers or texts", "cut off": "cut off", "lacking weights": "beyond the file",
+    "arrays in arrays": "array of numbers or texts", "cut off": "cut off",
+    "lacking weights": "beyond the file",
     "overlapping": "overlaps another", "10⁹ rows": "beyond the file", "wrapping sizes": "expected a shape",
     "10⁹ blocks": "block_count", "10⁹ wide": "ffn_down|up_proj|gate_proj|shape", "no heads": "heads",
     "a name with ../": "no tensor", "another architecture": "found \"mamba\"",

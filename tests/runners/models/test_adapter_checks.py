@@ -66,7 +66,7 @@ def test_a_folder_that_is_not_there_is_a_line(base, command):
     (base / "model.safetensors").write_bytes(b"")
     (base / "note.txt").write_text("a file")
     for name, what in (("nosuch", "there is no such folder"), ("base/note.txt", "this is a file")):
-        line = f"{name}: {what}; expected a folder of adapters as mlx-lm writes them"
+        line = f"{name}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them"
         code, said = grpo(*command, "--adapter", name)
         assert code == 2 and said.splitlines()[-1] == line
 
