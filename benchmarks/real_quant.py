@@ -1,9 +1,9 @@
 """Few bits on a real model: how far the log-probs of its rounded weights are from its own.
 
 The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full precision. Moments
-for calibrated rounding are of half of them, and all that follows is measured on the others. At each of their
-positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off* is the
-mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
+for calibrated rounding are of three quarters of them, and all that follows is measured on the others. At each
+of their positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off* is
+the mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
 KL(μ ‖ π) a token, exact over the vocabulary. *Sync* is the time to round all weights once, *bits* the average
 of a rounded weight with its scales.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -25,8 +25,14 @@ from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.generators import as_a_run
 from benchmarks.harness.measure import run_once
 from benchmarks.harness.record import Figure
-from grpo_fn.policy import QuantizedRole, input_moments, quantized_role
-from grpo_fn.trees import Tree, materialize
+from grpo_fn.policy import (
+    QuantizedRole,
+    formats_within,
+    input_moments,
+    quantized_role,
+    rounding_effects,
+)
+from grpo_fn.trees import Tree, materialize, named_leaves
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
@@ -35,8 +41,8 @@ from runners.models.loaded_model import load_model
 
 MODEL = "GRPO_REAL_MODEL"
 CONFIG = Path(__file__).parent / "evidence" / "real_model.toml"
-NEAREST = ("affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4")
-CALIBRATED = ("affine-6", "affine-4", "affine-3")
+CALIBRATED = ("affine-4", "affine-6", "affine-3")
+NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
 AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
 
@@ -51,16 +57,16 @@ class Texts:
 
 
 def own_texts(policy: g.Policy, prompts: Sequence[Sequence[int]], tokens: int, ends: frozenset[int]) -> Texts:
-    """The model's completions of the prompts, up to so many tokens; the first half is for the moments."""
+    """The model's completions of the prompts, up to so many tokens; three quarters are for the moments."""
     sampling = g.Sampling(max_new_tokens=tokens, eos_ids=ends)
     rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0), decoding=as_a_run())
     batch = g.make_batch(rollout, mx.zeros((len(prompts), 1)))
-    half, lengths = len(prompts) // 2, rollout.lengths_b.tolist()
+    part, lengths = 3 * len(prompts) // 4, rollout.lengths_b.tolist()
     drawn = [row[:length] for row, length in zip(rollout.tokens_bt.tolist(), lengths, strict=True)]
     return Texts(
-        batch.tokens_bl[:half],
-        (batch.prompt_lengths_b + rollout.lengths_b)[:half],
-        [(list(prompts[row]), drawn[row]) for row in range(half, len(prompts))],
+        batch.tokens_bl[:part],
+        (batch.prompt_lengths_b + rollout.lengths_b)[:part],
+        [(list(prompts[row]), drawn[row]) for row in range(part, len(prompts))],
     )
 
 
@@ -104,23 +110,34 @@ def apart(
     ]
 
 
-def roles(policy: g.Policy, texts: Texts, quick: bool) -> Mapping[str, QuantizedRole]:
-    """What is measured, by its title."""
-    made = {
-        f"real: {name}, to nearest": quantized_role(policy, name) for name in NEAREST[2 if quick else 0 :]
-    }
+def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, QuantizedRole]]:
+    """What is measured, with its title."""
     names = quantized_role(policy, "affine-4").names
     moments: dict[str, mx.array] = {}
     seconds = run_once(lambda: moments.update(moments_of(policy, texts, names)))
     tokens, size = int(texts.lengths_b.sum()), sum({id(m): m.nbytes for m in moments.values()}.values())
     say(f"real_quant: moments of {tokens} tokens in {seconds:.1f} s: {size / 1e6:.0f} MB")
-    for name in CALIBRATED[1 if quick else 0 :]:
-        made[f"real: {name}, calibrated"] = quantized_role(policy, name, moments=moments)
-    wide = {name: "affine-6" for name in names if "v_proj" in name or "down_proj" in name}
-    made["real: affine-4, calibrated, v and down in 6 bits"] = quantized_role(
-        policy, "affine-4", moments=moments, formats=wide
+    for name in CALIBRATED[: 1 if quick else None]:
+        yield f"real: {name}, calibrated", quantized_role(policy, name, moments=moments)
+        yield f"real: {name}, to nearest", quantized_role(policy, name)
+    few = 2 if quick else 6
+    effects = rounding_effects(
+        policy,
+        policy.params,
+        quantized_role(policy, "affine-4", moments=moments),
+        texts.calibration_bl[:few],
+        texts.lengths_b[:few],
+        mx.random.key(0),
     )
-    return made
+    sizes = {name: leaf.size for name, leaf in named_leaves(policy.params).items()}
+    for budget in (5.0, 4.6):
+        formats = formats_within(effects, sizes, 4, 64, budget)
+        yield (
+            f"real: {budget:g} bits, calibrated",
+            quantized_role(policy, "affine-4", moments=moments, formats=formats),
+        )
+    for name in NEAREST[: 1 if quick else None]:
+        yield f"real: {name}, to nearest", quantized_role(policy, name)
 
 
 def moments_of(policy: g.Policy, texts: Texts, names: Sequence[str]) -> dict[str, mx.array]:
@@ -140,7 +157,7 @@ def measured(
     low = log_probs(role.policy, params[-1], texts)
     targets = ()
     if "calibrated" in title:
-        targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if bits > 5 and bits < 5.1 else ()
+        targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if 4.9 < bits < 5.1 else ()
     figures = apart(title, full, low, targets)
     return [
         Figure(name=f"{title}: bits", value=bits),
@@ -150,28 +167,26 @@ def measured(
 
 
 @benchmark("real_quant")
-def main(quick: bool) -> Sequence[Figure]:
+def main(quick: bool) -> Iterator[Sequence[Figure]]:
     """A real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
     folder = os.environ.get(MODEL, "embedded" if quick else "")
     if not folder:
         say(f"real_quant: skipped, as {MODEL} names no folder")
-        return []
+        return
     config = load_config(str(CONFIG), [f"model.path={folder}", "data.source=embedded"])
     loaded = load_model(config.model, startup.prepare())
     policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
     rows, _ = load_rows(config.data)
-    count, tokens = (4, 8) if quick else (32, 128)
+    count, tokens = (4, 8) if quick else (64, 128)
     prompts = [
         list(example.tokens) for example in build_examples(rows[:count], config.data, loaded.tokenizer)[0]
     ]
     texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
     say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
     full = log_probs(policy, policy.params, texts)
-    figures: list[Figure] = []
-    for title, role in roles(policy, texts, quick).items():
+    for title, role in roles(policy, texts, quick):
         say(f"real_quant: {title}")
-        figures += measured(title, role, policy, full, texts)
-    return figures
+        yield measured(title, role, policy, full, texts)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,7 @@ class QuantizedRole:
     transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
     modes: Mapping[str, QuantMode]  # of the weights that are quantized
     unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
-    remade: Callable[
-        ..., "QuantizedRole"
-    ]  # (name, moments=None, formats=None): the same, rounded in another way
+    remade: Callable[..., "QuantizedRole"]  # (name, moments, formats, storage): the same, made in another way
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,7 +105,10 @@ def quantized_role(
     policy = attrs.evolve(policy, params=None)
 
     def made(
-        name: str, moments: Moments | None = None, formats: Mapping[str, str] | None = None
+        name: str,
+        moments: Moments | None = None,
+        formats: Mapping[str, str] | None = None,
+        storage: str = storage,
     ) -> QuantizedRole:
         mode = quant_mode(name, group_size)
         if moments is not None and mode.mode != "affine":

@@ -7,14 +7,25 @@ from collections.abc import Callable
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy import MODES, Moments, QuantizedRole, added, input_moments, quantized_role
-from grpo_fn.trees import Tree
+from grpo_fn.policy import (
+    MODES,
+    Moments,
+    QuantizedRole,
+    added,
+    formats_within,
+    input_moments,
+    quantized_role,
+    rounding_effects,
+)
+from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
 from runners.errors import UserError
 
 CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
 SLICE_TOKENS, CALIBRATION_TOKENS = 4096, 16_384  # tokens of a pass for the moments, and of all
+BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of rounding
 Calibration = Callable[[Tree, g.Batch], Moments]
+Budget = Callable[[Tree, g.Batch, Moments], dict[str, str]]
 
 
 def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
@@ -43,8 +54,7 @@ def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
     group = next(iter(role.modes.values())).group_size
 
     def moments(params: Tree, batch: g.Batch) -> Moments:
-        counted_bt = mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt
-        lengths_b = batch.prompt_lengths_b + counted_bt.max(axis=1)
+        lengths_b = _lengths(batch)
         rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
         found: dict[str, mx.array] = {}
         tokens = 0
@@ -58,6 +68,35 @@ def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
         return found
 
     return moments
+
+
+def budget_of(config: Config, policy: g.Policy, role: QuantizedRole) -> Budget:
+    """The function that gives the formats within rollout.bits_budget, from a batch and its moments."""
+    name, budget = config.rollout.quantization, config.rollout.bits_budget
+
+    def formats(params: Tree, batch: g.Batch, moments: Moments) -> dict[str, str]:
+        rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
+        mode = next(iter(role.modes.values()))
+        plain = role.remade(name, moments, storage="dequantized")
+        effects = rounding_effects(
+            policy,
+            params,
+            plain,
+            batch.tokens_bl[:rows],
+            _lengths(batch)[:rows],
+            mx.random.key(config.run.seed),
+        )
+        leaves = named_leaves(params) | named_leaves(policy.frozen)
+        sizes = {each: leaves[each].size for each in effects}
+        return formats_within(effects, sizes, mode.bits, mode.group_size, budget)
+
+    return formats
+
+
+def _lengths(batch: g.Batch) -> mx.array:
+    """Tokens of each row up to the last one that counts."""
+    counted_bt = mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt
+    return batch.prompt_lengths_b + counted_bt.max(axis=1)
 
 
 def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:

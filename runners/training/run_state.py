@@ -62,6 +62,7 @@ class RunState(Counters):
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
     waiting: tuple[list[Pieces], ...] = ()  # of these steps: minibatch × micro-batch
     moments: Moments | None = None  # of the sampler's layers, for calibrated rounding
+    formats: Mapping[str, str] | None = None  # of its weights, by `rollout.bits_budget`
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = ()  # of these steps, as far as this process made them; not saved
@@ -86,6 +87,7 @@ class RunState(Counters):
             "shapes": [list(shape) for shape in sorted(self.shapes)],
             "curriculum": self.curriculum and {n: mx.array(a) for n, a in _fields(self.curriculum).items()},
             "moments": dict(self.moments or {}),
+            "formats": dict(self.formats or {}),
         }
 
 
@@ -105,6 +107,7 @@ def restore_state(
             shapes=frozenset(Shape(*map(int, shape)) for shape in trees["shapes"]),
             curriculum=known and Estimates(**{name: np.array(array) for name, array in known.items()}),
             moments=trees["moments"] or None,
+            formats=trees["formats"] or None,
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{where}: not what a run saved: {error}") from error

@@ -91,7 +91,8 @@ def start_or_resume(
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         if state.moments is not None or state.sampler_format:
-            run.learner.engine.round_as(state.sampler_format, state.moments)
+            formats = None if state.sampler_format else state.formats
+            run.learner.engine.round_as(state.sampler_format, state.moments, formats)
         run.learner.engine.load(state.train.old_params, state.version)
         log, saver = _files(run, state, folder, origin, shown, wanted)
         stack.enter_context(log)

@@ -6,6 +6,7 @@ Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` gi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -227,8 +228,14 @@ class TrainSteps:
         with self.times.timing("sync"):
             batch = g.make_batch(experience.rollout, experience.advantages_pg)
             moments = learner.calibration(state.train.old_params, batch)
-            self.engine.round_as("", moments)
-            state = attrs.evolve(state, moments=moments)
+            formats = learner.budget and learner.budget(state.train.old_params, batch, moments)
+            if formats:
+                counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
+                self.shown.note(
+                    f"rollout.bits_budget = {self.config.rollout.bits_budget:g}: weights: {counts}"
+                )
+            self.engine.round_as("", moments, formats)
+            state = attrs.evolve(state, moments=moments, formats=formats)
             if learner.reference is not None and state.update == 0 and state.train.ref_params is not None:
                 reference = self._reference(moments).transform(state.train.params)
                 state = attrs.evolve(state, train=attrs.evolve(state.train, ref_params=reference))
