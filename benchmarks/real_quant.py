@@ -2,8 +2,8 @@
 
 The model is the one in the folder GRPO_REAL_MODEL. It completes packaged problems in full precision. Moments
 for calibrated rounding are of three quarters of them, and all that follows is measured on the others. At each
-of their positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off* is
-the mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
+of their positions a token is drawn from μ, the distribution of the rounded weights, with three seeds: *off*
+is the mean |log π − log μ| of these tokens, the *sample size* the effective one of the weights π/μ. *KL* is
 KL(μ ‖ π) a token, exact over the vocabulary. *Sync* is the time to round all weights once, *bits* the average
 of a rounded weight with its scales.
 

@@ -7,6 +7,7 @@ of all layers are rounded side by side. Each group's range is shrunk to the leas
 kernels are mlx's affine ones: only which numbers are stored differs.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,14 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends import number
+from grpo_fn.compile import compiled
 from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, materialize
 
-WIDTH = 512  # columns of a block, at most
+WIDTH = 1536  # columns of a block, at most
+TRACED = 64  # columns that one compiled program rounds
 DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overstate correlations
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
@@ -156,13 +160,14 @@ def round_calibrated(
             w_now = _blocks(stacked, order_nw.shape[-1])
             ranges = _ranges(w_now, weight_n1w, mode, dtype)
             each = [mx.repeat(array, mode.group_size, axis=-1) for array in ranges]
-            codes_now, _ = _rounded(*(_in_order(x, order_nw) for x in (w_now, *each)), share_nww, mode.bits)
+            ordered = [_in_order(x, order_nw) for x in (w_now, *each)]
+            codes_now, _ = _rounded(*ordered, share_nww, _columns(mode.bits))
             codes_now = _in_order(codes_now, mx.argsort(order_nw, axis=-1))
             columns = [_joined(array, len(some)) for array in (codes_now, *ranges)]
             packed = [pack_codes(columns[0], mode.bits), *(array.astype(dtype) for array in columns[1:])]
             materialize(packed)
-            for number, name in enumerate(some):
-                parts = [array[number] for array in packed]
+            for place, name in enumerate(some):
+                parts = [array[place] for array in packed]
                 result[name] = dict(zip(("weight", "scales", "biases"), parts, strict=True))
     return result
 
@@ -178,18 +183,38 @@ def _joined(x_now: mx.array, layers: int) -> mx.array:
     return x_now.reshape(layers, blocks // layers, out, width).transpose(0, 2, 1, 3).reshape(layers, out, -1)
 
 
+Columns = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+@functools.cache
+def _columns(bits: int) -> Columns:
+    """`_rounded` of at most `TRACED` columns, as a program: thousands of small operations."""
+
+    def one(
+        w_no1: mx.array, scale_no1: mx.array, bias_no1: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        codes_no1 = mx.clip(mx.round((w_no1 - bias_no1) / scale_no1), 0, 2**bits - 1)
+        return codes_no1, w_no1 - (codes_no1 * scale_no1 + bias_no1)
+
+    return compiled(lambda *arrays: _rounded(*arrays, one, 1), fuse=bool(number("fuses_learner")))
+
+
 def _rounded(
-    w_now: mx.array, scale_now: mx.array, bias_now: mx.array, share_nww: mx.array, bits: int
+    w_now: mx.array,
+    scale_now: mx.array,
+    bias_now: mx.array,
+    share_nww: mx.array,
+    columns: Columns,
+    few: int = TRACED,
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left half leaves its error to the right one."""
+    """Codes and errors of W columns; the left half leaves its error to the right. `columns` rounds few."""
     half = w_now.shape[-1] // 2
-    if not half:
-        codes = mx.clip(mx.round((w_now - bias_now) / scale_now), 0, 2**bits - 1)
-        return codes, w_now - (codes * scale_now + bias_now)
+    if w_now.shape[-1] <= few:
+        return columns(w_now, scale_now, bias_now, share_nww)
     scales, biases = (mx.split(x, [half], axis=-1) for x in (scale_now, bias_now))
-    left = _rounded(w_now[..., :half], scales[0], biases[0], share_nww[:, :half, :half], bits)
+    left = _rounded(w_now[..., :half], scales[0], biases[0], share_nww[:, :half, :half], columns, few)
     rest_now = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
-    right = _rounded(rest_now, scales[1], biases[1], share_nww[:, half:, half:], bits)
+    right = _rounded(rest_now, scales[1], biases[1], share_nww[:, half:, half:], columns, few)
     codes_now, errors_now = (mx.concatenate(both, axis=-1) for both in zip(left, right, strict=True))
     return codes_now, errors_now
 
