@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,19 +97,8 @@ def resolve_rewards(
     """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
 
     A reward's name in logs is its function's, or the full text if two share a name. Raises UserError for a
-    reward that cannot be resolved or is named twice, and for unfit weights.
+    reward that cannot be resolved.
     """
-    if not names:
-        raise UserError("reward.functions is empty; expected at least one reward")
-    if weights and len(weights) != len(names):
-        expected = f"expected one entry for each of {len(names)} functions, found {len(weights)}"
-        raise UserError(f"reward.weights: {expected}")
-    for weight in weights:
-        if not math.isfinite(weight):
-            raise UserError(f"reward.weights holds {weight}; expected finite numbers")
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"reward.functions names {show(name)} twice; expected each once")
     dirs = tuple(base_dirs)
     rewards = [
         resolve_reward(name, dirs, weight, judges, worker, form)

@@ -27,7 +27,6 @@ from runners.user_code.worker import Worker
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
-_ON_ERROR = ("skip", "raise")
 _LOGS = ("log_extra", "log_metric")
 _Arguments = tuple[dict[str, Any], list[str], int, float]  # of `calls.run`, after the function
 
@@ -63,12 +62,6 @@ class Scorer:
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
     _calls: dict[Worker, Calls] = attrs.field(factory=dict, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        if not 0 <= self.timeout < float("inf"):
-            raise ValueError(f"timeout is {self.timeout}; expected seconds, or 0 for no limit")
-        if self.on_error not in _ON_ERROR:
-            raise ValueError(f"on_error is {show(self.on_error)}; expected {' or '.join(_ON_ERROR)}")
 
     def score(
         self,

@@ -130,21 +130,6 @@ def test_resolve_rewards(folder: Path) -> None:
     assert [reward.weight for reward in resolve_rewards(list(REWARDS))] == [1.0] * 5
 
 
-@pytest.mark.parametrize(
-    ("names", "weights", "expected"),
-    [
-        ([], [], "reward.functions is empty"),
-        (["int_reward_func"], [1.0, 2.0], "one entry for each of 1 functions, found 2"),
-        (["int_reward_func"], [float("nan")], "holds nan"),
-        (["int_reward_func", "int_reward_func"], [], "twice"),
-    ],
-)
-def test_resolve_rewards_refuses(names: list[str], weights: list[float], expected: str) -> None:
-    """No reward, a wrong number of weights, a weight that is no number, and a repeated name are refused."""
-    with pytest.raises(UserError, match=expected):
-        resolve_rewards(names, weights)
-
-
 def test_check_columns() -> None:
     """A column that a reward cannot do without is missed by name; what every reward gets never is."""
 
