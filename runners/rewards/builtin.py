@@ -46,13 +46,8 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     ) -> list[float | None]:
         """2.0 if the completion's answer agrees with the gold ``answer``, else 0.0; None if the gold is None.
 
-        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes. Raises
-        ValueError if the two lists differ in length.
+        A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
         """
-        if len(answer) != len(completions):
-            raise ValueError(
-                f"answer: expected {len(completions)} entries, one a completion, found {len(answer)}"
-            )
         both = zip(_texts(completions), answer, strict=True)
         asked = [(text, value_text(gold)) for text, gold in both if gold is not None]
         scores = iter(form.scores([text for text, _ in asked], [gold for _, gold in asked]))

@@ -42,7 +42,6 @@ class RewardLog:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
-        column = _name("log_extra", column)
         if len(values) != self.size:
             raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions")
         self.extras[column] = [_plain(value) for value in values]
@@ -50,7 +49,6 @@ class RewardLog:
     def log_metric(self, name: str, value: float) -> None:
         """A number for training_log.jsonl, which gets the mean of an update's values; a name that the log
         itself uses is refused."""
-        name = _name("log_metric", name)
         if is_own_name(name):
             self.refused[name] = None
             return
@@ -67,12 +65,6 @@ class RewardLog:
 def is_own_name(name: str) -> bool:
     """Whether a run's log itself may have numbers of this name."""
     return name in METRICS or name.partition("/")[0] in _OWN_GROUPS
-
-
-def _name(function: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"{function}: expected a text as a name, found {type(name).__name__}")
-    return name
 
 
 def _plain(value: Any) -> Any:
