@@ -4,5 +4,14 @@
 docs/evidence.md. Results are in benchmarks/results/evidence.
 """
 
-NAMES = ("against_trl", "samplers", "presets", "masters", "real_model", "real_samplers", "difficulty")
+NAMES = (
+    "against_trl",
+    "samplers",
+    "presets",
+    "masters",
+    "real_model",
+    "real_samplers",
+    "difficulty",
+    "cold_start",
+)
 """The commands, `python -m benchmarks.evidence.NAME`, in the order of docs/evidence.md."""

@@ -81,6 +81,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(TOKENS, TOKENS),
         Column(TAUGHT, "groups that taught, %"),
     ),
+    "cold_start": (
+        Column(BEFORE, "exact match before, %"),
+        Column(AFTER, "after, %"),
+        Column(TOKENS, "tokens sampled or learned"),
+        Column("seconds of training", "training, s"),
+    ),
     "real_samplers": (
         Column(HELD_OUT_BEFORE, HELD_OUT_BEFORE),
         Column(HELD_OUT_AFTER, "after"),
@@ -192,9 +198,13 @@ TITLES = {
     "presets": "Exact match and reward of the nine presets on the hard problems, means and ranges",
     "masters": "Reward of runs with weights in float32 and in bfloat16, means and ranges, by learning rate",
     "difficulty": "Exact match over tokens sampled, by how prompts and groups are drawn, means and ranges",
+    "cold_start": "Exact match over tokens: GRPO, supervised updates, and both, means and ranges",
     "real_model": "A pretrained model's reward over seconds of training, here and in TRL, means and ranges",
 }
-BELOW = {"real_model": "seconds of training", "real_samplers": "seconds of training", "difficulty": TOKENS}
+BELOW = {
+    **dict.fromkeys(("real_model", "real_samplers"), "seconds of training"),
+    **dict.fromkeys(("difficulty", "cold_start"), TOKENS),
+}
 """What the curves of a command are over; the others' are over updates."""
 
 
@@ -216,7 +226,7 @@ def panel_names(name: str, cases: Sequence[str]) -> dict[str, list[tuple[str, st
         elif name == "real_samplers":
             task, form, correction = case.split(", ")
             panels.setdefault(f"{task}, correction {correction}: reward", []).append((case, REWARD, form))
-        elif name == "difficulty":
+        elif name in ("difficulty", "cold_start"):
             panels.setdefault("held-out exact match, %", []).append((case, AFTER, case))
         else:
             panels.setdefault("reward", []).append((case, REWARD, case))
