@@ -8,10 +8,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.telemetry.events import Started
 from runners.training.train import run_training
-from tests.support.resuming import Killed
-from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
 
 
@@ -20,24 +17,6 @@ def check(tmp_path, monkeypatch):
     """Runs `grpo check CONFIG …` in this process, in a fresh folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(cli.main, ["check", *arguments])
-
-
-class Header(Notes):
-    """Ends a run before its first step: its notices and its header are there."""
-
-    def handle(self, event):
-        """The run is ready to start."""
-        super().handle(event)
-        if isinstance(event, Started):
-            raise Killed
-
-
-def shown_by_run(path):
-    """What a run by this config shows before its first step."""
-    shown = Header()
-    with pytest.raises(Killed):
-        run_training(load_config(path), report=shown)
-    return shown
 
 
 def write_data(path, answers, **columns):
@@ -57,24 +36,6 @@ def test_a_good_config_has_nothing_to_warn_of(check):
     assert rows["correctness_reward_func"] == ["2", "0", "0", "0", "0", "0"]
     assert rows["int_reward_func"] == ["0.5", "0.5", "0", "0", "0", "0"]  # the wrong answer is a number too
     assert "warning" not in result.stdout
-
-
-def test_a_missing_chat_template_is_mentioned(check, tmp_path):
-    """By the check and by the run; not where there is one."""
-    for name, template in (("plain", False), ("chat", True)):
-        make_model_folder(tmp_path / name, chat_template=template)
-        (tmp_path / "t.toml").write_text(small(model={"path": name}, run={"name": f"run-{name}"}))
-        said = "the tokenizer has no chat template: prompts are plain text"
-        assert (f"warning: {said}" in check("t.toml").stdout) is not template
-        shown = shown_by_run("t.toml")
-        assert any(line.startswith(said) for line in shown.lines) is not template
-
-
-def test_no_weights_are_loaded(check, tmp_path, monkeypatch):
-    """The tokenizer is enough."""
-    (tmp_path / "t.toml").write_text(small())
-    monkeypatch.setattr("mlx_lm.utils.load_model", lambda *a, **k: pytest.fail("weights were loaded"))
-    assert check("t.toml").exit_code == 0
 
 
 def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):

@@ -120,19 +120,6 @@ def test_the_card_describes_the_run_without_machine_or_user(export, runs, tmp_pa
     assert [word for word in home if word in text] == []
 
 
-def test_prompt_settings_are_copied(export, runs, tmp_path):
-    """grpo_prompt.json as the run wrote it, with adapters too; the card shows it and how to use it."""
-    for kind, place in (("full", ""), ("full", "checkpoint-2"), ("lora", "checkpoint-2")):
-        result = export(runs[kind] / place, "--out", "out", "--force")
-        assert result.exit_code == 0, result.output
-        written = (tmp_path / "out" / "grpo_prompt.json").read_bytes()
-        assert written == (runs[kind] / "final" / "grpo_prompt.json").read_bytes()
-    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    prompt, use = text.split("## Prompt")[1].split("## Config")[0], text.split("## Use")[1]
-    assert "Think first." in prompt and "<reasoning>" in prompt and "at most 8 tokens" in prompt
-    assert 'grpo generate out "…"' in use and "--prefill-response" in use and "mlx_lm.generate" in use
-
-
 def test_a_config_is_shared_without_the_machines_paths():
     """Files keep their names, in tables of tables too; Hub names, forms and the rest stay as they are."""
     config = {

@@ -111,19 +111,6 @@ def test_relative_paths_are_found_here_or_beside_the_file(write, tmp_path):
     assert load_config("cfg/train.toml", ["model.path=here"]).model.path == "here"
 
 
-def test_reserved_and_hub_names_are_left_alone(write, tmp_path):
-    """`embedded` is never a folder, and what is no path is a Hub name."""
-    (tmp_path / "cfg" / "embedded").mkdir(parents=True)
-    name = write(MINIMAL + '[data]\nsource = "embedded"\n', "cfg/train.toml")
-    config = load_config(name)
-    assert (config.model.path, config.data.source, config.data.name) == ("embedded", "embedded", "")
-    assert load_config(name, ["model.path=./embedded"]).model.path == str(Path("cfg/embedded"))
-    config = load_config(name, ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "data.source=openai/gsm8k"])
-    assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert (config.data.source, config.data.name) == ("openai/gsm8k", "main")
-    assert load_config(name, ["data.source=openai/gsm8k", "data.name=socratic"]).data.name == "socratic"
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESET_FOLDER.glob("*.toml")))
 def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
     """By name from anywhere and by path, to a loss that LossSpec takes; the text shown says the same."""

@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from runners.config.loading import load_config
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows, load_split
 from runners.errors import UserError
-from runners.evaluation.reward_check import check_rewards
 
 TRANSFORM = """
 def problem(row):
@@ -75,17 +73,3 @@ def test_what_a_transform_may_not_do(folder, code, fault):
     (folder / "odd.py").write_text(f"def odd(row):\n    {code}\n")
     with pytest.raises(UserError, match=fault):
         load(folder, "odd.py:odd")
-
-
-def test_the_check_command_and_a_module_beside_the_config(folder):
-    """The config's folder is looked in for modules, and what was left out is a warning."""
-    place = folder / "elsewhere"
-    place.mkdir()
-    (place / "transform_beside.py").write_text(TRANSFORM)
-    (place / "train.toml").write_text(
-        '[model]\npath = "embedded"\n[data]\nsource = "rows.jsonl"\ntransform = "transform_beside:problem"\n'
-        'on_bad_row = "skip"\n'
-    )
-    checked = check_rewards(load_config("elsewhere/train.toml").check())
-    assert "What is 1 + 1?" in checked.prompt
-    assert "train data: 4 rows left out by data.transform" in checked.warnings

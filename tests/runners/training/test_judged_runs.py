@@ -108,33 +108,6 @@ def test_a_judge_that_stops_answering_ends_the_run_or_not():
     assert any(failed)
 
 
-def test_a_ranking_judge_ranks_the_groups_of_a_run():
-    """Each group once a step, its completions' rewards even steps apart; `grpo check` ranks bad answers."""
-
-    def rank(body, _):
-        count = body["messages"][0]["content"].count("\n</response ")
-        return "RANKING: " + ", ".join(map(str, range(1, count + 1)))
-
-    with answering(rank) as (url, asked):
-        write_config(
-            url, ["judge.solver"], kind="ranking", prompt="", pattern="", scale=[0, 10], api_key_env=""
-        )
-        shown = CliRunner().invoke(cli.main, ["check", "t.toml", "--problems", "2"])
-        assert shown.exit_code == 0 and "Rank 6 responses" in shown.output, shown.output
-        before = len(asked)
-        config = load_config("t.toml", ["rollout.temperature=2"])  # completions differ
-        result = run_training(config, report=Notes())
-        assert len(asked) - before <= 4
-    records = lines_of(result.folder / "completions.jsonl")
-    groups = [records[start : start + 4] for start in range(0, len(records), 4)]
-    varied = [group for group in groups if len({record["completion"] for record in group}) == 4]
-    assert varied, "equal completions share a rank"
-    for group in varied:
-        assert sorted(record["rewards"]["judge.solver"] for record in group) == pytest.approx(
-            [0, 1 / 3, 2 / 3, 1]
-        )
-
-
 def test_a_run_without_its_judge_does_not_begin():
     """Nothing listens there: one line before the data is read."""
     with pytest.raises(UserError, match=r"judge\.solver\.url: .* does not answer"):
