@@ -24,6 +24,7 @@ _EXAMPLES = """\
 \b
 Examples:
   grpo convert Qwen/Qwen2.5-0.5B-Instruct --out qwen-4bit --bits 4
+  grpo convert ./SmolLM2-135M-Instruct --out smol-4bit --bits 4 --calibrate prompts.txt
   grpo convert meta-llama/Llama-3.2-1B --out llama-mixed --recipe mixed_3_6
   grpo convert SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
   grpo convert ~/.cache/nanochat/chatsft_checkpoints/d20 --out nanochat-d20 --dtype bfloat16
@@ -36,6 +37,8 @@ Examples:
     TARGET,
     QUANTIZE,
     flag("--dequantize", "Unpack a quantized model."),
+    option("--calibrate=FILE", "Prompts on which quantized layers keep their outputs, as far as they can."),
+    option("--column", "Column of the prompts in a file of rows [prompt].", default="prompt"),
     option("--step", "Which nanochat checkpoint [the last].", int),
     flag("--text-only", "Take only the language part of a vision-language model."),
     FORCE,
@@ -53,7 +56,7 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     startup.prepare()
     from runners.conversion.convert import convert
 
-    named = ("dequantize", "step", "text_only", "force", "trust_remote_code")
-    chosen = {name: values[name] for name in named}
+    named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column")
+    chosen = {name: values[name] for name in named} | {"calibrate": values["calibrate"] or ""}
     convert(source, out, quantization=quantization_of(values), dtype=dtype or "", **chosen)
     echo_weights(out)

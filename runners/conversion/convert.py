@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from runners.conversion.calibrating import moments_from
 from runners.conversion.gguf.reading import convert_gguf
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
@@ -27,6 +28,8 @@ def convert(
     quantization: QuantizationOptions = NOT_PACKED,
     dequantize: bool = False,
     dtype: str = "",
+    calibrate: str = "",
+    column: str = "prompt",
     force: bool = False,
     step: int | None = None,
     text_only: bool = False,
@@ -40,6 +43,8 @@ def convert(
         quantization: packing of the weights, by mlx-lm.
         dequantize: unpack a quantized model.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
+        calibrate: a file of prompts, with their `column`; the model completes them, and linear layers are
+            rounded to keep their outputs there. Empty: to nearest.
         step: which nanochat checkpoint; None: the last.
         text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that comes with the model.
@@ -49,6 +54,8 @@ def convert(
     quantization.check()
     if dequantize and quantization.wanted:
         raise UserError("--dequantize and quantization exclude each other")
+    if calibrate and (not quantization.wanted or quantization.format[0] != "affine"):
+        raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
     check_target(target, force)
     path = Path(source).expanduser()
     checkpoint, one_file = is_checkpoint(path), path.suffix == ".gguf" and path.is_file()
@@ -76,10 +83,16 @@ def convert(
                 return target
             path, dequantize = temporary, False
         elif has_vision(read_json(path / "config.json")) and not text_only:
+            if calibrate:
+                raise UserError("--calibrate: expected --text-only too, for a model that sees")
             convert_vision(path, temporary, quantization, dequantize, dtype, trust_remote_code)
             return target
-        module, config = load_module(path, trust_remote_code)
-        module, config = repack(module, config, quantization, dtype, dequantize)
+        if calibrate:
+            module, config, tokenizer, _ = read_model(path, trust_remote_code)
+            collect = moments_from(calibrate, column, tokenizer)
+        else:
+            (module, config), collect = load_module(path, trust_remote_code), None
+        module, config = repack(module, config, quantization, dtype, dequantize, collect)
         if path == temporary:  # the file that the weights are read from is replaced
             mx.eval(module.parameters())
         else:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.trees import named_leaves
+from runners.conversion.calibrating import Collect, pack_calibrated
 from runners.errors import UserError
 from runners.models.dtypes import cast_leaves
 
@@ -63,12 +64,13 @@ def repack(
     quantization: QuantizationOptions,
     dtype: str = "",
     dequantize: bool = False,
+    collect: Collect | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The module cast, unpacked and packed by mlx-lm as asked, in place, and its new config.json.
 
-    Weights that mlx-lm's module keeps in their own dtype are not cast. Raises UserError if the recipe does
-    not fit the model, or if nothing could be packed: mlx-lm silently skips a layer whose width is no multiple
-    of the group.
+    Weights that mlx-lm's module keeps in their own dtype are not cast. With `collect` linear layers are
+    rounded by the moments that it gives. Raises UserError if the recipe does not fit the model, or if nothing
+    could be packed: mlx-lm silently skips a layer whose width is no multiple of the group.
     """
     from mlx_lm.convert import mixed_quant_predicate_builder
     from mlx_lm.utils import dequantize_model, quantize_model
@@ -91,6 +93,8 @@ def repack(
         except ValueError as error:
             raise UserError(f"--recipe {quantization.recipe}: {error}") from error
     before = _packed(module)
+    moments = collect(module, group_size) if collect else {}
+    weights = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments}
     # stdout is for what a command has to say, and mlx-lm reports its progress there.
     with contextlib.redirect_stdout(sys.stderr):
         module, config = quantize_model(
@@ -99,6 +103,7 @@ def repack(
     if _packed(module) == before:
         why = "the weights are quantized already" if before else "no layer's width is a multiple of the group"
         raise UserError(f"nothing was quantized: {why}")
+    pack_calibrated(module, weights, moments)
     return module, config
 
 

@@ -55,6 +55,27 @@ def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, gr
     assert np.abs(found - full).mean() < np.abs(full).mean()
 
 
+def test_calibrated_weights_are_nearer_and_open_as_any_others(convert, source, tmp_path):
+    """Same format and size as to nearest, with other numbers; what it cannot do is said."""
+    (tmp_path / "prompts.txt").write_text("".join(f"{n} and {n}\n" for n in range(12)))
+    how = ("--bits", "3", "--group-size", "32")
+    assert convert("model", "nearest", *how).exit_code == 0
+    result = convert("model", "calibrated", *how, "--calibrate", "prompts.txt")
+    assert result.exit_code == 0, result.stderr
+    full, nearest, calibrated = (logits_of(tmp_path / n)[1] for n in ("model", "nearest", "calibrated"))
+    inputs = full.model.embed_tokens(mx.arange(300)[None])
+
+    def off(module):
+        return mx.abs(module.model.layers[0](inputs) - full.model.layers[0](inputs)).mean().item()
+
+    assert off(calibrated) < off(nearest)
+    files = [tmp_path / name / "model.safetensors" for name in ("nearest", "calibrated")]
+    assert len({file.stat().st_size for file in files}) == 1
+    for more in ([], ["--mode", "mxfp4"]):
+        refused = convert("model", "other", *more, "--calibrate", "prompts.txt")
+        assert refused.exit_code == 2 and "--calibrate goes with --bits or --recipe" in refused.stderr
+
+
 def test_a_recipe_mixes_bits(convert, source, tmp_path):
     """More bits for some layers."""
     assert convert("model", "out", "--recipe", "mixed_3_6", "--group-size", "32").exit_code == 0
