@@ -28,9 +28,11 @@ def write(tmp_path):
 
 def test_what_one_rank_gathered_goes_on_with_two_and_sigterm_saves_on_all(write, tmp_path):
     """Saved by one rank between two batch steps of an accumulation, gone on with by two, which SIGTERM to
-    rank 1 ends in order, and then by one again: the end of a run that nothing broke off.
+    rank 1 ends in order, and then by one again: the end of a run that nothing broke off. What is known of the
+    prompts goes along.
     """
     tables = {
+        "data": {"curriculum": "adaptive", "explore": 0.25, "pass_reward": 0.5},
         "optim": {"gradient_accumulation_steps": 2, "max_steps": 4},
         "reward": {"functions": ["letters.py:sums"]},  # each batch step has a gradient
         "rollout": {"temperature": 1.5},
