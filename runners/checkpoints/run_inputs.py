@@ -16,7 +16,7 @@ from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.files.json_files import read_json
-from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS
+from runners.models.adapters import adapter_files
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.functions import Reward
 
@@ -50,8 +50,8 @@ def run_inputs(
     for what, name in named.items():
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
     if adapters := config.model.adapters:
-        for name in (ADAPTER_CONFIG, ADAPTERS):
-            files[f"the {name} of model.adapters"] = Path(adapters) / name
+        for file in adapter_files(Path(adapters)):
+            files[f"the {file.name} of model.adapters"] = file
     found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
     found[HELD_OUT] = data_digest(held_out)
     if gold:

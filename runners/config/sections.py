@@ -109,7 +109,7 @@ class ModelConfig:
     path: str = key(attrs.NOTHING, "`\"embedded\"` or `\"embedded-tools\"` (the small models in the package), an mlx-lm model folder ([nanochat](nanochat.md)'s as well), or a Hub name", "one line, not empty")
     tune: Literal["full", "lora", "dora"] = key("full", "what is trained: all weights, or adapters")
     lora: LoraConfig = attrs.field(factory=LoraConfig)
-    adapters: str = key("", 'a folder of adapters in mlx-lm\'s format to go on from, such as another run\'s `final`; their rank, scale, layers and keys replace `lora`, and `loss.beta` holds the model to them. With `tune = "lora"` or `"dora"`, as they are; empty: new ones')
+    adapters: str = key("", 'a folder of adapters in mlx-lm\'s or PEFT\'s format to go on from, such as another run\'s `final`; their rank, scale, layers and keys replace `lora`, and `loss.beta` holds the model to them. With `tune = "lora"` or `"dora"`, as they are; empty: new ones')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "dtype of the computation; auto: float32 on a CPU, else the model's own. On a CPU experts are multiplied in float32 in any case")
     master: Stored = key("float32", "dtype of the weights that the optimizer changes; bfloat16 is rounded stochastically: [when to choose it](memory.md#weights-in-bfloat16)")
     trust_remote_code: bool = key(False, "run Python code that comes with a model")

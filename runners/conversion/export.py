@@ -22,7 +22,7 @@ from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json
 from runners.files.tensor_files import save_arrays
-from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, base_of, read_adapters, read_folder
+from runners.models.adapters import ADAPTER_CONFIG, adapter_files, base_of, read_adapters, read_folder
 from runners.models.folders import (
     HUB_NAME,
     copy_companions,
@@ -179,10 +179,8 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     """
     check_target(target, force)
     folder = Path(model_of_run(name, note)).expanduser()
-    if not (folder / ADAPTERS).is_file():
-        raise UserError(
-            f"{folder}: expected adapters for PEFT, found no {ADAPTERS}; --out writes whole models"
-        )
+    if not adapter_files(folder)[1].is_file():
+        raise UserError(f"{folder}: expected adapters for PEFT, found none; --out writes whole models")
     check_apart(target, folder)
     settings, tensors = read_folder(folder)
     config, theirs, lines = to_peft(settings, tensors)

@@ -83,17 +83,23 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 def check_adapters(folder: Path) -> None:
     """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
     names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    peft = PEFT_ADAPTERS in names and is_peft(read_json(folder / ADAPTER_CONFIG))
-    weights = PEFT_ADAPTERS if peft else ADAPTERS
-    lacking = next((name for name in (ADAPTER_CONFIG, weights) if name not in names), None)
+    config, weights = adapter_files(folder)
+    lacking = next((file.name for file in (config, weights) if file.name not in names), None)
     if lacking:
         there = "this is a file" if folder.exists() else "there is no such folder"
         what = f"{lacking} is missing" if folder.is_dir() else there
         raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them")
     check_links(folder)
-    check_header(folder / weights)
-    check = check_peft_config if peft else check_adapter_config
-    check(read_json(folder / ADAPTER_CONFIG), folder / ADAPTER_CONFIG)
+    check_header(weights)
+    check = check_adapter_config if weights.name == ADAPTERS else check_peft_config
+    check(read_json(config), config)
+
+
+def adapter_files(folder: Path) -> tuple[Path, Path]:
+    """Config and tensors of a folder of adapters, by mlx-lm's names or, if it has these, PEFT's."""
+    config, theirs = folder / ADAPTER_CONFIG, folder / PEFT_ADAPTERS
+    peft = theirs.is_file() and config.is_file() and is_peft(read_json(config))
+    return config, theirs if peft else folder / ADAPTERS
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
@@ -102,14 +108,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     Raises UserError if they are missing, not floating or not finite.
     """
     check_adapters(folder)
-    settings = read_json(folder / ADAPTER_CONFIG)
-    file = folder / (PEFT_ADAPTERS if is_peft(settings) else ADAPTERS)
+    config, file = adapter_files(folder)
+    settings = read_json(config)
     tensors, _ = load_arrays(file)
     for name, leaf in tensors.items():
         if not mx.issubdtype(leaf.dtype, mx.floating):
             raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
     check_finite(tensors, file)
-    return from_peft(settings, tensors, folder) if is_peft(settings) else (settings, tensors)
+    return (settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
 
 
 def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
