@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -31,6 +32,7 @@ class Calls:
         """At most `workers` calls run in threads at a time; 0: any number."""
         self.worker, self._workers = worker, workers
         self._running: dict[Any, _Running] = {}
+        self._done: queue.SimpleQueue[tuple[Any, Call]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
@@ -48,11 +50,11 @@ class Calls:
         """
         found: dict[Any, Outcome] = {}
         while True:
+            while not self._done.empty():
+                self._take(found, *self._done.get())
             now = time.monotonic()
             for key, running in list(self._running.items()):
-                if running.call.outcome.done():
-                    found[key] = self._running.pop(key).call.outcome.result()
-                elif now >= running.latest:
+                if now >= running.latest:
                     self._give_up(key)
                     fault = f"timed out after {running.timeout:g} s"
                     found[key] = Outcome(fault=fault, ended=True, timed_out=True, seconds=running.timeout)
@@ -64,8 +66,8 @@ class Calls:
                 check()
                 latest = min(latest, time.monotonic() + _LOOK)
             rest = None if latest == inf else max(latest - time.monotonic(), 0.0)
-            outcomes = [running.call.outcome for running in self._running.values()]
-            wait(outcomes, timeout=rest, return_when=FIRST_COMPLETED)
+            with suppress(queue.Empty):
+                self._take(found, *self._done.get(timeout=rest))
 
     def give_up(self, key: Any) -> None:
         """Waits for a key's call no longer."""
@@ -82,6 +84,11 @@ class Calls:
     def _start(self, key: Any, operation: tuple[Any, ...], timeout: float, mode: str) -> None:
         call = self.worker.submit(*operation, mode=mode)
         self._running[key] = _Running(call, timeout, time.monotonic() + (timeout or inf))
+        call.outcome.add_done_callback(lambda _: self._done.put((key, call)))
+
+    def _take(self, found: dict[Any, Outcome], key: Any, call: Call) -> None:
+        if key in self._running and self._running[key].call is call:  # else it was given up
+            found[key] = self._running.pop(key).call.outcome.result()
 
     def _give_up(self, key: Any) -> None:
         self.worker.cancel(self._running.pop(key).call)

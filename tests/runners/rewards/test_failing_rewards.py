@@ -29,26 +29,14 @@ def slow(completions, trainer_state, **_):
 def rarely(completions, **_):
     return ["x", *[1.0] * (len(completions) - 1)]
 """
-FAILS_ONCE = """
+FAILS_AT = """
 calls = []
 
-def once(completions, **_):
+def fails(completions, **_):
     calls.append(1)
-    if len(calls) == 1:
-        raise OSError("not yet")
+    if len(calls) == NUMBER:
+        raise OSError("not now")
     return [float(n % 2) for n in range(len(completions))]
-"""
-
-
-FAILS_THE_THIRD_TIME = """
-calls = []
-
-
-def third(completions, **_):
-    calls.append(1)
-    if len(calls) == 3:
-        raise ValueError("the third time")
-    return [float(i) for i in range(len(completions))]
 """
 
 
@@ -87,10 +75,10 @@ def test_a_resumed_run_repeats_the_failed_step(tmp_path):
 
 def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
     """The evaluation after the first update is its third call: the update is saved before the run ends."""
-    (tmp_path / "third.py").write_text(FAILS_THE_THIRD_TIME)
-    reward = [f"reward.functions=['{tmp_path}/third.py:third']", "reward.on_error='raise'", "eval.every=1"]
+    (tmp_path / "third.py").write_text(FAILS_AT.replace("NUMBER", "3"))
+    reward = [f"reward.functions=['{tmp_path}/third.py:fails']", "reward.on_error='raise'", "eval.every=1"]
     config, notes = config_in(tmp_path / "a", *SHORT, *reward, "checkpoint.every=0"), Notes()
-    with pytest.raises(RewardError, match="the third time"):
+    with pytest.raises(RewardError, match="not now"):
         run_training(config, report=notes)
     assert any("before the reward failed: saved" in line for line in notes.lines)
 
@@ -130,15 +118,15 @@ def test_a_reward_that_judges_some_completions_does_not_end_the_run(tmp_path):
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_all_rounds_of_dynamic_sampling_count_as_one_batch_step(tmp_path, rounds):
     """A reward that fails in the first round alone has judged completions of the batch step."""
-    (tmp_path / "once.py").write_text(FAILS_ONCE)
+    (tmp_path / "once.py").write_text(FAILS_AT.replace("NUMBER", "1"))
     config = prepared(
         tmp_path / "a",
-        f"reward.functions=['{tmp_path}/once.py:once']",
+        f"reward.functions=['{tmp_path}/once.py:fails']",
         "loss.dynamic_sampling=true",
         f"loss.max_resample={rounds}",
     )
     if rounds:
         assert run_training(config, report=Quiet()).updates == 3
     else:
-        with pytest.raises(RewardError, match="not yet"):
+        with pytest.raises(RewardError, match="not now"):
             run_training(config, report=Quiet())
