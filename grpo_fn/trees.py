@@ -96,6 +96,17 @@ def materialize(*trees: Tree) -> None:
     mx.eval([array for tree in trees for array in arrays_of(tree)])
 
 
+def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
+    """As `materialize`, at most so many bytes at a time: Metal's watchdog ends what takes long."""
+    part: list[mx.array] = []
+    for array in (array for tree in trees for array in arrays_of(tree)):
+        if part and sum(each.nbytes for each in part) + array.nbytes > most:
+            materialize(part)
+            part = []
+        part.append(array)
+    materialize(part)
+
+
 def nbytes(*trees: Tree) -> int:
     """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
     distinct = {id(array): array.nbytes for tree in trees for array in arrays_of(tree)}

@@ -19,6 +19,7 @@ from runners.errors import (
     one_line,
     system_fault,
 )
+from runners.machine.metal_faults import ADVICE, is_watchdog
 from runners.machine.terminal import OutputLost, drop_output, echo, open_closed_streams, others_visible
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -86,6 +87,8 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             if is_out_of_memory(error):
                 more = "`grpo plan CONFIG` shows what needs memory in a run"
                 _end([f"out of memory ({first_line(error)}); {more}"], UserError.exit_code)
+            if is_watchdog(error):
+                _end([f"{first_line(error)}: {ADVICE}"], UserError.exit_code)
             if (fault := system_fault(error)) is None:
                 raise
             _end([f"refused by the system: {fault}"], UserError.exit_code)

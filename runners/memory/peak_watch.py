@@ -13,7 +13,7 @@ class MemoryWatch:
 
     def __init__(self, limit_gb: float, key: str) -> None:
         """`limit_gb` is system.memory_limit_gb, 0 for the machine's memory; `key` lowers the peak."""
-        self._limit, self._key = limit_gb * 1e9, key
+        self._limit, self.key = limit_gb * 1e9, key
         self._warned = False
 
     def read(self) -> tuple[dict[str, float], str | None]:
@@ -29,5 +29,5 @@ class MemoryWatch:
         limit = " (system.memory_limit_gb)" if self._limit and total == self._limit else ""
         return metrics, (
             f"memory: the peak so far is {gigabytes(found.peak)}, {found.peak / total:.0%} of "
-            f"{gigabytes(int(total))}{limit}; lower {self._key}"
+            f"{gigabytes(int(total))}{limit}; lower {self.key}"
         )

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.trees import named_leaves, split_leaves
+from grpo_fn.trees import materialize_in_parts, named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.files.json_files import read_json
@@ -113,7 +113,7 @@ def load_model(
         )
     cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
     trainable, frozen = split_leaves(module)
-    mx.eval(module.parameters())
+    materialize_in_parts(module.parameters())
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,

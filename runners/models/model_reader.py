@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.trees import named_leaves
+from grpo_fn.trees import materialize_in_parts, named_leaves
 from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
@@ -169,8 +169,10 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
-    finite = {name: _finite(leaf) for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
-    mx.eval(finite)  # all at once: while one leaf is read, another is checked
+    floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    materialize_in_parts(floating)
+    finite = {name: _finite(leaf) for name, leaf in floating.items()}
+    mx.eval(finite)
     for name, answer in finite.items():
         if not answer.item():
             raise UserError(f"{path}: the weight {name} holds NaN or infinity")

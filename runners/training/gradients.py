@@ -5,6 +5,7 @@ On Metal and CUDA MLX raises an exception. On a CPU the system ends the process:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -32,6 +33,7 @@ class MicroBatches:
     asked: int  # tokens: system.micro_batch_tokens
     ranks: Ranks
     note: Callable[[str], None]  # takes a line when the budget shrinks
+    longest: float = 0.0  # seconds of one micro-batch, above which the budget shrinks; 0: any
     advance: Advance = lambda what, done, total: None
 
     def gradients(
@@ -50,7 +52,11 @@ class MicroBatches:
                 found.append(stats)
             return state, found
 
-        (state, found), _, budget = self._in_halves(act, steps, budget)
+        started, traces = time.perf_counter(), getattr(self.grad_step, "traces", 0)
+        (state, found), used, budget = self._in_halves(act, steps, budget)
+        if self.longest:
+            compiled = traces != getattr(self.grad_step, "traces", 0)  # its time says nothing
+            budget = self._paced(0.0 if compiled else time.perf_counter() - started, used, budget)
         return state, found if self.ranks.is_alone else self._merged(found), budget
 
     def with_old_logp(self, params: Tree, pieces: Pieces, budget: int) -> tuple[list[g.Batch], int]:
@@ -112,6 +118,19 @@ class MicroBatches:
             # Outside the handler the failed step's arrays are free: only its traceback held them.
             mx.clear_cache()
             budget = self._smaller(steps, budget, reason)
+
+    def _paced(self, seconds: float, steps: Sequence[Pieces], budget: int) -> int:
+        """A budget whose micro-batches take at most `longest` at this pace; all ranks have the same."""
+        pieces = [_tokens(piece) for pieces in steps for piece in pieces]
+        paces = self.ranks.all_gather_object("the pace", seconds * self.ranks.count / max(sum(pieces), 1))
+        fits = max(int(self.longest / max(1e-9, *(message.value for message in paces))), 1)
+        if fits >= min(max(pieces), budget):
+            return budget
+        self.note(
+            f"a micro-batch takes over {self.longest:g} s, which a GPU that draws the screen may not; "
+            f"system.micro_batch_tokens is {fits:,} from now on"
+        )
+        return fits
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
         """A budget that cuts the largest micro-batches. Raises UserError if each has a single row."""

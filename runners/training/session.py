@@ -14,8 +14,8 @@ import grpo_fn as g
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
-from runners.errors import UserError
-from runners.machine.memory_readings import free_memory
+from runners.errors import UserError, gigabytes
+from runners.machine.memory_readings import free_memory, swap_used
 from runners.machine.terminal import OutputLost
 from runners.memory.peak_watch import MemoryWatch
 from runners.models.model_writer import save_final
@@ -56,6 +56,7 @@ class Session:
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._lost: str | None = None  # why rank 0's display has no reader
+        self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
         self._started = time.perf_counter()
         self.ranks.on_fault(lambda line: log.log({**self.place(), "fault": line}))
         g.materialize(state.train, state.waiting)
@@ -162,6 +163,20 @@ class Session:
         self.save_to_stop("interrupted: ")
         self.ranks.agreed_to_end()
         raise end
+
+    def check_swap(self) -> None:
+        """If the system has swapped out more than system.swap_limit_gb since the start: saves, and raises
+        UserError."""
+        limit = 1e9 * self.config.system.swap_limit_gb
+        if not limit:
+            return
+        grown = (swap_used() or 0) - self._swap
+        if self.ranks.any_rank("the swap", grown > limit):
+            self.save_to_stop("stopped before the system swaps more: ")
+            raise UserError(
+                f"{self.config.where('system.swap_limit_gb')}: the system has swapped out {gigabytes(grown)} "
+                f"since the start; lower {self.memory.key} or close programs, and continue with --resume"
+            )
 
     def check_log(self) -> None:
         """Reports once that a line of the log cannot be written; it is written when there is space."""

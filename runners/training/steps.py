@@ -29,6 +29,7 @@ from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
 from runners.data.stream import gold_batch
+from runners.machine.metal_faults import LONGEST
 from runners.models.role_quantization import is_calibrated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
@@ -66,7 +67,8 @@ class TrainSteps:
             self.config.system.micro_batch_tokens,
             run.ranks,
             shown.note,
-            shown.advanced,
+            longest=LONGEST if mx.metal.is_available() else 0.0,
+            advance=shown.advanced,
         )
         self.sft = attrs.evolve(self.micro_batches, grad_step=run.learner.sft_step)
         self.uses = self.config.optim.num_iterations * self.config.optim.minibatches  # updates a rollout

@@ -13,6 +13,7 @@ from runners.config.loading import Config
 from runners.environments.own_code import start_worker
 from runners.errors import RewardError
 from runners.machine import startup
+from runners.machine.metal_faults import explained_aborts
 from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
@@ -70,6 +71,7 @@ def run_training(
         signals = signals or stack.enter_context(StopSignals())
         worker = stack.enter_context(closing(start_worker(config)))
         machine = startup.prepare(config.system.memory_limit_gb, config)
+        stack.enter_context(explained_aborts(machine.backend))
         if ranks is None:  # else their owner ends them
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())
@@ -98,6 +100,7 @@ def train(session: Session) -> RunResult:
         check_bad_updates(session)
         session.save_if_due()
         session.check_output()
+        session.check_swap()
     return finish(session)
 
 

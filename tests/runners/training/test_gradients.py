@@ -1,5 +1,6 @@
 """Running out of memory in the learner: smaller micro-batches, the same sums, and a line that says so."""
 
+import attrs
 import mlx.core as mx
 import pytest
 
@@ -125,3 +126,15 @@ def test_a_single_completion_cannot_be_halved(policy):
 def test_what_running_out_of_memory_looks_like(error, is_it):
     """The messages of MLX's backends, of CUDA, C++ and Python."""
     assert is_out_of_memory(error) is is_it
+
+
+@pytest.mark.parametrize(("longest", "shrinks"), [(0.0, False), (1e-6, True), (1e6, False)])
+def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrinks):
+    """At the pace of the last ones; a step that was traced meanwhile measures nothing. The sums stay."""
+    fakes, notes = Steps(policy, ()), []
+    steps = attrs.evolve(micro_batches(fakes, note=notes.append), longest=longest)
+    pieces = [pieces_of(policy, 0)]
+    first, _, budget = steps.gradients(make_state(policy), pieces, 200)
+    again, _, smaller = steps.gradients(make_state(policy), pieces, budget)
+    assert (smaller < 200) == shrinks == bool(notes)
+    assert_same_gradients(first.accum_grads, again.accum_grads)

@@ -1,0 +1,42 @@
+"""What a fault of Metal's watchdog means for the user. Importing this module does not import MLX."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from runners.errors import text_of
+
+LONGEST = 2.0  # seconds of one evaluation that a run on Metal aims for
+ADVICE = (
+    "macOS ends work on the GPU that holds up the display: let the display sleep (or train over ssh), lower "
+    "system.micro_batch_tokens, or set AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1, which makes the screen less smooth; "
+    "then continue with --resume. See docs/metal.md"
+)
+_SIGNS = ("impacting interactivity", "gpu timeout", "gpu hang")
+_WATCH = 'read -r done || printf "%s\\n" "$0" >&2'
+
+
+def is_watchdog(error: BaseException) -> bool:
+    """Whether this exception is a command buffer that the system has ended for the time it took."""
+    text = text_of(error).lower()
+    return isinstance(error, RuntimeError) and "command buffer" in text and any(s in text for s in _SIGNS)
+
+
+@contextmanager
+def explained_aborts(backend: str) -> Iterator[None]:
+    """Inside the block, an end of this process without a word is followed by ADVICE on stderr; on Metal.
+
+    MLX learns of such a fault on a thread of its own, where it ends the process: nothing can be caught.
+    """
+    if backend != "metal":
+        yield
+        return
+    advice = f"if a line above names a Metal command buffer: {ADVICE}"
+    command = ["/bin/sh", "-c", _WATCH, advice]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as watcher:
+        try:
+            yield
+        finally:
+            watcher.communicate(b"done\n")

@@ -1,0 +1,56 @@
+"""Faults of Metal's watchdog end with what to do, whether Python sees them or not."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.machine.metal_faults import ADVICE, is_watchdog
+
+SEEN = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e:kIOGPU…)"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError(SEEN), True),
+        (RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error"), True),
+        (RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory"), False),
+        (RuntimeError("GPU timeout of a judge"), False),
+        (ValueError(SEEN), False),
+    ],
+)
+def test_only_ended_command_buffers_are_such_faults(error, is_one):
+    assert is_watchdog(error) == is_one
+
+
+def test_a_command_that_meets_one_says_what_to_do(monkeypatch):
+    """One line, exit code 2."""
+
+    def fails(*_, **__):
+        raise RuntimeError(SEEN)
+
+    monkeypatch.setattr("runners.config.loading.load_config", fails)
+    done = CliRunner().invoke(cli.main, ["run", "quickstart"])
+    assert done.exit_code == 2 and SEEN.split("…")[0] in done.output and ADVICE in done.output
+
+
+@pytest.mark.parametrize(
+    ("backend", "ending", "explained"),
+    [
+        ("metal", "os.abort()", True),
+        ("metal", "pass", False),
+        ("metal", "raise SystemExit(2)", False),
+        ("cuda", "os.abort()", False),
+    ],
+)
+def test_a_process_that_is_ended_without_a_word_is_explained(backend, ending, explained):
+    """As MLX ends it on a thread of its own: nothing can be caught then."""
+    code = (
+        "import os\nfrom runners.machine.metal_faults import explained_aborts\n"
+        f"with explained_aborts({backend!r}): {ending}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ADVICE in done.stderr) == explained
