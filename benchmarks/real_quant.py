@@ -7,25 +7,36 @@ is the mean |log π − log μ| of these tokens, the *sample size* the effective
 KL(μ ‖ π) a token, exact over the vocabulary. *Sync* is the time to round all weights once, *bits* the average
 of a rounded weight with its scales.
 
+*mlx-lm* is its own GPTQ and AWQ in 4 bits on the same rows, with the time of the whole calibration. *Rates*
+are of `g.generate` over rows, on a prompt of 8 tokens.
+
 **What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
+import click
 import mlx.core as mx
 
 import grpo_fn as g
+from benchmarks import quant
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.generators import as_a_run
+from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import run_once
 from benchmarks.harness.record import Figure
 from grpo_fn.policy import (
+    STORAGES,
     QuantizedRole,
     formats_within,
     input_moments,
@@ -42,6 +53,7 @@ from runners.models.loaded_model import load_model
 MODEL = "GRPO_REAL_MODEL"
 CONFIG = Path(__file__).parent / "evidence" / "real_model.toml"
 CALIBRATED = ("affine-4", "affine-6", "affine-3")
+PARTS = ("rounding", "rates", "mlx-lm")  # the last takes long on a CPU: there only if asked for
 NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
 AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
@@ -81,9 +93,13 @@ def log_probs(policy: g.Policy, params: Tree, texts: Texts) -> list[mx.array]:
 
 
 def apart(
-    title: str, full: Sequence[mx.array], low: Sequence[mx.array], targets: Sequence[float]
+    title: str,
+    full: Sequence[mx.array],
+    low: Sequence[mx.array],
+    texts: Texts,
+    targets: Sequence[float] = (),
 ) -> list[Figure]:
-    """Off, KL and sample size of the distributions `low` against `full`."""
+    """Perplexity of the distributions `low`; off, KL and sample size against `full`."""
     off, sizes = [], []
     for seed in range(SEEDS):
         differences = []
@@ -103,7 +119,10 @@ def apart(
         ends = {"low": min(values), "high": max(values), "samples": len(values)}
         return Figure(name=f"{title}: {name}", value=statistics.fmean(values), unit=unit, **ends, **target)
 
+    tokens = mx.concatenate([mx.array(drawn) for _, drawn in texts.held_out])
+    own = mx.take_along_axis(mx.concatenate(list(low)), tokens[:, None], axis=-1).mean()
     return [
+        Figure(name=f"{title}: perplexity", value=float(mx.exp(-own))),
         over_seeds("off", off, "nats", at_most=most_off),
         Figure(name=f"{title}: KL", value=kl, unit="nats", at_most=most_kl),
         over_seeds("sample size", sizes, "%", at_least=least_size),
@@ -118,8 +137,8 @@ def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, Qu
     tokens, size = int(texts.lengths_b.sum()), sum({id(m): m.nbytes for m in moments.values()}.values())
     say(f"real_quant: moments of {tokens} tokens in {seconds:.1f} s: {size / 1e6:.0f} MB")
     for name in CALIBRATED[: 1 if quick else None]:
-        yield f"real: {name}, calibrated", quantized_role(policy, name, moments=moments)
-        yield f"real: {name}, to nearest", quantized_role(policy, name)
+        yield f"rounding: {name}, calibrated", quantized_role(policy, name, moments=moments)
+        yield f"rounding: {name}, to nearest", quantized_role(policy, name)
     few = 2 if quick else 6
     effects = rounding_effects(
         policy,
@@ -133,11 +152,11 @@ def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, Qu
     for budget in (5.0, 4.6):
         formats = formats_within(effects, sizes, 4, 64, budget)
         yield (
-            f"real: {budget:g} bits, calibrated",
+            f"rounding: {budget:g} bits, calibrated",
             quantized_role(policy, "affine-4", moments=moments, formats=formats),
         )
     for name in NEAREST[: 1 if quick else None]:
-        yield f"real: {name}, to nearest", quantized_role(policy, name)
+        yield f"rounding: {name}, to nearest", quantized_role(policy, name)
 
 
 def moments_of(policy: g.Policy, texts: Texts, names: Sequence[str]) -> dict[str, mx.array]:
@@ -158,7 +177,7 @@ def measured(
     targets = ()
     if "calibrated" in title:
         targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if 4.9 < bits < 5.1 else ()
-    figures = apart(title, full, low, targets)
+    figures = apart(title, full, low, texts, targets)
     return [
         Figure(name=f"{title}: bits", value=bits),
         *figures,
@@ -166,8 +185,54 @@ def measured(
     ]
 
 
-@benchmark("real_quant")
-def main(quick: bool) -> Iterator[Sequence[Figure]]:
+def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[list[Figure]]:
+    """The same of mlx-lm's own GPTQ and AWQ in 4 bits, on the same rows; time of the whole calibration.
+
+    They also round embeddings and head, here to 8 bits. Rows are cut to the shortest.
+    """
+    from mlx_lm import load
+    from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS, awq_quantize
+    from mlx_lm.quant.gptq import gptq_quantize
+
+    rows_bl = texts.calibration_bl[:, : int(texts.lengths_b.min())]
+    for name in ("GPTQ", "AWQ"):
+        say(f"real_quant: mlx-lm's {name}")
+        module, _ = load(folder)
+        if backend() == "cpu":
+            module.set_dtype(mx.float32)
+        kind = module.model_type
+
+        def work(name: str = name, module: Any = module, kind: str = kind) -> Tree:
+            with contextlib.redirect_stdout(sys.stderr):
+                if name == "GPTQ":
+                    gptq_quantize(module, rows_bl, 4, 64, 8, 64)
+                else:
+                    awq = AWQ_MODEL_CONFIGS[kind]
+                    awq_quantize(module, rows_bl, awq, bits=4, embed_bits=8, embed_group_size=64)
+            return module.parameters()
+
+        seconds = run_once(work)
+        low = log_probs(g.Policy.for_inference(module), {}, texts)
+        title = f"mlx-lm: {name}"
+        yield [*apart(title, full, low, texts), Figure(name=f"{title}: sync", value=seconds, unit="s")]
+
+
+def rates_of(policy: g.Policy, quick: bool) -> Iterator[list[Figure]]:
+    """Tokens per second by rows, bytes and peak by format."""
+    size = quant.QUICK_SIZE if quick else attrs.evolve(quant.CPU_SIZE, batches=(1, 8, 128))
+    prompt = list(range(1, quant.PROMPT + 1))
+    yield quant.rates("rates", quant.Role("none", policy, policy.params), prompt, size)
+    for name, storage in itertools.product(("affine-8", "affine-6", "affine-4"), STORAGES):
+        say(f"real_quant: rates of {name}, {storage}")
+        role = quantized_role(policy, name, storage)
+        low = quant.Role(f"{name}, {storage}", role.policy, role.transform(policy.params))
+        materialize(low.params)
+        yield quant.rates("rates", low, prompt, size)
+
+
+@benchmark("real_quant", parts=("parts",))
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only this part.")
+def main(quick: bool, parts: Sequence[str]) -> Iterator[Sequence[Figure]]:
     """A real model (GRPO_REAL_MODEL) in few bits: its log-probs by format and rounding."""
     folder = os.environ.get(MODEL, "embedded" if quick else "")
     if not folder:
@@ -184,9 +249,14 @@ def main(quick: bool) -> Iterator[Sequence[Figure]]:
     texts = own_texts(policy, prompts, tokens, frozenset(loaded.eos_ids))
     say(f"real_quant: {sum(len(drawn) for _, drawn in texts.held_out)} tokens of completions are measured")
     full = log_probs(policy, policy.params, texts)
-    for title, role in roles(policy, texts, quick):
+    parts = parts or (("rounding",) if quick else PARTS[:2] if backend() == "cpu" else PARTS)
+    for title, role in roles(policy, texts, quick) if "rounding" in parts else ():
         say(f"real_quant: {title}")
         yield measured(title, role, policy, full, texts)
+    if "rates" in parts:
+        yield from rates_of(policy, quick)
+    if "mlx-lm" in parts:
+        yield from of_mlx_lm(str(loaded.path), full, texts)
 
 
 if __name__ == "__main__":
