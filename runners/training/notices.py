@@ -12,8 +12,14 @@ def setting_warnings(config: Config, learner: Learner) -> list[str]:
     """Warnings about settings that are allowed but probably a mistake."""
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    rounded = bool(learner.engine.metrics()) and learner.engine.fallback is None
     warnings = []
-    if (truncated or learner.engine.quantization != "none") and spec.correction == "none":
+    if rounded and rollout.storage == "dequantized":
+        warnings.append(
+            'rollout.storage = "dequantized" saves neither memory nor time: rounded weights have full size; '
+            '"packed" saves memory, and on Metal time'
+        )
+    if (truncated or rounded) and spec.correction == "none":
         cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
         warnings.append(
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"

@@ -253,3 +253,6 @@ def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
     differences = [line["sampling/sampling_logp_difference/mean"] for line in log]
     assert differences == sorted(differences, reverse=True) and differences[-1] > 1e-6
     assert sum("sampling continues in affine-" in line for line in lines) == 3
+    assert any("saves neither memory nor time" in line for line in lines) is (
+        "rollout.storage=packed" not in more
+    )
