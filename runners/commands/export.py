@@ -28,7 +28,7 @@ Examples:
   grpo export outputs/lora/checkpoint-200 --out my-model-4bit --bits 4
   grpo export outputs/my-first --gguf my-model.gguf --type q8_0
   grpo export outputs/lora --peft my-adapters
-  grpo export outputs/my-first --out my-model --upload-repo someone/my-model
+  grpo export outputs/my-first --out my-model --push someone/my-model
 """
 
 
@@ -42,7 +42,7 @@ Examples:
     ),
     option("--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)),
     option("--type as kind", "Of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
-    option("--upload-repo=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
+    option("--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
     TRUST,
@@ -54,7 +54,7 @@ def export_command(
     gguf: Path | None,
     peft: Path | None,
     kind: str | None,
-    upload_repo: str,
+    push: str,
     private: bool,
     **values: Any,
 ) -> None:
@@ -62,15 +62,15 @@ def export_command(
 
     RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
     folder of adapters, or any model. Adapters are fused, but for --peft. A folder has a model card with the
-    run's config and results. Nothing is uploaded unless --upload-repo says where to.
+    run's config and results. Nothing is uploaded unless --push says where to.
     """
     quantization = quantization_of(values)
     targets = [path for path in (out, gguf, peft) if path is not None]
     if len(targets) != 1:
         raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
-    if private and not upload_repo:
-        raise UserError("--private without --upload-repo: nothing would be uploaded")
-    if out is None and (upload_repo or quantization.wanted or quantization.group_size or values["dtype"]):
+    if private and not push:
+        raise UserError("--private without --push: nothing would be uploaded")
+    if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
         raise UserError("without --out DIR there is no folder to upload or quantize; --type is for --gguf")
     if kind and gguf is None:
         raise UserError("--type without --gguf FILE: nothing would have that type")
@@ -90,8 +90,8 @@ def export_command(
     quantization.check()
     if gguf is not None:
         check_gguf(kind or "f16")
-    if upload_repo:
-        check_repo(upload_repo)  # before minutes of work
+    if push:
+        check_repo(push)  # before minutes of work
     force, note = values["force"], partial(echo, err=True)
     if peft is not None:
         export_peft(source, peft, force=force, note=note)
@@ -104,7 +104,9 @@ def export_command(
         echo(f"{gguf}: {gigabytes(gguf.stat().st_size)}; `ollama create NAME -f {modelfile}` takes it")
         return
     dtype = values["dtype"] or ""
-    export_folder(opened, targets[0], quantization=quantization, dtype=dtype, force=force, title=upload_repo)
+    export_folder(
+        opened, targets[0], quantization=quantization, dtype=dtype, force=force, title=push, online=bool(push)
+    )
     echo_weights(targets[0])
-    if upload_repo:
-        echo(f"uploaded: {upload(targets[0], upload_repo, private=private)}")
+    if push:
+        echo(f"uploaded: {upload(targets[0], push, private=private)}")

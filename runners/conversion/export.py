@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,9 @@ from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
+_FRONT = 1 << 16  # characters of a card that are searched for the licence
+_LICENCE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w.:/+-]{1,200})[\"']? *$", re.MULTILINE)
+
 
 @attrs.frozen
 class Source:
@@ -43,6 +47,7 @@ class Source:
     model: Path  # the model's folder: the same one, or the base's
     adapters: bool  # whether `folder` holds adapters for `model`
     base: str  # the Hub name that the model comes from, "" where it has none
+    origin: str = ""  # the same as the run names it: it may be a folder
 
 
 def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> Source:
@@ -54,11 +59,11 @@ def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> S
     folder = Path(model_of_run(name, note)).expanduser()
     if is_adapter_folder(folder):
         base = base_of(folder)
-        return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base))
+        return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base), base)
     stated = folder / "adapter_config.json"  # beside merged weights it names their base model
     base = str(read_json(stated).get("model") or "") if stated.is_file() else _trained(folder)
     model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
-    return Source(model, model, False, _hub_name(base if folder.exists() else name))
+    return Source(model, model, False, _hub_name(base if folder.exists() else name), base)
 
 
 @attrs.frozen(eq=False)
@@ -119,6 +124,7 @@ def export_folder(
     dtype: str = "",
     force: bool = False,
     title: str = "",
+    online: bool = False,
 ) -> None:
     """Writes a model folder with a card, completely or not at all.
 
@@ -127,6 +133,7 @@ def export_folder(
         quantization: packing of the weights, by mlx-lm; packed ones are unpacked and packed again.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         title: the card's; "" is the target's name.
+        online: the base model's licence may be looked up on the Hub.
 
     Raises UserError for a quantization that does not fit, and if the disk refuses.
     """
@@ -148,6 +155,7 @@ def export_folder(
             opened.prompt,
             quantized=_packing(config),
             base=opened.source.base,
+            licence=_licence(opened.source, online),
             plain_mlx=tokenizer_pickle(opened.source.model) is None,
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
@@ -213,7 +221,7 @@ def check_repo(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise UserError(f'--upload-repo "{name}": expected owner/name, as on the Hub') from error
+        raise UserError(f'--push "{name}": expected owner/name, as on the Hub') from error
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
@@ -231,10 +239,10 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by grpo export")
     except LocalTokenNotFoundError as error:
-        raise UserError(f'--upload-repo "{repo}": nobody is logged in; `hf auth login` does') from error
+        raise UserError(f'--push "{repo}": nobody is logged in; `hf auth login` does') from error
     except (HfHubHTTPError, HTTPError, OSError) as error:
         raise UserError(
-            f'--upload-repo "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
+            f'--push "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
         ) from error
     return str(done.commit_url)
 
@@ -242,6 +250,26 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
 def _trained(folder: Path) -> str:
     """The model that a run's final/ or checkpoint was trained from, as its config names it."""
     return recorded_in(folder.resolve().parent).get("model", "path") or ""
+
+
+def _licence(source: Source, online: bool) -> dict[str, str]:
+    """license, license_name and license_link of the base model's card: beside it, or on the Hub.
+
+    Only plain lines of its front matter are read, not YAML: a stranger wrote it.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import hf_hub_download
+
+    beside = [Path(place).expanduser() / "README.md" for place in (source.origin, source.model) if place]
+    file = next(filter(Path.is_file, beside), None)
+    if file is None and source.base:
+        with suppress(OSError, ValueError, HTTPError):  # the Hub's errors: no card, no network
+            file = Path(hf_hub_download(source.base, "README.md", local_files_only=not online))
+    if file is None:
+        return {}
+    with open(file, encoding="utf-8", errors="replace") as stream:
+        front = re.match(r"---\n(.*?)\n---", stream.read(_FRONT), re.DOTALL)
+    return dict(_LICENCE.findall(front[1])) if front else {}
 
 
 def _hub_name(name: str) -> str:

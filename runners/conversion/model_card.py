@@ -30,6 +30,7 @@ _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
 _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
 _MEASURED = {"em": "exact match", "eval/reward": "reward"}
+NO_LICENCE: Mapping[str, str] = {}
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
 
@@ -91,6 +92,7 @@ def model_card(
     quantized: str,
     base: str,
     plain_mlx: bool,
+    licence: Mapping[str, str] = NO_LICENCE,
 ) -> str:
     """The card as Markdown.
 
@@ -101,8 +103,9 @@ def model_card(
         quantized: how the weights are packed, in words; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
         plain_mlx: whether mlx-lm's commands can open it (they cannot open nanochat's tokenizers).
+        licence: license, license_name and license_link of the base model's card, if known.
     """
-    parts = [_front_matter(facts, base), f"# {title}\n", _origin(facts, base, quantized)]
+    parts = [_front_matter(facts, base, licence), f"# {title}\n", _origin(facts, base, quantized)]
     parts += _results(facts) if facts else []
     parts += _prompt(prompt) if prompt else []
     if facts is not None:
@@ -120,7 +123,7 @@ def _name(text: str) -> str:
     return PurePath(text).name
 
 
-def _front_matter(facts: RunFacts | None, base: str) -> str:
+def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, str]) -> str:
     from huggingface_hub import ModelCardData
 
     source = facts.config["data"]["source"] if facts else ""
@@ -129,6 +132,7 @@ def _front_matter(facts: RunFacts | None, base: str) -> str:
         pipeline_tag="text-generation",
         tags=["mlx", "grpo"] if facts else ["mlx"],
         base_model=base or None,
+        **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
     return f"---\n{card.to_yaml()}\n---\n"

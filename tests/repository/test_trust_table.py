@@ -70,7 +70,7 @@ HUB = {
     "MODEL": (NOBODY, []),
     "adapters": ("adapters", []),
     "--data": ("", ["--data", NOBODY]),
-    "--upload-repo": ("", ["--upload-repo", NOBODY]),
+    "--push": ("", ["--push", NOBODY]),
 }
 
 

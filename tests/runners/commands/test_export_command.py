@@ -19,6 +19,7 @@ from runners.config.reading import PRESET_FOLDER
 from runners.conversion.model_card import shareable
 from runners.evaluation.estimators import wilson
 from tests.support.services.hub import serving
+from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
 
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
@@ -156,8 +157,8 @@ def test_faults_are_lines(export, runs, tmp_path):
             ["run", "--out", "out"],
             "run: this run has no final model and no whole checkpoint",
         ),
-        ([runs["full"], "--out", "out", "--private"], "--private without --upload-repo"),
-        ([runs["full"], "--out", "out", "--upload-repo", "a b"], '--upload-repo "a b": expected owner/name'),
+        ([runs["full"], "--out", "out", "--private"], "--private without --push"),
+        ([runs["full"], "--out", "out", "--push", "a b"], '--push "a b": expected owner/name'),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
     ):
@@ -186,8 +187,40 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
     """Every file as it is on the disk, the card with the repository's name."""
     with serving() as hub:
         name = "someone/my-model"
-        done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--upload-repo", name, "--private")
+        done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--push", name, "--private")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
+    token = hub.environment("")["HF_TOKEN"].encode()
+    kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(token in text for text in (*kept, done.stdout.encode(), done.stderr.encode()))
+
+
+CARD = """---
+license: other
+license_name: "my-licence"
+license_link: https://a.b/LICENSE
+tags: [a]
+---
+license: mit
+"""
+
+
+def test_the_bases_licence_is_on_the_card(export, tmp_path):
+    """From its card beside it, or on the Hub if something is sent there; nothing else of that card."""
+    base = make_model_folder(tmp_path / "base")
+    assert export("base", "--out", "none").exit_code == 0
+    assert ModelCard.load(tmp_path / "none" / "README.md").data.license is None
+    (base / "README.md").write_text(CARD)
+    assert export("base", "--out", "beside").exit_code == 0
+    with serving() as hub:
+        hub.add("someone/base", base)
+        (base / "README.md").unlink()
+        names = ("--out", "online", "--push", "me/mine")
+        done = grpo(hub, tmp_path, "export", "someone/base", *names)
+        assert done.returncode == 0, done.stderr
+    for place in ("beside", "online"):
+        data = ModelCard.load(tmp_path / place / "README.md").data
+        assert (data.license, data.license_name) == ("other", "my-licence")
+        assert data.license_link == "https://a.b/LICENSE" and data.tags == ["mlx"]
