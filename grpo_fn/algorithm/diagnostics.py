@@ -19,6 +19,7 @@ class LossStats(NamedTuple):
     num_sequences: mx.array  # rows with a counted token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
     entropy: mx.array  # mean entropy of π_θ, nats
+    teacher_kl: mx.array  # mean KL(π_θ ‖ teacher), nats: exact, or estimated from the sampled tokens
     num_ratios: mx.array  # the total of the next three shares: tokens, or sequences at level `sequence`
     clip_low: mx.array  # share with r < 1−ε_low and A < 0; 0 where the surrogate does not clip there
     clip_high: mx.array  # share with r > 1+ε_high and A > 0; the same
@@ -50,6 +51,7 @@ class TokenTerms(NamedTuple):
     ratio_bt: mx.array  # r
     kl_bt: mx.array  # before any bias correction
     entropy_bt: mx.array
+    teacher_kl_bt: mx.array
     logp_diff_bt: mx.array  # log π_old − log μ, not clamped
     mismatch: RolloutMismatch
     weight_bt: mx.array  # of the correction
@@ -107,6 +109,7 @@ def loss_stats(
         num_sequences=rows,
         kl=mean(terms.kl_bt),
         entropy=mean(terms.entropy_bt),
+        teacher_kl=mean(terms.teacher_kl_bt),
         num_ratios=num_ratios,
         clip_low=share(low_bt),
         clip_high=share(high_bt),

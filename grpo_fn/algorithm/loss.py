@@ -31,6 +31,7 @@ class LossArrays(NamedTuple):
     ref_logp_bt: mx.array | None = None
     entropy_bt: mx.array | None = None
     keep_bt: mx.array | None = None
+    teacher_kl_bt: mx.array | None = None
     num_sequences: mx.array | None = None  # for the denominator, 0-d; None: the rows
     num_tokens: mx.array | None = None  # the same; None: the tokens of the mask
 
@@ -47,6 +48,8 @@ def policy_loss(
     max_completion_length: int | None = None,
     entropy_bt: mx.array | None = None,
     keep_bt: mx.array | None = None,
+    teacher_kl_bt: mx.array | None = None,
+    teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
     """The loss of a batch of completions, to be minimised.
 
@@ -64,6 +67,9 @@ def policy_loss(
         entropy_bt: entropy of π_θ at each position, [B,T], nats; needed if `spec.entropy_coef` > 0.
         keep_bt: 0/1, [B,T]: tokens whose policy term counts (top-entropy masking); KL and denominators
             use all tokens.
+        teacher_kl_bt: KL(π_θ ‖ teacher) at each position, [B,T], nats: `reverse_kl`, differentiable, or an
+            estimate that is only logged.
+        teacher_coef: its coefficient in the loss.
 
     Returns:
         (loss, stats), float32; with no counted token the loss and its gradient are 0.
@@ -72,14 +78,17 @@ def policy_loss(
         ValueError: a shape is wrong, or the spec needs an array that was left out.
     """
     arrays = LossArrays(
-        logp_bt, adv_b, mask_bt, old_logp_bt, rollout_logp_bt, ref_logp_bt, entropy_bt, keep_bt
+        logp_bt, adv_b, mask_bt, old_logp_bt, rollout_logp_bt, ref_logp_bt, entropy_bt, keep_bt, teacher_kl_bt
     )
-    total, stats = loss_sum(arrays, spec, max_completion_length)
+    total, stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)
     return total / mx.maximum(stats.denominator, 1e-30), stats
 
 
 def loss_sum(
-    arrays: LossArrays, spec: LossSpec, max_completion_length: int | None = None
+    arrays: LossArrays,
+    spec: LossSpec,
+    max_completion_length: int | None = None,
+    teacher_coef: float = 0.0,
 ) -> tuple[mx.array, LossStats]:
     """`policy_loss` before its division: the sum, with the denominator in the stats.
 
@@ -96,7 +105,7 @@ def loss_sum(
     weight_bt = correction.function(mismatch.ratio_bt, q_b1, **spec.values(correction.fields))
     if spec.sequence_range is not None:
         weight_bt = drop_sequences(weight_bt, q_b1, spec.sequence_range)
-    # l = w·ℓ + β·KL − c·H
+    # l = w·ℓ + β·KL − c·H, and the teacher's KL
     policy_ratio_bt = ratio_bt
     if spec.level == "sequence" and arrays.adv_b.ndim == 2:
         own_bt = mx.exp(x.logp_bt - mx.stop_gradient(x.logp_bt))
@@ -112,6 +121,8 @@ def loss_sum(
         term_bt = term_bt + spec.beta * (kl_bt * ratio_bt if spec.kl_bias_corrected else kl_bt)
     if spec.entropy_coef > 0:
         term_bt = term_bt - spec.entropy_coef * x.entropy_bt
+    if teacher_coef > 0:
+        term_bt = term_bt + teacher_coef * x.teacher_kl_bt
 
     aggregation = AGGREGATIONS[spec.aggregation]
     length_b = mask_bt.sum(axis=1)
@@ -124,6 +135,7 @@ def loss_sum(
             ratio_bt=ratio_bt,
             kl_bt=kl_bt,
             entropy_bt=x.entropy_bt,
+            teacher_kl_bt=x.teacher_kl_bt,
             logp_diff_bt=x.old_logp_bt - x.rollout_logp_bt,
             mismatch=mismatch,
             weight_bt=weight_bt,
@@ -140,7 +152,7 @@ def loss_sum(
 class _Cleaned(NamedTuple):
     """The arrays of a loss, defaults filled in: float32, 0 at masked positions.
 
-    Only log π_θ and the entropy carry a gradient.
+    Only log π_θ, the entropy and the teacher's KL carry a gradient.
     """
 
     logp_bt: mx.array
@@ -150,6 +162,7 @@ class _Cleaned(NamedTuple):
     rollout_logp_bt: mx.array
     ref_logp_bt: mx.array | None
     entropy_bt: mx.array
+    teacher_kl_bt: mx.array
     keep_bt: mx.array | None  # bool
     num_sequences: mx.array
     num_tokens: mx.array
@@ -171,7 +184,7 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
         adv, present = adv[:, None], length_b[:, None] > 0
     logp_bt = clean(arrays.logp_bt)
     old_bt = held(arrays.old_logp_bt, logp_bt)
-    rows, ref_bt = mask_bt.shape[0], arrays.ref_logp_bt
+    rows, ref_bt, teacher_bt = mask_bt.shape[0], arrays.ref_logp_bt, arrays.teacher_kl_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
     return _Cleaned(
         logp_bt=logp_bt,
@@ -181,6 +194,7 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
         rollout_logp_bt=held(arrays.rollout_logp_bt, old_bt),
         ref_logp_bt=None if ref_bt is None else held(ref_bt, logp_bt),
         entropy_bt=mx.zeros_like(logp_bt) if arrays.entropy_bt is None else clean(arrays.entropy_bt),
+        teacher_kl_bt=mx.zeros_like(logp_bt) if teacher_bt is None else clean(teacher_bt),
         keep_bt=None if arrays.keep_bt is None else arrays.keep_bt.astype(mx.bool_),
         num_sequences=(mx.array(rows) if sequences is None else sequences).astype(mx.float32),
         num_tokens=(length_b.sum() if tokens is None else tokens).astype(mx.float32),

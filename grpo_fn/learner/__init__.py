@@ -4,10 +4,11 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.learner.batch import Batch, drop_inactive, make_batch, minibatches, take_rows
+from grpo_fn.learner.batch import Batch, as_teacher_reads, drop_inactive, make_batch, minibatches, take_rows
 from grpo_fn.learner.grad_step import SFT, GradStep, make_grad_step, make_sft_step
-from grpo_fn.learner.logprob_step import make_logprob_step
+from grpo_fn.learner.logprob_step import Teacher, make_logprob_step
 from grpo_fn.learner.logprobs.shared_prompts import can_share
+from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import (
     Head,
     chunk_rows,
@@ -16,7 +17,7 @@ from grpo_fn.learner.logprobs.token_logprobs import (
 )
 from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
-from grpo_fn.learner.packing import Packer, Row, Shape, piece_tokens
+from grpo_fn.learner.packing import Packer, Row, Shape, piece_tokens, round_up
 from grpo_fn.learner.ranks.rank_shares import deal, pieces_of_rank
 from grpo_fn.learner.ranks.reduce import (
     Collectives,

@@ -41,6 +41,9 @@ class Batch:
     keep_bt: mx.array | None = None  # tokens whose policy term counts; None: all
     group_b: mx.array | None = None  # number of each row's prompt, int32; None: rows share none
     prompt_index_b: mx.array | None = None  # row of tokens_bl that holds each row's prompt; None: its own
+    teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: there are none
+    hinted_tokens_bm: mx.array | None = None  # rows as the teacher reads them; None: as the student does
+    hinted_lengths_b: mx.array | None = None  # of their prompts
     experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
     # integers; None: those that its routers choose
     vocabulary: int | None = None  # all token ids are below it; None: not known
@@ -51,15 +54,16 @@ class Batch:
 # `targets_bt`; "": the same in each part, or computed again for it. An array may have fewer than its axes.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
-    "b": "group_b prompt_index_b",
-    "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt keep_bt",
+    "b": "group_b prompt_index_b hinted_lengths_b",
+    "bm": "hinted_tokens_bm",
+    "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt keep_bt",
     "p": "prompt_lengths_b shift_r",
     "pl": "tokens_bl feature_rl",
     "plnk": "experts_blnk",
     "p3l": "positions_r3l",
 }
 AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
-_PADDING = {"prompt_lengths_b": 1, "feature_rl": -1}  # of the others: 0
+_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1}  # of the others: 0
 
 
 def make_batch(
@@ -124,6 +128,15 @@ def make_batch(
         if rollout.images is not None and any(each is not None for each in rollout.images)
         else None,
     )
+
+
+def as_teacher_reads(batch: Batch) -> Batch:
+    """The batch with the rows that the teacher reads: its own prompts, if they have hints."""
+    batch = attrs.evolve(batch, experts_blnk=None)
+    if batch.hinted_tokens_bm is None or batch.hinted_lengths_b is None:
+        return batch
+    rows = {"tokens_bl": batch.hinted_tokens_bm, "prompt_lengths_b": batch.hinted_lengths_b}
+    return attrs.evolve(batch, **rows, prompt_index_b=None, hinted_tokens_bm=None, hinted_lengths_b=None)
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:

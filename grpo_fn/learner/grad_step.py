@@ -18,10 +18,11 @@ from grpo_fn.algorithm import (
     merge_stats,
 )
 from grpo_fn.compile import Compiled, compiled
-from grpo_fn.learner.batch import Batch, check_fits
+from grpo_fn.learner.batch import Batch, as_teacher_reads, check_fits
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.logprob_step import batch_logprobs
+from grpo_fn.learner.logprob_step import Teacher, batch_logprobs
 from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
+from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import token_logprobs_and_entropy
 from grpo_fn.learner.state import TrainState
 from grpo_fn.policy import experts_per_token
@@ -43,11 +44,13 @@ class GradStep:
         ref_policy: Policy,
         spec: LossSpec,
         max_completion_length: int | None,
+        teacher: tuple[Tree, Tree] | None = None,
     ) -> None:
         self._micro_step, self._stats_step = micro_step, stats_step
         self._policy, self._ref_policy = policy, ref_policy
         self._spec = spec
         self._max_completion_length = max_completion_length
+        self._teacher = teacher  # its parameters and frozen leaves
 
     @property
     def traces(self) -> int:
@@ -101,7 +104,7 @@ class GradStep:
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
             frozen = self._policy.frozen, self._ref_policy.frozen
-            grads, arrays, loss = self._micro_step(state.params, ref, frozen, accum[0], part)
+            grads, arrays, loss = self._micro_step(state.params, ref, frozen, accum[0], part, self._teacher)
             part_stats, weight = self._stats_step(arrays, loss, accum[1])
             accum = grads, weight
             stats.append(part_stats)
@@ -123,6 +126,7 @@ def make_grad_step(
     max_completion_length: int | None = None,
     ref_policy: Policy | None = None,
     router_aux_coef: float = 0.0,
+    teacher: Teacher | None = None,
     compile: bool = True,
 ) -> GradStep:
     """The learner's first step: the gradient of `spec`'s loss, added to what has accumulated.
@@ -136,6 +140,7 @@ def make_grad_step(
         router_aux_coef: of a model with experts: the coefficient of `load_balancing_loss` over the counted
             tokens, a mean over its routers. Each micro-batch balances its own tokens, with its weight in the
             loss. 0: none.
+        teacher: if its `kl_coef` > 0, the exact KL to it is part of each token's loss.
         compile: False runs the same Python eagerly.
 
     Raises:
@@ -145,6 +150,18 @@ def make_grad_step(
     reference = policy if ref_policy is None else ref_policy
     check_max_length(spec.aggregation, max_completion_length)
     chosen = experts_per_token(policy.module) if router_aux_coef > 0 else 0
+    teacher_coef = 0.0 if teacher is None else teacher.kl_coef
+
+    def teacher_kl(
+        hidden_btd: mx.array, params: Tree, frozen: Tree, batch: Batch, trees: tuple[Tree, Tree] | None
+    ) -> mx.array | None:
+        """Exact and differentiable, if it is in the loss; else estimated from the sampled tokens, or None."""
+        if teacher is None or trees is None or not teacher_coef:
+            logp_bt = batch.teacher_logp_bt
+            return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
+        teacher_bte = completion_hidden(teacher.policy, *trees, as_teacher_reads(batch))
+        heads = policy.head(params, frozen), teacher.policy.head(*trees)
+        return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 
     def micro_step(
         params: Tree,
@@ -152,6 +169,7 @@ def make_grad_step(
         frozen: tuple[Tree, Tree],
         accum_grads: Tree,
         batch: Batch,
+        teacher_trees: tuple[Tree, Tree] | None,
     ) -> tuple[Tree, LossArrays, mx.array]:
         frozen, ref_frozen = frozen
         ref_logp_bt = batch.ref_logp_bt
@@ -181,10 +199,11 @@ def make_grad_step(
                 ref_logp_bt=ref_logp_bt,
                 entropy_bt=entropy_bt,
                 keep_bt=batch.keep_bt,
+                teacher_kl_bt=teacher_kl(hidden_btd, params, frozen, batch, teacher_trees),
                 num_sequences=batch.num_sequences,
                 num_tokens=batch.num_tokens,
             )
-            total, stats = loss_sum(arrays, spec, max_completion_length)
+            total, stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)
             if routing:
                 mask_n = batch.mask_bt.reshape(-1)
                 balance = mx.stack([load_balancing_loss(x, mask_n, chosen) for x in routing]).mean()
@@ -197,7 +216,7 @@ def make_grad_step(
         return accum_grads, arrays, loss
 
     def stats_step(arrays: LossArrays, loss: mx.array, accum_weight: mx.array) -> tuple[LossStats, mx.array]:
-        stats = loss_sum(arrays, spec, max_completion_length)[1]
+        stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)[1]
         return stats, accum_weight + mx.where(mx.isfinite(loss), stats.denominator, mx.nan)
 
     return GradStep(
@@ -208,6 +227,7 @@ def make_grad_step(
         reference,
         spec,
         max_completion_length,
+        None if teacher is None else (teacher.params, teacher.policy.frozen),
     )
 
 

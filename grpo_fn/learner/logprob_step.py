@@ -13,6 +13,15 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 
 
+@attrs.frozen(eq=False)
+class Teacher:
+    """A model whose distribution the student approaches, at the tokens that the student sampled."""
+
+    policy: Policy
+    params: Tree  # {} for a policy made for inference
+    kl_coef: float = 0.0  # of the exact `reverse_kl` in the loss; 0: not computed
+
+
 def make_logprob_step(
     policy: Policy, *, temperature: float = 1.0, compile: bool = True
 ) -> Callable[[Tree, Batch], mx.array]:

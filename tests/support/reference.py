@@ -278,6 +278,7 @@ def statistics(spec, seen, mask, loss):
         "num_sequences": float((mask.sum(axis=1) > 0).sum()),
         "kl": mean(lambda s: s["k"]),
         "entropy": mean(lambda s: s["h"]),
+        "teacher_kl": 0.0,
         "num_ratios": float(len(clipping)),
         "clip_low": low,
         "clip_high": high,

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
 
 from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.composed import LEAST_LOG, exp, softmax_sums
 from grpo_fn.checks import check_rank, check_shape
+from grpo_fn.learner.logprobs.chunks import autodiff, in_chunks
 from grpo_fn.policy.head import Head, linear_head
-from grpo_fn.trees import Tree, arrays_of, map_arrays
+from grpo_fn.trees import Tree, map_arrays
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -112,7 +112,6 @@ def _chunked(
     head: Head, targets_n: mx.array, temperature: float | mx.array, chunk: int, entropy: str | None
 ) -> Callable[..., Any]:
     """A custom function (hidden_nd, head params) -> [logp_n, lse_n] or [logp_n, entropy_n, lse_n]."""
-    starts = range(0, targets_n.shape[0], chunk)
 
     def divided(x: mx.array) -> mx.array:
         """By the temperature. Each pass over a chunk's logits takes time, so there is none for a one."""
@@ -156,42 +155,15 @@ def _chunked(
         dz_cv = dz_cv.astype(h_cd.dtype)
         return dz_cv @ weight_vd, dz_cv.T @ h_cd
 
-    @mx.custom_function
-    def compute(hidden_nd: mx.array, params: Tree) -> list[mx.array]:
-        parts: list[list[mx.array]] = []
-        for start in starts:
-            h_cd = hidden_nd[start : start + chunk]
-            if parts:  # one chunk's logits at a time
-                h_cd = mx.depends(h_cd, parts[-1])
-            parts.append(forward_chunk(params, h_cd, targets_n[start : start + chunk]))
-        return [mx.concatenate(list(column)) for column in zip(*parts, strict=True)]
+    def backward_chunk(
+        params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
+    ) -> tuple[mx.array, Tree]:
+        if head.weight is None:
+            return autodiff(forward_chunk, params, h_cd, t_c, ct)
+        dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
+        return dh_cd, map_arrays(lambda _: dw_vd, params)
 
-    @compute.vjp
-    def compute_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
-        hidden_nd, params = primals
-        trains = any(True for _ in arrays_of(params))
-        dh_parts: list[mx.array] = []
-        dparams: Tree = params
-        for start in starts:
-            rows = slice(start, start + chunk)
-            h_cd, t_c = hidden_nd[rows], targets_n[rows]
-            ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
-            if dh_parts:  # an order, so that the gradient of the weights grows in place, chunk after chunk
-                h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
-            if head.weight is not None:
-                dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
-                grads = map_arrays(lambda _, dw=dw_vd: dw, params)
-            else:
-                dh_cd, grads = _autodiff(forward_chunk, params, h_cd, t_c, ct, trains)
-            if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
-                grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
-            dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads
-            dh_parts.append(dh_cd)
-        if not trains:
-            return mx.concatenate(dh_parts), params
-        return mx.concatenate(dh_parts), tree_map(lambda dw, w: dw.astype(w.dtype), dparams, params)
-
-    return compute
+    return in_chunks(forward_chunk, backward_chunk, targets_n, chunk)
 
 
 def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.array:
@@ -201,22 +173,3 @@ def _added_at(array_cv: mx.array, index_c: mx.array, values_c: mx.array) -> mx.a
         return fast(array_cv, index_c, values_c)
     here_cv = mx.arange(array_cv.shape[1], dtype=index_c.dtype)[None] == index_c[:, None]
     return array_cv + mx.where(here_cv, values_c[:, None], 0.0)
-
-
-def _autodiff(
-    forward_chunk: Callable[..., list[mx.array]],
-    params: Tree,
-    h_cd: mx.array,
-    t_c: mx.array,
-    ct: list[mx.array],
-    trains: bool,
-) -> tuple[mx.array, Tree]:
-    """The chunk's gradient by plain differentiation, for heads that are not a product with a matrix."""
-
-    def inner(h_cd: mx.array, params: Tree) -> mx.array:
-        outs = forward_chunk(params, h_cd, t_c)
-        return sum(((o * c).sum() for o, c in zip(outs, ct, strict=True)), start=mx.array(0.0))
-
-    if not trains:
-        return mx.grad(inner)(h_cd, params), params
-    return mx.grad(inner, argnums=(0, 1))(h_cd, params)
