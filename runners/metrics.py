@@ -71,6 +71,7 @@ grad_norm | – | length of the gradient before it is cut to `optim.max_grad_nor
 learning_rate | – | the optimizer's rate at this update | follows `optim.schedule` | –
 entropy | nats a token | how undecided the model is, mean over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become equal; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: the model falls apart; a lower learning rate
 kl | nats a token | estimate of the KL from the policy to the starting model; only with `loss.beta` above 0 | rises slowly from 0 | above 1: a lower `optim.learning_rate` or a higher `loss.beta`
+teacher/kl | nats a token | with [teacher]: the KL from the student to its teacher on the student's completions, exact with `teacher.form = "loss"`, else the mean of log π − log μ | falls | flat: a higher `optim.learning_rate` or `teacher.weight`. Below 0 for many updates: the sampler's weights are not the learner's
 update_skipped | true | this update changed nothing, since its numbers were not finite | is not there | a lower `optim.learning_rate`; [faults](faults.md#numbers-that-are-not-finite)
 bad_updates | count | such updates so far | is not there | the same
 

@@ -51,7 +51,7 @@ class TokenTerms(NamedTuple):
     ratio_bt: mx.array  # r
     kl_bt: mx.array  # before any bias correction
     entropy_bt: mx.array
-    teacher_kl_bt: mx.array
+    teacher_kl_bt: mx.array | None
     logp_diff_bt: mx.array  # log π_old − log μ, not clamped
     mismatch: RolloutMismatch
     weight_bt: mx.array  # of the correction
@@ -109,7 +109,8 @@ def loss_stats(
         num_sequences=rows,
         kl=mean(terms.kl_bt),
         entropy=mean(terms.entropy_bt),
-        teacher_kl=mean(terms.teacher_kl_bt),
+        # Not the mean of zeros: MLX cannot compile a function with two outputs that are the same expression.
+        teacher_kl=0 * seen if terms.teacher_kl_bt is None else mean(terms.teacher_kl_bt),
         num_ratios=num_ratios,
         clip_low=share(low_bt),
         clip_high=share(high_bt),

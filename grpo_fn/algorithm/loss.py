@@ -94,7 +94,7 @@ def loss_sum(
 
     The learner accumulates both and divides once, so that any split of a batch gives the same step.
     """
-    _check(arrays, spec, max_completion_length)
+    _check(arrays, spec, max_completion_length, teacher_coef)
     x = _cleaned(arrays)
     mask_bt, adv = x.mask_bt, x.adv  # [B,1] or [B,T]
 
@@ -121,7 +121,7 @@ def loss_sum(
         term_bt = term_bt + spec.beta * (kl_bt * ratio_bt if spec.kl_bias_corrected else kl_bt)
     if spec.entropy_coef > 0:
         term_bt = term_bt - spec.entropy_coef * x.entropy_bt
-    if teacher_coef > 0:
+    if teacher_coef > 0 and x.teacher_kl_bt is not None:
         term_bt = term_bt + teacher_coef * x.teacher_kl_bt
 
     aggregation = AGGREGATIONS[spec.aggregation]
@@ -162,7 +162,7 @@ class _Cleaned(NamedTuple):
     rollout_logp_bt: mx.array
     ref_logp_bt: mx.array | None
     entropy_bt: mx.array
-    teacher_kl_bt: mx.array
+    teacher_kl_bt: mx.array | None
     keep_bt: mx.array | None  # bool
     num_sequences: mx.array
     num_tokens: mx.array
@@ -194,14 +194,16 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
         rollout_logp_bt=held(arrays.rollout_logp_bt, old_bt),
         ref_logp_bt=None if ref_bt is None else held(ref_bt, logp_bt),
         entropy_bt=mx.zeros_like(logp_bt) if arrays.entropy_bt is None else clean(arrays.entropy_bt),
-        teacher_kl_bt=mx.zeros_like(logp_bt) if teacher_bt is None else clean(teacher_bt),
+        teacher_kl_bt=None if teacher_bt is None else clean(teacher_bt),
         keep_bt=None if arrays.keep_bt is None else arrays.keep_bt.astype(mx.bool_),
         num_sequences=(mx.array(rows) if sequences is None else sequences).astype(mx.float32),
         num_tokens=(length_b.sum() if tokens is None else tokens).astype(mx.float32),
     )
 
 
-def _check(arrays: LossArrays, spec: LossSpec, max_completion_length: int | None) -> None:
+def _check(
+    arrays: LossArrays, spec: LossSpec, max_completion_length: int | None, teacher_coef: float
+) -> None:
     check_rank("logp_bt", arrays.logp_bt, 2)
     shape = arrays.logp_bt.shape
     check_shape("adv_b", arrays.adv_b, shape if arrays.adv_b.ndim == 2 else shape[:1])
@@ -214,4 +216,6 @@ def _check(arrays: LossArrays, spec: LossSpec, max_completion_length: int | None
         raise ValueError(f"beta = {spec.beta} needs ref_logp_bt, the reference's log-probs")
     if spec.entropy_coef > 0 and arrays.entropy_bt is None:
         raise ValueError(f"entropy_coef = {spec.entropy_coef} needs entropy_bt")
+    if teacher_coef > 0 and arrays.teacher_kl_bt is None:
+        raise ValueError(f"teacher_coef = {teacher_coef} needs teacher_kl_bt")
     check_max_length(spec.aggregation, max_completion_length)

@@ -13,10 +13,12 @@ from typing import Any
 
 from runners.checkpoints.manifest import digest
 from runners.config.loading import Config
+from runners.config.sections import SELF
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.files.json_files import read_json
 from runners.models.adapters import adapter_files
+from runners.models.folders import resolve_model
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.functions import Reward
 
@@ -56,6 +58,11 @@ def run_inputs(
     found[HELD_OUT] = data_digest(held_out)
     if gold:
         found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
+    if config.teacher.path not in ("", SELF):
+        folder = resolve_model(config.teacher.path, "teacher.path")
+        found["the teacher's config.json"] = _digest(
+            [json.dumps(read_json(folder / "config.json"), sort_keys=True)]
+        )
     found["the model's config.json"] = _digest(
         [json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)]
     )

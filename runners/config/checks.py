@@ -14,7 +14,16 @@ from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
 from runners.config.judge_checks import check_judge, check_names
 from runners.config.reading import PRESET_FOLDER, Settings
-from runners.config.sections import CALCULATOR, EMBEDDED, REWARD_NAMES, SHIPPED, TASK_SCORE, TASKS, judge_of
+from runners.config.sections import (
+    CALCULATOR,
+    EMBEDDED,
+    REWARD_NAMES,
+    SELF,
+    SHIPPED,
+    TASK_SCORE,
+    TASKS,
+    judge_of,
+)
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
 from runners.files.run_files import COMPLETIONS
@@ -40,6 +49,8 @@ _ONLY_WITH = {
         "loss.router_aux_coef": 0.0,
         "loss.router_replay": False,
     },
+    "teacher.path": {"data.image": ""},
+    "teacher.hint": {"env.factory": "", "env.tools": ()},
 }
 
 _CHATS_ONLY = (
@@ -54,7 +65,7 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     Faults go to `found.problems`, one line each.
     """
     result, paths = dict(built), _Paths(found)
-    for name in ("run", "model", "data", "reward", "env", "sft"):
+    for name in ("run", "model", "data", "reward", "teacher", "env", "sft"):
         if built[name] is not None:
             result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
     for name, judge in (built["judge"] or {}).items():
@@ -98,6 +109,11 @@ class _Paths:
             "adapters": adapters or model.adapters,
             "loader": self.function(model.loader, "model.loader"),
         }
+
+    def teacher(self, teacher: Any) -> dict[str, Any]:
+        if teacher.path == SELF:
+            return {}
+        return {"path": self.source(teacher.path, "teacher.path", EXPECTED_MODEL, (".safetensors",))}
 
     def data(self, data: Any) -> dict[str, Any]:
         folder = self.existing(data.image_folder) if data.image_folder else ""
@@ -304,6 +320,13 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     for key in ("data.image_max_pixels", "data.image_folder") if value("data.image") == "" else ():
         if value(key):
             expect(key, f"{show(type(value(key))())}, or the column of images in data.image")
+    hint = value("teacher.hint")
+    if value("teacher.path") == SELF and hint == "":
+        expect(
+            "teacher.hint", f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'
+        )
+    if hint and ("{answer}" not in hint or value("data.answer") == ""):
+        expect("teacher.hint", "a text with {answer}, and a column of answers in data.answer")
     for text in (value("stop.when") or ()) if built["reward"] is not None else ():
         if fault := condition_fault(text, value("reward.functions")):
             found.fault(("stop", "when"), fault)

@@ -44,6 +44,7 @@ class Config:
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
     judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by name
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
+    teacher: sections.TeacherConfig = attrs.field(factory=sections.TeacherConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
     sft: sections.SftConfig = attrs.field(factory=sections.SftConfig)
     env: sections.EnvConfig = attrs.field(factory=sections.EnvConfig)

@@ -15,6 +15,9 @@ EMBEDDED_TOOLS = "embedded-tools"
 SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
 """The names of the shipped models and data, for `model.path` and `data.source`."""
 
+SELF = "self"
+"""The name of the student itself, for `teacher.path`."""
+
 TASKS = "reasoning-gym:"
 TASK_SCORE = "runners.rewards.task_score:task_score"
 """How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
@@ -254,6 +257,17 @@ class LossConfig(_LossKeys):
     ref_mixup: float = key(0.6, "how far the reference moves: α·policy + (1 − α)·reference", "0 < x <= 1")
     ref_quantization: QuantizationMode = key("none", 'few-bit weights for the reference, with `beta` > 0 and `tune = "full"`')
     ref_storage: Storage = key("packed", "as `rollout.storage`; `packed`, because memory is the only reason to round a reference")
+
+
+@attrs.frozen(kw_only=True)
+class TeacherConfig:
+    """[teacher]: a model whose distribution the student approaches on its own completions: see [a teacher](teacher.md)."""
+
+    path: str = key("", "a model folder or Hub name with the student's vocabulary, quantized or not; `\"self\"`: the student as it is at the start of the run, with a `hint`; empty: none")
+    form: Literal["reward", "loss"] = key("reward", "the reverse KL as an advantage of each sampled token, or exactly, over the whole vocabulary, as a term of each token's loss")
+    weight: float = key(1.0, "the KL's coefficient", "> 0")
+    task_weight: float = key(1.0, "coefficient of the advantages from the rewards; 0: the teacher alone", ">= 0")
+    hint: str = key("", "a text with `{answer}` that is appended to the question in the teacher's prompt, not in the student's; required with `path = \"self\"`")
 
 
 @attrs.frozen(kw_only=True)

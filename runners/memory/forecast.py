@@ -181,11 +181,13 @@ def _phases(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) 
     gradients = [
         gradient_phase(sizes, shape, accumulates, config.system.grad_checkpoint) for shape in set(shapes)
     ]
+    graded = _most(*(_teacher(sizes, shape) for shape in set(shapes)))
     lags = config.loss.sync_every > optim.gradient_accumulation_steps
     found = {
         **{name: {**rolled, **parts} for name, parts in _rollout(config, prompt, sizes).items()},
         "evaluation": {**rolled, **_most(*held_out.values())},
-        "gradient": {**rolled, **_most(*gradients)},
+        **({"teacher": {**rolled, **graded}} if graded and config.teacher.form == "reward" else {}),
+        "gradient": {**rolled, **_most(*gradients), **(graded if config.teacher.form == "loss" else {})},
         "update": {**(rolled if lags else sizes.held), **_update(sizes)},
     }
     return {
@@ -283,6 +285,18 @@ def gradient_phase(
     # A tied embedding has two gradients, as input and as head, before they are added.
     last = {"gradients": sizes.gradients, "gradient of the head": head if shape.tied else 0}
     return _most(first, {**base, "working set": working, **last})
+
+
+def _teacher(sizes: ModelSizes, batch: Shape) -> dict[str, float]:
+    """A teacher's forward pass over a micro-batch, whose rows are as long as the student's."""
+    shape, size = sizes.teacher_shape, sizes.compute
+    if shape is None:
+        return {}
+    length = batch.length + (batch.width if batch.prompts else 0)
+    return {
+        "teacher's working set": block_bytes(shape, PREFILL, size, batch.rows, length, length),
+        "teacher's logits": logit_bytes(shape, batch.rows * batch.width, size)[0],
+    }
 
 
 def _update(sizes: ModelSizes) -> dict[str, float]:

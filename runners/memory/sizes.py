@@ -23,9 +23,9 @@ from grpo_fn.policy import (
     shares_prefix,
     sharing_pays,
 )
-from grpo_fn.trees import split_leaves
+from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
-from runners.config.sections import SHIPPED
+from runners.config.sections import SELF, SHIPPED
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors, hub_or_cache
 from runners.images.tower import tower_bytes
@@ -55,6 +55,8 @@ class ModelSizes:
     rollout: int  # a sampler with its own weights (quantized, or older)
     reference: int  # a reference (beta > 0)
     decoding: int  # weights that are made for each rollout: `decode_weights`
+    teacher: int = 0  # weights of a teacher
+    teacher_shape: ModelShape | None = None  # None: there is none
     ranks: int = 1  # number of ranks of the run
     sharded: bool = False  # whether masters and moments are split over the ranks
 
@@ -68,6 +70,7 @@ class ModelSizes:
             "vision tower": self.vision,
             "moments": 2 * self.trained * self.moment // part,
             "reference weights": self.reference,
+            "teacher weights": self.teacher,
         }
 
     @property
@@ -103,12 +106,11 @@ def model_sizes(
     Raises UserError as `load_model` does, for faults that show without the weights.
     """
     settings, rollout, loss = config.model, config.rollout, config.loss
-    module, stated = _unloaded(config) if stated is None else (_from_config(stated), stated)
-    try:
-        shape = model_shape(stated)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
-        raise UserError(f"{settings.path}: {reason}; its memory cannot be predicted") from error
+    if stated is None:
+        module, stated = _unloaded(config, settings.path, "model.path", settings.loader)
+    else:
+        module = _from_config(stated)
+    shape = _shape(stated, settings.path)
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
         add_adapters(module, settings, config.run.seed)
@@ -125,6 +127,15 @@ def model_sizes(
             return _packed_bytes(config, module, leaves, compute, quantization)
         return sum(leaf.size for leaf in leaves.values()) * compute.size
 
+    teacher, teacher_shape = 0, None
+    if config.teacher.path == SELF:
+        teacher, teacher_shape = count * compute.size, shape
+    elif config.teacher.path:
+        other, told = _unloaded(config, config.teacher.path, "teacher.path")
+        teacher, teacher_shape = (
+            _in_dtype(named_leaves(other.parameters()), compute),
+            _shape(told, config.teacher.path),
+        )
     packed = rollout.quantization != "none" and rollout.storage == "packed"
     return ModelSizes(
         shape=shape,
@@ -139,27 +150,43 @@ def model_sizes(
         compute=compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
         moment=getattr(mx, config.optim.moments).size,
-        frozen=sum(
-            leaf.size * compute.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
-            for leaf in frozen.values()
-        ),
+        frozen=_in_dtype(frozen, compute),
         vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
         rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
         reference=role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0,
         decoding=0 if packed else decode_weights_bytes(module, compute),
+        teacher=teacher,
+        teacher_shape=teacher_shape,
         ranks=ranks,
         sharded=config.optim.shard and ranks > 1,
     )
 
 
-def _unloaded(config: Config) -> tuple[nn.Module, dict[str, Any]]:
-    path, loader = config.model.path, custom_loader(config.model.loader, config.folders)
+def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
+    """Bytes of leaves whose floating ones are in this dtype."""
+    return sum(
+        leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
+        for leaf in leaves.values()
+    )
+
+
+def _shape(stated: dict[str, Any], path: str) -> ModelShape:
+    """The sizes that a config.json states. Raises UserError if it does not."""
+    try:
+        return model_shape(stated)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
+        raise UserError(f"{path}: {reason}; its memory cannot be predicted") from error
+
+
+def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[nn.Module, dict[str, Any]]:
+    loader = custom_loader(loading, config.folders)
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
-        folder = resolve_model(path, custom_loader=loader is not None)
+        folder = resolve_model(path, key, custom_loader=loader is not None)
         return load_module(folder, config.model.trust_remote_code, loader)
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f'model.path = "{path}"'), hub_or_cache():
+    with hub_errors(f'{key} = "{path}"'), hub_or_cache():
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
         return _from_config(stated), stated

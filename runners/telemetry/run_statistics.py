@@ -148,7 +148,12 @@ _OF_CLIPS: dict[tuple[str, ...], dict[str, str]] = {  # TRL's names, by the side
 
 
 def loss_metrics(
-    stats: g.LossStats, update: g.UpdateStats, spec: g.LossSpec, has_reference: bool
+    stats: g.LossStats,
+    update: g.UpdateStats,
+    spec: g.LossSpec,
+    *,
+    has_reference: bool,
+    has_teacher: bool = False,
 ) -> dict[str, Any]:
     """The learner's metrics of an update: token metrics only if a token reached it, clip metrics only if the
     surrogate of `spec` clips."""
@@ -161,7 +166,7 @@ def loss_metrics(
         metrics["update_skipped"] = True
     if stats.num_tokens.item() == 0:
         return metrics
-    fields = {"kl": "kl"} if has_reference else {}
+    fields = ({"kl": "kl"} if has_reference else {}) | ({"teacher/kl": "teacher_kl"} if has_teacher else {})
     fields |= _OF_TOKENS | _OF_CLIPS.get(SURROGATES[spec.surrogate].clipped_sides, {})
     return metrics | {name: getattr(stats, field).item() for name, field in fields.items()}
 

@@ -38,6 +38,7 @@ from runners.models.role_quantization import (
     unfit_notice,
 )
 from runners.ranks.ranks import Ranks
+from runners.training.teacher import Grader, make_grader
 from runners.tuning.model_check import check_model
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
@@ -61,6 +62,7 @@ class Learner:
     gold_logprob_step: Callable[[Tree, g.Batch], mx.array]  # at temperature 1, as their loss
     state: g.TrainState | None  # before the first step; None once the loop has taken it over
     share_prompts: bool  # whether a group's prompt is computed once
+    grader: Grader | None = None  # the teacher; None: there is none
     notices: tuple[str, ...] = ()
     sharding: Sharding | None = None  # None: each rank has all of the state
     outline: g.TrainState | None = None  # the shapes of the whole first state if it is sharded, as zeros
@@ -115,6 +117,11 @@ def build_learner(
     calibrated = next((role for role, name in chosen if role and is_calibrated(config, name)), None)
     vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
+    share_prompts = share_prompts and "share_prompts" not in found.given_up
+    shares = {"share_prompts": share_prompts, "compile": compile_steps}
+    grader = make_grader(config, policy, params, loaded, platform, **shares)
+    if grader is not None and grader.in_loss and not config.teacher.hint:
+        share_prompts = grader.share_prompts
 
     optimizer = _optimizer(config, length)
     ref_params = params if reference is None or spec.beta == 0 else reference.transform(params)
@@ -159,6 +166,7 @@ def build_learner(
             max_completion_length=rollout.max_new_tokens,
             ref_policy=None if reference is None else reference.policy,
             router_aux_coef=config.loss.router_aux_coef,
+            teacher=None if grader is None else grader.teacher,
             compile=compile_steps,
         ),
         update_step=update_step,
@@ -166,7 +174,8 @@ def build_learner(
         sft_step=g.make_sft_step(policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps),
         gold_logprob_step=g.make_logprob_step(policy, compile=compile_steps),
         state=g.sync_old(state),
-        share_prompts=share_prompts and "share_prompts" not in found.given_up,
+        share_prompts=share_prompts,
+        grader=grader,
         notices=tuple(notices),
         sharding=sharding,
         outline=outline,

@@ -143,6 +143,13 @@ def build_run(
         config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
+    if learner.grader is not None:
+        limit = config.rollout.max_new_tokens
+        both = f"{config.where('teacher.path')}: a prompt of {longest} tokens and a length limit of {limit}"
+        try:
+            check_positions(both, longest + limit - 1, learner.grader.teacher.policy.positions)
+        except ValueError as error:
+            raise UserError(str(error)) from error
     if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "

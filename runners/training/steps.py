@@ -113,8 +113,12 @@ class TrainSteps:
             batch = self.counted(
                 experience, top_entropy_quantile=1.0 if gold else config.loss.top_entropy_quantile
             )
+            grader = None if gold else learner.grader
+            if grader is not None:
+                batch, budget = grader.graded(batch, experience, self.micro_batches, budget)
             for part in g.minibatches(batch, 1 if gold else config.optim.minibatches):
-                if not config.loss.router_aux_coef:  # its term has a gradient in every row
+                # These terms have a gradient in every row.
+                if not (config.loss.router_aux_coef or (grader is not None and grader.in_loss)):
                     part = g.drop_inactive(part, learner.spec)
                 how = {"known": shapes, "new_shape_tokens": price}
                 how |= {

@@ -69,7 +69,7 @@ def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set
     """TRL's names; at level `sequence` the share is one of sequences."""
     spec = g.LossSpec(**fields)
     stats = stats_of(spec)
-    metrics = loss_metrics(stats, UPDATE, spec, False)
+    metrics = loss_metrics(stats, UPDATE, spec, has_reference=False)
     assert {name for name in metrics if "clip" in name} == names
     assert stats.clip_high.item() == pytest.approx(high) and stats.clip_low.item() == 0.0
     for name in names & {"clip_ratio/high_mean", "cispo_clip_ratio"}:

@@ -1,0 +1,146 @@
+"""The teacher of [teacher]: loaded beside the student, it grades the tokens that the student sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from grpo_fn.learner import Teacher, as_teacher_reads, can_share, round_up
+from grpo_fn.trees import Tree, named_leaves
+from runners.config.loading import Config
+from runners.config.sections import SELF
+from runners.data.prompts import Example
+from runners.data.rendering import render
+from runners.errors import UserError, show
+from runners.machine.startup import Platform
+from runners.models.dtypes import cast_floating, choose_dtype
+from runners.models.folders import resolve_model
+from runners.models.loaded_model import LoadedModel
+from runners.models.model_reader import check_finite, load_module, load_tokenizer, vocabulary_rows
+from runners.rewards.experience import Experience
+from runners.training.gradients import MicroBatches
+
+
+@attrs.frozen(eq=False)
+class Grader:
+    """A teacher, and what a batch gets from it before it is cut."""
+
+    teacher: Teacher
+    logprob_step: Callable[[Tree, g.Batch], mx.array]
+    config: Config
+    tokenizer: object
+    share_prompts: bool  # whether it can compute a group's prompt once
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether every row has a gradient, through the KL in the loss."""
+        return self.teacher.kl_coef > 0
+
+    def graded(
+        self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
+    ) -> tuple[g.Batch, int]:
+        """The batch with the teacher's prompts if there are hints, and its advantages: those of the task,
+        and, if the KL is a reward, −(log π − log μ) of each token. Also the new budget in tokens."""
+        config = self.config.teacher
+        if config.hint:
+            batch = self._hinted(batch, experience)
+        adv = config.task_weight * batch.advantages_b
+        if not self.in_loss:
+            logp_bt, budget = self._logprobs(batch, micro_batches, budget)
+            adv = adv if adv.ndim == 2 else adv[:, None]
+            adv = adv + config.weight * (logp_bt - batch.rollout_logp_bt)
+            batch = attrs.evolve(batch, teacher_logp_bt=logp_bt)
+        return attrs.evolve(batch, advantages_b=adv), budget
+
+    def _logprobs(self, batch: g.Batch, micro_batches: MicroBatches, budget: int) -> tuple[mx.array, int]:
+        """log μ of the batch's tokens [B,T], each rank computes its part, and the new budget."""
+        rows, width = batch.mask_bt.shape
+        # Rows are sorted into micro-batches: each carries its number, 0 is padding.
+        numbered = attrs.evolve(batch, advantages_b=mx.arange(1, rows + 1).astype(mx.float32))
+        pieces: Sequence[g.Batch] = g.split_batch(
+            numbered, max_tokens=budget, share_prompts=self.share_prompts and not self.config.teacher.hint
+        )
+        step = attrs.evolve(micro_batches, logprob_step=self._step)
+        pieces, budget = step.with_old_logp(self.teacher.params, pieces, budget)
+        found = np.zeros((rows + 1, width), np.float32)
+        for piece in pieces:
+            columns = np.array(piece.old_logp_bt)[:, :width]
+            found[np.array(piece.advantages_b).astype(int), : columns.shape[1]] = columns
+        return mx.array(found[1:]), budget
+
+    def _step(self, params: Tree, piece: g.Batch) -> mx.array:
+        return self.logprob_step(params, as_teacher_reads(piece))
+
+    def _hinted(self, batch: g.Batch, experience: Experience) -> g.Batch:
+        prompts = tuple(self.prompt(example) for example in experience.examples)
+        adv_pg = mx.zeros((len(prompts), experience.rollout.num_generations))
+        other = g.make_batch(attrs.evolve(experience.rollout, prompts=prompts), adv_pg)
+        length = other.tokens_bl.shape[1]
+        tokens_bm = mx.pad(other.tokens_bl, [(0, 0), (0, round_up(length) - length)])
+        return attrs.evolve(batch, hinted_tokens_bm=tokens_bm, hinted_lengths_b=other.prompt_lengths_b)
+
+    def prompt(self, example: Example) -> tuple[int, ...]:
+        """The teacher's prompt: the student's, with the hint behind the question."""
+        data, (*before, last) = self.config.data, example.messages
+        hint = self.config.teacher.hint.replace("{answer}", example.answer)
+        messages = (*before, {**last, "content": f"{last['content']}{hint}"})
+        raw, kwargs = data.prompt_form == "raw", data.chat_template_kwargs
+        return render(self.tokenizer, messages, data.nudge, template_kwargs=kwargs, raw=raw)[1]
+
+
+def make_grader(
+    config: Config,
+    policy: g.Policy,
+    params: Tree,
+    loaded: LoadedModel,
+    platform: Platform,
+    *,
+    share_prompts: bool,
+    compile: bool,
+) -> Grader | None:
+    """The teacher of a checked config, None if it has none; `policy` and `params` are the student's first.
+
+    Raises UserError, before its weights are read, for a vocabulary that is not the student's; and as
+    `load_model` does.
+    """
+    settings = config.teacher
+    if not settings.path:
+        return None
+    if settings.path == SELF:
+        own, params = policy, policy.cast(params)
+    else:
+        own, params = _loaded(config, loaded, platform, policy.vocabulary), {}
+    return Grader(
+        Teacher(own, params, settings.weight if settings.form == "loss" else 0.0),
+        g.make_logprob_step(own, temperature=config.rollout.temperature, compile=compile),
+        config,
+        loaded.tokenizer,
+        share_prompts and can_share(own.module),
+    )
+
+
+def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
+    """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not known)."""
+    where, trust = config.where("teacher.path"), config.model.trust_remote_code
+    folder = resolve_model(config.teacher.path, "teacher.path")
+    known = loaded.tokenizer.get_vocab()
+    own = {token: number for token, number in known.items() if rows is None or number < rows}
+    theirs = load_tokenizer(folder, trust).get_vocab()
+    for token, number in own.items():
+        if theirs.get(token) != number:
+            raise UserError(
+                f"{where}: expected the vocabulary of {loaded.path}, whose {show(token)} is the id {number}, "
+                f"found {theirs.get(token, 'no such token')} in {folder}"
+            )
+    module, stated = load_module(folder, trust)
+    needed, found = 1 + max(own.values()), vocabulary_rows(module, stated)
+    if found < needed:
+        raise UserError(f"{where}: {folder}: expected an embedding of at least {needed} rows, found {found}")
+    check_finite(named_leaves(module.parameters()), folder)
+    cast_floating(module, choose_dtype(config.model.dtype, platform, module))
+    mx.eval(module.parameters())
+    return g.Policy.for_inference(module)

@@ -1,0 +1,206 @@
+"""Runs with a teacher: its KL falls, as a reward and in the loss; its log-probs, prompts and memory."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from mlx_lm.utils import load_model
+
+from runners.cli import main
+from runners.config.loading import load_config
+from runners.errors import ConfigError, UserError
+from runners.machine import startup
+from runners.machine.startup import Platform
+from runners.memory.sizes import model_sizes
+from runners.ranks.ranks import Ranks
+from runners.training.run_state import RunState
+from runners.training.setup import build_run
+from runners.training.steps import TrainSteps
+from runners.training.train import run_training
+from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+
+TEMPERATURE = 0.9
+
+
+@pytest.fixture
+def write(tmp_path) -> Path:
+    """Writes a config: a student, another model as its teacher, and keys of both."""
+    (tmp_path / "letters.py").write_text(LETTERS)
+    for name, options in {
+        "student": dict(seed=0),
+        "teacher": dict(seed=5),
+        "packed": dict(seed=5, quantize={"group_size": 32, "bits": 4}),
+        "other": dict(seed=5, tokenizer_size=300),
+        "short": dict(seed=5, vocab_size=310, tokenizer_size=310),
+    }.items():
+        make_model_folder(tmp_path / name, **options)
+    path = tmp_path / "train.toml"
+
+    def make(teacher=("teacher",), **tables) -> Path:
+        keys = dict(zip(("path", "form", "weight", "task_weight", "hint"), teacher, strict=False))
+        keys["path"] = keys["path"] if keys["path"] in ("", "self") else str(tmp_path / keys["path"])
+        text = small(
+            run={"output_dir": str(tmp_path / "outputs")},
+            model={"path": str(tmp_path / "student")},
+            data={"nudge": ""},
+            reward=BY_LETTERS,
+            rollout={"temperature": TEMPERATURE, "num_generations": 4, "max_new_tokens": 8, "launch": "eval"},
+            teacher=keys,
+            checkpoint={"every": 0},
+            **tables,
+        )
+        path.write_text(text)
+        return path
+
+    return make
+
+
+def logged(path: Path, **options) -> list[dict]:
+    """The updates of a run, from its log."""
+    run_training(load_config(str(path)), report=Notes(), **options)
+    lines = (path.parent / "outputs/small/training_log.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss" in line]
+
+
+@pytest.mark.parametrize("form", ["reward", "loss"])
+@pytest.mark.parametrize("task", [0.0, 1.0])
+def test_a_student_approaches_its_teacher(write, form, task):
+    """Alone, and added to the task's reward."""
+    optim = {"learning_rate": 5e-3, "batch_size": 8, "max_steps": 24, "warmup_ratio": 0.0}
+    updates = logged(write(("teacher", form, 1.0, task), optim=optim))
+    kl = [line["teacher/kl"] for line in updates]
+    assert np.mean(kl[-4:]) < 0.85 * np.mean(kl[:4])
+    assert len(kl) == 24 and all(value > 0 for value in kl if form == "loss")
+
+
+def first_batch(path: Path, ranks: Ranks | None = None):
+    """A run's first experience, its batch as it is cut, and the run."""
+    run = build_run(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks())
+    run.learner.engine.load(run.learner.state.old_params, 0)
+    steps = TrainSteps(run, Silent())
+    state = RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
+    experience = steps.roll_out(state)
+    batch = steps.counted(experience)
+    graded, _ = run.learner.grader.graded(batch, experience, steps.micro_batches, 64)
+    return run, experience, batch, graded
+
+
+class Silent:
+    """In place of a diary."""
+
+    def note(self, text):
+        """Nothing."""
+
+    def advanced(self, *_):
+        """Nothing."""
+
+
+def naive_logprobs(module, prompt, tokens):
+    """log μ of a completion, from the whole row's logits at once."""
+    z = module(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].astype(mx.float32) / TEMPERATURE
+    logp = z - mx.logsumexp(z, axis=-1, keepdims=True)
+    return np.array(mx.take_along_axis(logp, mx.array(tokens)[:, None], axis=-1)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["teacher", "packed"])
+def test_the_reward_of_a_token_is_minus_its_log_ratio(write, tmp_path, name):
+    """Row by row: task_weight·A − weight·(log π − log μ), with a quantized teacher too."""
+    run, experience, batch, graded = first_batch(write((name, "reward", 0.5, 2.0)))
+    module, _ = load_model(tmp_path / name)
+    module.set_dtype(mx.float32)
+    rollout = experience.rollout
+    for row, tokens in enumerate(rollout.completions()):
+        want = naive_logprobs(module, rollout.prompts[row // rollout.num_generations], tokens)
+        drawn, adv = (np.array(x)[row, : len(tokens)] for x in (rollout.logp_bt, graded.advantages_b))
+        a = batch.advantages_b[row].item()
+        np.testing.assert_allclose(adv, 2.0 * a + 0.5 * (want - drawn), rtol=1e-4, atol=1e-4)
+    assert not run.learner.grader.in_loss
+
+
+def test_the_student_s_own_view_with_the_answer(write, tmp_path):
+    """The teacher "self" is the student at the start, whose prompt has the hint behind the question."""
+    path = write(("self", "reward", 1.0, 0.0, " It is {answer}."))
+    run, experience, _, graded = first_batch(path)
+    module, _ = load_model(tmp_path / "student")
+    module.set_dtype(mx.float32)
+    rollout, size = experience.rollout, experience.rollout.num_generations
+    for row, tokens in enumerate(rollout.completions()):
+        example = experience.examples[row // size]
+        prompt = run.learner.grader.prompt(example)
+        assert f"{example.messages[-1]['content']} It is {example.answer}." in run.decoder.decode(
+            list(prompt)
+        )
+        want = naive_logprobs(module, prompt, tokens) - np.array(rollout.logp_bt)[row, : len(tokens)]
+        np.testing.assert_allclose(
+            np.array(graded.advantages_b)[row, : len(tokens)], want, rtol=1e-4, atol=1e-4
+        )
+    for form in ("reward", "loss"):
+        updates = logged(write(("self", form, 1.0, 0.0, " It is {answer}.")), overwrite=True)
+        assert all(line["teacher/kl"] != 0 for line in updates)
+
+
+def test_ranks_grade_as_one(write):
+    """Each computes its part of the log-probs, and all have the whole."""
+    path = write(("teacher",))
+    want = np.array(first_batch(path)[3].advantages_b)
+    for found in on_ranks(2, lambda own: np.array(first_batch(path, as_run_ranks(own))[3].advantages_b)):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_equal_to_the_student_changes_nothing(write):
+    """Its KL is 0, and alone it has no gradient beyond rounding."""
+    for form in ("reward", "loss"):
+        (first, *_) = logged(write(("student", form, 1.0, 0.0)), overwrite=True)
+        assert abs(first["teacher/kl"]) < 1e-5 and first["grad_norm"] < 1e-4
+
+
+def test_other_vocabularies_are_refused_early(write, tmp_path):
+    """The first token with another id is named; an embedding with too few rows is."""
+    with pytest.raises(UserError, match=r"teacher\.path: expected the vocabulary of .*student"):
+        logged(write(("other",)))
+    make_model_folder(tmp_path / "short", seed=5, vocab_size=310, tokenizer_size=320)
+    with pytest.raises(UserError, match="at least 320 rows, found 310"):
+        logged(write(("short",)), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "more", "said"),
+    [
+        (("self",), {}, r"teacher\.hint: expected a text with \{answer\}"),
+        (("teacher", "reward", 1.0, 1.0, "no place"), {}, r"teacher\.hint: expected a text with \{answer\}"),
+        (("nowhere/here",), {}, r"teacher\.path: no such file or folder"),
+        (("teacher", "rewards"), {}, "did you mean"),
+        (
+            ("self", "loss", 1.0, 1.0, "{answer}"),
+            {"env": {"tools": ["letters.py:letters"]}},
+            r"env\.tools: expected \[\] with teacher\.hint",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(write, teacher, more, said):
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match=said):
+        load_config(str(write(teacher, **more)))
+
+
+def test_the_plan_has_the_teacher(write, tmp_path):
+    """Its weights in every phase, its pass in a phase of its own or in the gradient's."""
+    for form in ("reward", "loss"):
+        path = write(("teacher", form))
+        found = CliRunner().invoke(main, ["plan", str(path), "--json"])
+        phases = json.loads(found.stdout)["phases"]
+        assert all(phase["parts"]["teacher weights"] > 0 for phase in phases.values())
+        holder = phases["teacher" if form == "reward" else "gradient"]["parts"]
+        assert holder["teacher's logits"] > 0 and ("teacher" in phases) == (form == "reward")
+    weights = mx.load(str(tmp_path / "teacher/model.safetensors")).values()
+    sizes, own = (
+        model_sizes(load_config(str(write(teacher))).check(), Platform("cpu"))
+        for teacher in (("teacher",), ("self", "loss", 1.0, 1.0, "{answer}"))
+    )
+    assert sizes.teacher == sum(x.nbytes for x in weights)
+    assert own.teacher == own.trained * own.compute
