@@ -190,8 +190,24 @@ sft_command = click.Command(
 )
 
 
+def _install_completion(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from runners.commands.completion import install_completion
+
+        ends_with_a_line(install_completion)(context.command)
+        context.exit()
+
+
 @click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
 @VERSION
+@click.option(
+    "--install-completion",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_install_completion,
+    help="Let the Tab key of bash, fish or zsh complete commands and options.",
+)
 def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 

@@ -1,0 +1,61 @@
+"""`grpo --install-completion`: a file where the shell looks, which completes commands and options."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from tests.support.pages import ROOT
+
+
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("bash", ".local/share/bash-completion/completions/grpo"),
+        ("fish", ".config/fish/completions/grpo.fish"),
+        ("zsh", ".local/share/zsh/grpo-completion.zsh"),
+    ],
+)
+def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
+    """And is one that the shell reads, where it is installed."""
+    environment = {
+        "HOME": str(tmp_path),
+        "SHELL": f"/bin/{shell}",
+        "XDG_DATA_HOME": "",
+        "XDG_CONFIG_HOME": "",
+    }
+    done = CliRunner().invoke(cli.main, ["--install-completion"], env=environment)
+    assert done.exit_code == 0, done.output
+    file = tmp_path / place
+    assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
+    assert "_GRPO_COMPLETE" in file.read_text()
+    if shutil.which(shell):
+        subprocess.run([shell, "-n", str(file)], check=True)
+
+
+def test_commands_and_options_are_completed(tmp_path):
+    """As the shell asks for them."""
+    code = "from runners.cli import main; main(prog_name='grpo')"
+    for words, number, wanted in (("grpo ex", 1, "plain,export"), ("grpo export --gg", 2, "plain,--gguf")):
+        asked = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **asked, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == [wanted]
+
+
+def test_another_shell_is_a_line(tmp_path):
+    """Nothing is written."""
+    done = CliRunner().invoke(
+        cli.main, ["--install-completion"], env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}
+    )
+    assert done.exit_code == 2 and "bash, fish and zsh" in done.stderr
+    assert not any(tmp_path.iterdir())
