@@ -14,6 +14,7 @@ import numpy as np
 
 import grpo_fn as g
 from runners.config.loading import Config
+from runners.config.sections import SftConfig
 from runners.data.stream import RunLength
 from runners.errors import UserError, gigabytes
 from runners.machine import startup
@@ -171,6 +172,7 @@ def bench_steps(
 
     Raises UserError as a run does.
     """
+    config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
     config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import grpo_fn as g
+from runners.data.stream import gold_batch
 from runners.evaluation.completions import form_notice
 from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
@@ -23,6 +24,11 @@ def show_start(session: Session) -> None:
     """The run's header on the display."""
     run, data, state = session.run, session.run.data, session.state
     head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
+    if first := run.length.supervised_updates:
+        gold = gold_batch(session.config) * session.config.optim.gradient_accumulation_steps
+        head |= {"supervised": f"{first:,} updates of {gold:,} gold completions"}
+        if session.config.sft.only:
+            head.pop("each update")
     before = (state.update, state.scores, state.eval_rewards, bool(state.waiting))
     session.shown.handle(Started(run.length.updates, head, *before))
 

@@ -11,6 +11,7 @@ const GROUPS = [
     chart("reward", "Reward", "", [one("reward", { spread: "reward_std" })], { wide: true }),
     chart("em", "Exact match", "%", [one("em", { interval: "em_subset" })], { wide: true, sparse: true }),
     chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { wide: true, sparse: true, unless: "em" }),
+    chart("gold", "Held-out loss of gold completions", "nats a token", [one("eval/loss")], { sparse: true }),
   ] },
   { title: "Rewards", rewards: true, charts: [
     chart("held", "Held-out reward", "", [one("eval/reward", { spread: "eval/reward_std" })], { sparse: true, where: "em" }),

@@ -93,7 +93,7 @@ def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):
     losses = [line["eval/loss"] for line in log if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.5 and not any("em" in line for line in log)
     assert [line["epoch"] for line in log if "loss" in line][-1] == 3
-    assert "supervised" in done.output and "tokens sampled" in done.output
+    assert "9 updates of 9 gold completions" in done.output and "tokens sampled" in done.output
     resolved = json.loads((tmp_path / "outputs" / "small" / "config.resolved.json").read_text())
     assert resolved["sft"]["only"] is True
     done = CliRunner().invoke(cli.main, ["generate", "outputs/small", "7+1?", "--temperature", "0"])
