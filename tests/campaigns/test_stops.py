@@ -123,8 +123,11 @@ def test_a_signal_in(place, stage, number, request):
         assert (folder / "final").is_dir()
         return
     begun = steps > 0 or stage == "the first rollout"  # which an evaluation precedes
+    if stage == "the writing of a checkpoint":  # meanwhile step 3 goes on, and may or may not be done
+        steps = max(checkpoint_folders(folder), default=0)
+        assert steps in (2, 3), shown
     assert sum("saved " in line for line in lines) == begun + (steps > 2), shown
-    assert (max(checkpoint_folders(folder), default=0)) == steps, shown
+    assert max(checkpoint_folders(folder), default=0) == steps, shown
     said, _, again = lines[-1].partition("grpo-run ")
     assert said.startswith("to continue: ") and lines[-2] == "interrupted", shown
     again = [sys.executable, "-m", "runners.cli", "run", *shlex.split(again)]
