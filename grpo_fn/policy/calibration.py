@@ -57,7 +57,7 @@ def input_moments(
     last: list[Any] = [None, None]  # layers that share their inputs share the moments
 
     def note(name: str, x: mx.array) -> None:
-        if x.ndim != 3:
+        if tuple(x.shape[:-1]) != tuple(tokens_bl.shape):  # the tokens of an expert, say
             return
         if last[0] is not x:
             width = block_width(x.shape[-1], group)

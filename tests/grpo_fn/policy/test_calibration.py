@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
 from grpo_fn.policy import calibration
 from grpo_fn.policy.calibration import block_width, carry_of, input_moments, pack_codes, round_calibrated
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, quantize
@@ -133,6 +134,19 @@ def test_a_calibrated_role_is_nearer_to_the_model(tune, storage):
     assert mx.array_equal(found, logits(nearest.remade("affine-3", moments)))
     other = quantized_role(policy, "affine-3", "dequantized", moments=moments)
     assert mx.allclose(found, logits(other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_rounded_to_nearest(model):
+    """They have no moments; the layers around them do."""
+    policy = g.Policy.from_module(small_model(model))
+    nearest = quantized_role(policy, "affine-4", group_size=32)
+    tokens = token_rows(8, 12)
+    moments = input_moments(policy, policy.params, tokens, mx.full((8,), 12), nearest.names, 32)
+    assert moments and not any("switch_mlp" in name or "experts" in name for name in moments)
+    made = nearest.remade("affine-4", moments).transform(policy.params)
+    made, plain = named_leaves(made), named_leaves(nearest.transform(policy.params))
+    assert {name for name in made if not mx.array_equal(made[name], plain[name])} == moments.keys()
 
 
 def test_some_weights_may_have_more_bits():

@@ -52,6 +52,7 @@ def test_a_run_replays_the_samplers_experts(tmp_path, more):
             "rollout.quantization=affine-4",
             "rollout.group_size=32",
             "rollout.mismatch_limit=0",
+            "rollout.calibration=none",
             *more,
         )
         lines = run(folder, "mixtral", f"loss.router_replay={replay}", *settings)
