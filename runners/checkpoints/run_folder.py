@@ -74,6 +74,17 @@ def _acquire(folder: Path, key: str) -> int:
     return lock
 
 
+def check_owned(folder: Path) -> None:
+    """Raises UserError if another run has the path by now, as this one's folder was renamed."""
+    if folder.exists():
+        with suppress(OSError, ValueError):
+            if int((folder / LOCK).read_text() or os.getpid()) == os.getpid():
+                return
+        raise UserError(
+            f"{folder}: the run's folder is gone, and another one is there; nothing is saved into it"
+        )
+
+
 def _is_lock(file: Path, lock: int) -> bool:
     """Whether an open lock file still has this path."""
     try:
