@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3_text", "gemma3", "phi3", "mixtral")
 """What `make_model_folder` makes, besides mistral and gemma2; `make_nanochat_folder` makes nanochat's."""
@@ -42,6 +42,23 @@ def make_tokenizer(*, size: int = 320, special_tags: bool = False) -> Tokenizer:
         f"the corpus gives {tokenizer.get_vocab_size()} ids, not {size}"
     )
     return tokenizer
+
+
+def sentence_tokenizer(texts: list[str], prefix: bool, size: int) -> Tokenizer:
+    """A BPE like SentencePiece's, with bytes for unknown characters; `prefix`: a space in front of texts."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    steps = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False)
+    backend.train_from_iterator([text.replace(" ", "▁") for text in texts * 3], trainer)
+    stated = json.loads(backend.to_str())
+    stated["added_tokens"] = stated["added_tokens"][:3]  # bytes are no added tokens
+    return Tokenizer.from_str(json.dumps(stated))
 
 
 def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool) -> dict:

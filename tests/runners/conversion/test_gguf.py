@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fn.trees import named_leaves
@@ -30,7 +30,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 from tests.support import gguf_files
 from tests.support.pages import ROOT
-from tests.support.tiny_models import make_model_folder, make_tokenizer
+from tests.support.tiny_models import make_model_folder, make_tokenizer, sentence_tokenizer
 
 TOKENS = [5, 9, 70, 31, 12]
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
@@ -197,19 +197,7 @@ def test_every_cutting_into_words_is_kept(tmp_path, name):
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scores_stand_for_merges(tmp_path, prefix):
     """A BPE like SentencePiece's, with bytes for unknown characters: the same tokens of any text."""
-    backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    steps = [normalizers.Prepend("▁")] if prefix else []
-    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + ([decoders.Strip(" ", 1, 0)] if prefix else [])
-    )
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=names, show_progress=False)
-    backend.train_from_iterator([text.replace(" ", "▁") for text in SENTENCES * 3], trainer)
-    stated = json.loads(backend.to_str())
-    stated["added_tokens"] = stated["added_tokens"][:3]
-    backend = Tokenizer.from_str(json.dumps(stated))
+    backend = sentence_tokenizer(SENTENCES, prefix, 400)
     rows = backend.get_vocab_size() + 5  # a padded embedding
     ours = wrapped(backend, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
     metadata, back = there_and_back(ours, tmp_path, rows)
@@ -364,6 +352,39 @@ for number in range({len(LINES)}):
     for (kind, want), found in zip(LINES.items(), done.stdout.splitlines(), strict=True):
         assert re.search(want, found), (kind, found)
     assert all(path.suffix == ".gguf" for path in tmp_path.iterdir())
+
+
+REAL = os.environ.get("GRPO_REAL_GGUF", "")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "real"])
+def test_transformers_reads_the_same(tmp_path, arch):
+    """Its GGUF loader gives our folder's logits and tokens, of our files and of a stranger's.
+
+    It takes a qwen3's heads to be 128 wide, whatever the file says; these are not.
+    """
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("gguf")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = tmp_path / "m.gguf"
+    if arch != "real":
+        run("export", folder_of(tmp_path, arch), "--gguf", file, "--type", "f32")
+    elif REAL:
+        file.symlink_to(REAL)
+    else:
+        pytest.skip("GRPO_REAL_GGUF names no file")
+    run("convert", file, "--out", tmp_path / "ours", "--dequantize", "--dtype", "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor([TOKENS])).logits.numpy()
+    assert np.abs(logits_of(tmp_path / "ours")[0] - want).max() < 1e-3 * np.abs(want).max()
+    if arch == "real":
+        names = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+        ours = load_tokenizer(tmp_path / "ours")
+        for text in (*SENTENCES, "<|im_start|>user\n1234<|im_end|>"):
+            assert names.encode(text) == ours.encode(text)
 
 
 def test_prompt_settings_are_in_the_modelfile(tmp_path):

@@ -1,5 +1,6 @@
 """llama.cpp itself reads what `grpo export --gguf` writes: the same tokens, logits and text."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,15 +9,25 @@ import mlx_lm
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer, pre_tokenizers, trainers
 
 from runners import cli
+from runners.conversion.gguf import tokenizers
 from runners.conversion.gguf.families import FAMILIES
-from tests.support.tiny_models import make_model_folder
+from runners.conversion.gguf.header import GGUF
+from runners.models.model_reader import load_tokenizer
+from tests.support.tiny_models import make_model_folder, sentence_tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf")
 
 REAL = os.environ.get("GRPO_REAL_MODEL", "")
+TEXTS = [
+    "In 2024 it's 1234567 and 12 apples, isn't it? DON'T YOU'LL see.",
+    "  two  spaces\n\n and\tlines  \r\n end ",
+    "CamelCaseWords and snake_case(x, y) { return x+y; } // ok!",
+    "Größe, naïve café; 你好世界 привет 😀",
+]
 TEXT = "<|im_start|>user\nWhat is 17 times 3, and why?\n\n  It's half.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -64,6 +75,42 @@ def test_every_family_computes_the_same(tmp_path, arch):
     want = np.array(module(mx.array([tokens])))[0]
     assert np.abs(logits_of(llama, tokens) - want).max() < 2e-3 * np.abs(want).max()
     assert llama.metadata["tokenizer.chat_template"] == tokenizer.chat_template
+
+
+@pytest.mark.parametrize("cut", tokenizers._CUTS)
+def test_every_cutting_into_words_is_llama_cpps(tmp_path, cut):
+    """A tokenizer with many merges over digits, words and spaces: the same tokens by the name we give it."""
+    folder = make_model_folder(tmp_path / "m")
+    stated = json.loads((folder / "tokenizer.json").read_text())
+    made = tokenizers._bytewise(
+        GGUF(Path(), {"tokenizer.ggml.pre": cut, "tokenizer.ggml.merges": []}, {}), [], [], {}
+    )
+    stated["pre_tokenizer"] = made["pre_tokenizer"]
+    backend = Tokenizer.from_str(json.dumps(stated))
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    stated = json.loads(backend.to_str())
+    stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
+    (folder / "tokenizer.json").write_text(json.dumps(stated))
+    llama, ours = exported(folder, tmp_path / "m.gguf", "f16"), load_tokenizer(folder)
+    for text in TEXTS:
+        assert llama.tokenize(text.encode(), add_bos=False, special=True) == ours.encode(text), text
+
+
+def test_sentences_are_cut_as_by_llama_cpp(tmp_path):
+    """A BPE like SentencePiece's, with a space in front or not, and bytes for unknown characters."""
+    for prefix in (True, False):
+        folder = make_model_folder(tmp_path / f"m{prefix}", vocab_size=384)
+        sentence_tokenizer(TEXTS, prefix, 384).save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        llama, ours = exported(folder, tmp_path / "m.gguf", "f16"), load_tokenizer(folder)
+        for text in TEXTS:
+            found = llama.tokenize(text.encode(), add_bos=False, special=True)
+            assert found == ours.encode(text), text
 
 
 @pytest.mark.skipif(not REAL, reason="GRPO_REAL_MODEL names no folder")
