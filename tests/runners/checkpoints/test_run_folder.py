@@ -47,5 +47,5 @@ def test_nothing_is_saved_into_another_runs_folder(tmp_path):
             folder.mkdir(exist_ok=True)
             if content:
                 (folder / LOCK).write_text(content)
-            with pytest.raises(UserError, match="another is there; nothing is saved into it"):
+            with pytest.raises(UserError, match="another one is there; nothing is saved into it"):
                 check_owned(folder)
