@@ -8,7 +8,15 @@ from grpo_fn.policy.bits_budget import formats_within, rounding_effects
 from grpo_fn.policy.caches import kv_caches
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
-from grpo_fn.policy.calibration import Carry, Moments, added, carry_of, input_moments, round_calibrated
+from grpo_fn.policy.calibration import (
+    Carry,
+    Moments,
+    added,
+    block_width,
+    carry_of,
+    input_moments,
+    round_calibrated,
+)
 from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.image_forward import takes_images, use_multimodal_rope

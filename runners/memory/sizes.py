@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from grpo_fn.learner import can_share
 from grpo_fn.policy import (
+    block_width,
     decode_weights_bytes,
     patch_layers,
     quant_mode,
@@ -35,6 +36,7 @@ from runners.models.adapters import add_adapters
 from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import custom_loader, load_module
+from runners.models.role_quantization import is_calibrated
 
 
 @attrs.frozen(kw_only=True)
@@ -55,6 +57,7 @@ class ModelSizes:
     rollout: int  # a sampler with its own weights (quantized, or older)
     reference: int  # a reference (beta > 0)
     decoding: int  # weights that are made for each rollout: `decode_weights`
+    calibration: int = 0  # inputs' moments for the rounding of roles, and what is made of them
     teacher: int = 0  # weights of a teacher
     teacher_shape: ModelShape | None = None  # None: there is none
     ranks: int = 1  # number of ranks of the run
@@ -71,6 +74,7 @@ class ModelSizes:
             "moments": 2 * self.trained * self.moment // part,
             "reference weights": self.reference,
             "teacher weights": self.teacher,
+            "calibration": self.calibration,
         }
 
     @property
@@ -154,6 +158,7 @@ def model_sizes(
         vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
         rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
         reference=role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0,
+        calibration=_calibration_bytes(config, module),
         decoding=0 if packed else decode_weights_bytes(module, compute),
         teacher=teacher,
         teacher_shape=teacher_shape,
@@ -212,6 +217,20 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
 
         nn.quantize(module, **plain, class_predicate=choose)
     return module
+
+
+def _calibration_bytes(config: Config, module: nn.Module) -> int:
+    """At most: layers that share their inputs, and so their moments, are counted one by one."""
+    names = [config.rollout.quantization, config.loss.ref_quantization if config.loss.beta else "none"]
+    if not any(is_calibrated(config, name) for name in names):
+        return 0
+    group = config.rollout.group_size or 64
+    widths = [
+        layer["weight"].shape[-1]
+        for path, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and quantizable(path, layer, False)
+    ]
+    return sum(2 * FLOAT * width * block_width(width, group) for width in widths if width % group == 0)
 
 
 def _packed_bytes(
