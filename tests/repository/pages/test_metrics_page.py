@@ -25,6 +25,7 @@ RUNS = {
         "loss.max_resample=1",
         'reward.functions=["correctness_reward_func"]',
     ],
+    "supervised updates": ["sft.updates=1", "rollout.max_new_tokens=44", "optim.max_steps=1"],
     "a curriculum": ["data.curriculum=adaptive"],
     "quantized rollouts that fall back": ["rollout.quantization=affine-8", "rollout.mismatch_limit=1e-9"],
 }
