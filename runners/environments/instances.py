@@ -105,9 +105,9 @@ def get_rewards(environments: Sequence[Any]) -> Any:
 def get_turn_rewards(environments: Sequence[Any], log_extra: Callable[..., None]) -> list[float | None]:
     """The sum of what each environment's `get_turn_rewards` returns: a number or None for each turn. These
     are logged as a column."""
-    methods: list[Any] = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
+    methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
     rows = [
-        [None if value is None else float(value) for value in method()] if callable(method) else None
+        None if method is None else [None if value is None else float(value) for value in method()]
         for method in methods
     ]
     log_extra(TURN_REWARDS, rows)
