@@ -68,6 +68,8 @@ def is_own_name(name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as one of JSON's types."""
+    """The value as one of JSON's types; of a list each entry, as in the rewards of turns."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     return value if value is None or isinstance(value, bool | int | float | str) else value_text(value)

@@ -137,6 +137,7 @@ def test_gigpo_compares_turns_after_one_observation(run):
         )
         for record, row, n in zip(group, np.array(want)[0], turns, strict=True):
             np.testing.assert_allclose(record["turn_advantages"], row[:n], rtol=1e-4, atol=1e-4)
+    assert any(record["extra"]["turn_rewards"] for record in records)
     assert shared, "a state besides the prompt's occurs more than once in a group"
 
 
