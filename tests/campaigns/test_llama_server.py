@@ -1,0 +1,91 @@
+"""A real model behind llama.cpp's server answers as `grpo eval` measured it: float16, greedily.
+
+`GRPO_REAL_MODEL=FOLDER python -m pytest tests/campaigns/test_llama_server.py`, with llama-cpp-python[server].
+"""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from click.testing import CliRunner
+
+from runners import cli
+from runners.evaluation.estimators import wilson
+
+MODEL = os.environ.get("GRPO_REAL_MODEL", "")
+pytestmark = pytest.mark.skipif(not MODEL, reason="wants GRPO_REAL_MODEL, the folder of a real model")
+COUNT, LENGTH = 48, 16
+
+
+def grpo(*arguments):
+    done = CliRunner().invoke(cli.main, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+
+
+def reply(port, question, patience=120):
+    """The server's, which may still be loading. Its own default penalizes repetition."""
+    asked = {"messages": [{"role": "user", "content": question}], "max_tokens": LENGTH}
+    asked |= {"temperature": 0, "top_k": 1, "repeat_penalty": 1.0}
+    url, kind = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
+    for _ in range(patience):
+        try:
+            request = urllib.request.Request(url, json.dumps(asked).encode(), kind)
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.load(answer)["choices"][0]["message"]["content"]
+        except OSError:
+            time.sleep(1)
+    raise AssertionError("the server does not answer")
+
+
+def test_the_score_is_reproduced(tmp_path, monkeypatch):
+    """Sums of small numbers: exact match within the 95 % interval, and nearly every reply the same text."""
+    pytest.importorskip("llama_cpp.server.app", reason="llama-cpp-python[server] is not installed")
+    pytest.importorskip("gguf")
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    pairs = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(COUNT)]
+    rows = [
+        {"question": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)}
+        for a, b in pairs
+    ]
+    (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keys = ("answer.form=last_number", "data.system_prompt=")
+    settings = [word for key in keys for word in ("--set", key)]
+    data = ("--data", "sums.jsonl", "--samples", "0", "--max-tokens", LENGTH)
+    grpo("eval", MODEL, *data, *settings, "--out", "replies.jsonl")
+    grpo("export", MODEL, "--gguf", "m.gguf")
+    ours = [json.loads(line) for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "llama_cpp.server",
+        "--model",
+        "m.gguf",
+        "--port",
+        str(port),
+        "--n_ctx",
+        "512",
+    ]
+    with open(tmp_path / "log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            theirs = [reply(port, row["question"]) for row in rows]
+        finally:
+            server.terminate()
+    found = [
+        (re.findall(r"\d+", text) or [""])[-1] == row["answer"]
+        for text, row in zip(theirs, rows, strict=True)
+    ]
+    interval = wilson(sum(line["correct"] for line in ours), COUNT)
+    same = sum(a.strip() == line["completion"].strip() for a, line in zip(theirs, ours, strict=True))
+    print(f"exact match {sum(found)} of {COUNT}, {interval}; {same} texts are the same")
+    assert interval.low <= sum(found) / COUNT <= interval.high and same >= 0.9 * COUNT
