@@ -113,7 +113,10 @@ def evidence(
         @click.option("--case", "cases", multiple=True, help="Only this one; the others' figures stay.")
         @click.option("--seeds", default=seeds, show_default=True, callback=_numbers, help="With commas.")
         @click.option(
-            "--jobs", type=click.IntRange(0), default=0, help="Runs side by side [0: 2 cores each]."
+            "--jobs",
+            type=click.IntRange(0),
+            default=0,
+            help="Runs side by side [0: 2 cores each; on a GPU 1].",
         )
         @click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Stop after these [0: never].")
         @click.option(
@@ -149,7 +152,8 @@ def evidence(
                     cases=chosen,
                     seeds=seeds[:1] if quick else seeds,
                     work=work,
-                    jobs=jobs or max((os.cpu_count() or 1) // 2, 1),
+                    # Each run takes the GPU's memory for its own.
+                    jobs=jobs or (max((os.cpu_count() or 1) // 2, 1) if backend() == "cpu" else 1),
                     until=time.monotonic() + (60 * minutes or float("inf")),
                 )
                 trials = function(plan, **options)

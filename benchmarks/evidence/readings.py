@@ -43,7 +43,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path} is not there: the run did not get as far as its first line")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     evaluations = sum("em_subset" in line for line in lines)
-    if evaluations < 2 or not any("grad_norm" in line for line in lines):
+    if evaluations < 2 or not any("reward" in line or "loss" in line for line in lines):
         raise UserError(f"{path} has {evaluations} evaluations: wanted one before and one after training")
     return lines
 
