@@ -63,7 +63,7 @@ def imported(*folders, at_top=False):
         (("grpo_fn", "runners", "configs"), (), True),
         (("grpo_fn", "runners", "configs"), FOR_USERS, False),
         (("benchmarks",), (*FOR_USERS, "bench", "peers", "browser"), False),
-        (("tests",), (*FOR_USERS, "dev"), False),
+        (("tests",), (*FOR_USERS, "dev", "peers"), False),
     ],
 )
 def test_what_is_imported_is_declared(folders, extras, at_top):
