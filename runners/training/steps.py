@@ -232,7 +232,7 @@ class TrainSteps:
         if learner.calibration is None or state.moments is not None or not experience.rollout.prompts:
             return state
         with self.times.timing("sync"):
-            batch = g.make_batch(experience.rollout, experience.advantages_pg)
+            batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
             moments = learner.calibration(state.train.old_params, batch)
             formats = learner.budget and learner.budget(state.train.old_params, batch, moments)
             if formats:

@@ -61,12 +61,25 @@ def run(tmp_path, monkeypatch):
     )
     (tmp_path / "walk.py").write_text(SOURCE)
 
-    def make(factory="walk.py:Walk", functions=("walk.py:length",), aggregate="sum_then_normalize", **loss):
+    def make(
+        factory="walk.py:Walk",
+        functions=("walk.py:length",),
+        aggregate="sum_then_normalize",
+        quantization="none",
+        **loss,
+    ):
+        coarse = {"quantization": quantization, "group_size": 0 if quantization == "none" else 32}
         text = small(
             run={"output_dir": str(tmp_path / "outputs"), "overwrite": True},
             data={"nudge": ""},
             env={"factory": factory, "max_turns": 3, "workers": 1},
-            rollout={"max_new_tokens": 40, "temperature": 2.0, "stop": list("e1=37"), "num_generations": 4},
+            rollout={
+                "max_new_tokens": 40,
+                "temperature": 2.0,
+                "stop": list("e1=37"),
+                "num_generations": 4,
+                **coarse,
+            },
             reward={"functions": list(functions), "aggregate": aggregate},
             loss={**({"scale": "none"} if aggregate == "sum_then_normalize" else {}), **loss},
         )
@@ -112,6 +125,12 @@ def test_rewards_of_turns_are_normalised_together(run, outcome, discount):
             assert record["reward"] == pytest.approx(np.nansum(row), abs=1e-4)
             assert record["rewards"]["Walk_turns"] == sum(filter(None, record["extra"]["turn_rewards"]))
     assert all("rewards/Walk_turns/mean" in line for line in logged if "loss" in line)
+
+
+def test_a_sampler_is_calibrated_on_conversations_whose_turns_have_advantages(run):
+    """The first rollout gives the moments, whatever shape its advantages have."""
+    _, logged, _ = run(quantization="affine-4")
+    assert next(line["rollout/quantization"] for line in logged if "loss" in line) == "affine-4"
 
 
 def test_gigpo_compares_turns_after_one_observation(run):
