@@ -33,6 +33,7 @@ class Tally:
         factory=dict
     )  # of conversations: see `rewards.finished_episodes`
     outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)  # as `rate_metrics` takes them
+    quantization: str = ""  # of the weights that sampled
 
     @classmethod
     def of(cls, experience: Experience) -> Tally:

@@ -140,8 +140,9 @@ class TrainSteps:
 
     def accept(self, state: RunState, experience: Experience, parts: list[Pieces], budget: int) -> RunState:
         """After a batch step: its micro-batches wait for their updates."""
+        tally = attrs.evolve(Tally.of(experience), quantization=self.engine.quantization)
         state = self._calibrated(state, experience)
-        tally, known = Tally.of(experience), state.curriculum
+        known = state.curriculum
         if known is not None:
             outcomes = experience.outcomes
             tally = attrs.evolve(tally, outcomes=[(float(known.first_n[n]), *rest) for n, *rest in outcomes])
@@ -194,7 +195,8 @@ class TrainSteps:
             train, update = self.run.learner.update_step(train)
             g.materialize(train, update)
         stats = g.merge_stats(sums.stats)
-        if not self.supervised(state):
+        drawn_as = {tally.quantization for tally in state.tallies}
+        if not self.supervised(state) and drawn_as == {self.engine.quantization}:  # not a coarser format
             self.engine.check_mismatch(stats)
         changes = {"train": train, "update": state.update + 1, **self._of_engine()}
         return attrs.evolve(state, **changes), stats, update

@@ -256,3 +256,13 @@ def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
     assert any("saves neither memory nor time" in line for line in lines) is (
         "rollout.storage=packed" not in more
     )
+
+
+def test_each_rollout_is_judged_once(tmp_path):
+    """A rollout that serves several updates shows the mismatch of its own format in each of them, and one in
+    full precision, for calibration, that of none."""
+    folder = make_model_folder(tmp_path / "model", "llama")
+    limits = ["rollout.quantization=affine-3", "rollout.mismatch_limit=1e-9", "optim.num_iterations=2"]
+    log, _, _ = run(tmp_path, f"model.path={folder}", *limits)
+    formats = [line["rollout/quantization"] for line in log]
+    assert formats == ["affine-3"] * 2 + ["affine-4"] * 2 + ["affine-6"] * 2
