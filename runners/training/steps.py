@@ -230,8 +230,9 @@ class TrainSteps:
     def _calibrated(self, state: RunState, experience: Experience) -> RunState:
         """After the first rollout with tokens: its layers' moments, with which the roles are rounded from now
         on."""
-        learner = self.run.learner
-        if learner.calibration is None or state.moments is not None or not experience.rollout.prompts:
+        learner, length = self.run.learner, self.run.length
+        gold = state.batch_step < length.supervised
+        if learner.calibration is None or state.moments is not None or gold or not experience.rollout.prompts:
             return state
         with self.times.timing("sync"):
             batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
@@ -244,7 +245,8 @@ class TrainSteps:
                 )
             self.engine.round_as("", moments, formats)
             state = attrs.evolve(state, moments=moments, formats=formats)
-            if learner.reference is not None and state.update == 0 and state.train.ref_params is not None:
+            first = state.update == length.supervised_updates
+            if learner.reference is not None and first and state.train.ref_params is not None:
                 reference = self._reference(moments).transform(state.train.params)
                 state = attrs.evolve(state, train=attrs.evolve(state.train, ref_params=reference))
         return state

@@ -6,10 +6,12 @@ from pathlib import Path
 import attrs
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model
 
 import grpo_fn as g
 from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
+from runners.checkpoints.state_files import load_trees
 from runners.config.loading import load_config
 from runners.engines import local
 from runners.engines.engine import Requests, Restart
@@ -266,3 +268,21 @@ def test_each_rollout_is_judged_once(tmp_path):
     log, _, _ = run(tmp_path, f"model.path={folder}", *limits)
     formats = [line["rollout/quantization"] for line in log]
     assert formats == ["affine-3"] * 2 + ["affine-4"] * 2 + ["affine-6"] * 2
+
+
+def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_path):
+    """Gold completions are no rollout; the reference then has the same moments, at the weights before it."""
+    folder = make_model_folder(tmp_path / "model", "llama")
+    gold = ["sft.updates=2", "sft.learning_rate=1e-2", "rollout.max_new_tokens=60", "loss.beta=0.1"]
+    formats = ["rollout.quantization=affine-4", "loss.ref_quantization=affine-4", "optim.max_steps=1"]
+    log, _, result = run(tmp_path, f"model.path={folder}", *gold, *formats, "checkpoint.every=1")
+    assert [line["rollout/quantization"] for line in log] == ["none", "none", "affine-4"]
+    rounded = [load_trees(result.folder / f"checkpoint-{step}") for step in (2, 3)]
+    assert [bool(loop["moments"]) for _, loop in rounded] == [False, True]
+    references = [train.ref_params for train, _ in rounded]
+    assert not same_tree(*references)
+    weights = rounded[0][0].params
+    policy = g.Policy.from_module(load_model(folder)[0])
+    moments = rounded[1][1]["moments"]
+    role = quantized_role(policy, "affine-4", "packed", group_size=32, moments=moments)
+    assert same_tree(references[1], role.transform(weights))
