@@ -159,7 +159,9 @@ def make_grad_step(
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
-        teacher_bte = completion_hidden(teacher.policy, *trees, as_teacher_reads(batch))
+        teacher_bte = completion_hidden(
+            teacher.policy, *trees, as_teacher_reads(batch, teacher.policy.vocabulary)
+        )
         heads = policy.head(params, frozen), teacher.policy.head(*trees)
         return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 

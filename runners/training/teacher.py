@@ -73,7 +73,7 @@ class Grader:
         return mx.array(found[1:]), budget
 
     def _step(self, params: Tree, piece: g.Batch) -> mx.array:
-        return self.logprob_step(params, as_teacher_reads(piece))
+        return self.logprob_step(params, as_teacher_reads(piece, self.teacher.policy.vocabulary))
 
     def _hinted(self, batch: g.Batch, experience: Experience) -> g.Batch:
         prompts = tuple(self.prompt(example) for example in experience.examples)

@@ -159,6 +159,14 @@ def test_a_teacher_equal_to_the_student_changes_nothing(write):
         assert abs(first["teacher/kl"]) < 1e-5 and first["grad_norm"] < 1e-4
 
 
+@pytest.mark.parametrize("form", ["reward", "loss"])
+def test_a_teacher_may_have_fewer_rows_of_padding(write, tmp_path, form):
+    """Embeddings are padded to different sizes; an id of the student's padding is the teacher's last."""
+    make_model_folder(tmp_path / "student", vocab_size=400, tokenizer_size=320)
+    make_model_folder(tmp_path / "teacher", seed=5, vocab_size=330, tokenizer_size=320)
+    assert all(np.isfinite(line["teacher/kl"]) for line in logged(write(("teacher", form))))
+
+
 def test_other_vocabularies_are_refused_early(write, tmp_path):
     """The first token with another id is named; an embedding with too few rows is."""
     with pytest.raises(UserError, match=r"teacher\.path: expected the vocabulary of .*student"):
