@@ -3,18 +3,16 @@
 It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the steps.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from typing import TypeVar
 
 import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import enabled
-from grpo_fn.completions import Rollout
 from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampling import Sampling, compiled_draw, mark_seen, penalize
 from grpo_fn.rollout.turns import Transcript, Turns
-from grpo_fn.trees import on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
@@ -56,56 +54,6 @@ class Decoding:
     turns_together: bool = True
 
 
-@attrs.define(eq=False)
-class Completions:
-    """What has been sampled so far of all rows, in full size."""
-
-    drawn: dict[str, mx.array]  # "tokens" int32, "logp" and, if asked for, "entropy": [B,T]
-    lengths: list[int]  # tokens of each row that count
-    finished: list[bool]  # as `Rollout.finished_b`
-
-    @classmethod
-    def empty(cls, rows: int, sampling: Sampling) -> "Completions":
-        """Nothing sampled: each row of zeros, unfinished."""
-        shape = rows, sampling.max_new_tokens
-        drawn = {"tokens": mx.zeros(shape, mx.int32), "logp": mx.zeros(shape)}
-        if sampling.with_entropy:
-            drawn["entropy"] = mx.zeros(shape)
-        return cls(drawn, [0] * rows, [False] * rows)
-
-    def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
-        """The batch's tokens from `start` on."""
-        index = mx.array(batch.rows, mx.int32)
-        for name, columns in stacked.items():
-            self.drawn[name][index, start : batch.count] = columns
-        for row in batch.alive:
-            self.lengths[row] = batch.count
-
-    def end(self, row: int, length: int, finished: bool) -> None:
-        """The row has ended after so many tokens."""
-        self.lengths[row], self.finished[row] = length, finished
-
-    def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
-        """The rollout, as wide as its longest completion, at least 1; zeros after the end of each."""
-        lengths_b = mx.array(self.lengths, mx.int32)
-        width = max(1, *self.lengths)
-        within_bt = mx.arange(width)[None] < lengths_b[:, None]
-        cut = {
-            name: mx.where(within_bt, array[:, :width], mx.array(0, array.dtype))
-            for name, array in self.drawn.items()
-        }
-        mx.eval(cut)
-        return Rollout(
-            prompts=tuple(tuple(prompt) for prompt in prompts),
-            num_generations=num_generations,
-            tokens_bt=cut["tokens"],
-            lengths_b=lengths_b,
-            logp_bt=cut["logp"],
-            finished_b=mx.array(self.finished),
-            entropy_bt=cut.get("entropy"),
-        )
-
-
 class Decoder:
     """The decode loop of one part, with its settings."""
 
@@ -116,12 +64,9 @@ class Decoder:
         self._compact = enabled("row_compaction")
 
     def run(
-        self, batches: list[RowBatch], whole: Completions | Transcript, turns: Turns | None = None
+        self, batches: list[RowBatch], transcript: Transcript, turns: Turns | None = None
     ) -> Columns[None]:
         """Decode until every row has ended; with `turns`, until every conversation has."""
-        texts: dict[int, list[int]] = {
-            row: [] for batch in batches for row in batch.rows
-        }  # of the present turn
         steps = 0
         while batches:
             for batch in batches:
@@ -135,7 +80,7 @@ class Decoder:
             look = steps % self._check_every == 0 or any(batch.is_full for batch in batches)
             if look or (turns is not None and turns.sees_each_step):
                 for batch in batches:
-                    self._collect(batch, texts, whole, turns)
+                    self._collect(batch, transcript, turns)
             for batch, token_b in zip(batches, tokens, strict=True):
                 if batch.alive and not batch.is_full:
                     places = self._places_to_keep(batch) if look else None
@@ -148,7 +93,6 @@ class Decoder:
                 joined = yield from turns.resumed(decoding=bool(batches))
                 while not batches and not joined and turns.waits:
                     joined = yield from turns.resumed(decoding=False)
-                texts |= {row: [] for batch in joined for row in batch.rows}
                 batches += joined
 
     def _drawn(self, batch: RowBatch, n: int) -> dict[str, mx.array]:
@@ -167,31 +111,23 @@ class Decoder:
         places = [place for place, row in enumerate(batch.rows) if row in batch.alive]
         return places if len(places) <= (1 - COMPACT_SHARE) * len(batch.rows) else None
 
-    def _collect(
-        self,
-        batch: RowBatch,
-        texts: dict[int, list[int]],
-        whole: Completions | Transcript,
-        turns: Turns | None,
-    ) -> None:
+    def _collect(self, batch: RowBatch, transcript: Transcript, turns: Turns | None) -> None:
         """Store the batch's tokens since the last check, and find the rows that go on."""
         start = batch.count - len(batch.drawn)
-        stacked = {name: mx.stack([step[name] for step in batch.drawn], axis=1) for name in batch.drawn[0]}
-        batch.drawn = []
-        whole.store(batch, stacked, start)
+        transcript.store(batch)
         ends = []
-        for place, (row, tokens) in enumerate(zip(batch.rows, on_host(stacked["tokens"]), strict=True)):
+        for place, row in enumerate(batch.rows):
             if row not in batch.alive:
                 continue
-            texts[row].extend(tokens)
+            text = transcript.rows[row].last_turn
             room = None if turns is None else turns.room(row)
-            end = self._sampling.end_of(texts[row][:room], start)
+            end = self._sampling.end_of(text[:room], start)
             if end is not None:
                 batch.alive.remove(row)
-                whole.end(row, end, True)
+                transcript.end(row, end, True)
                 ends.append((place, row, end))
-            elif room is not None and len(texts[row]) >= room:
+            elif room is not None and len(text) >= room:
                 batch.alive.remove(row)
-                whole.end(row, room, False)
+                transcript.end(row, room, False)
         if turns is not None and ends:
             turns.ended(batch, ends)

@@ -22,7 +22,7 @@ from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
-from grpo_fn.rollout.decode_loop import Columns, Completions, Decoder, Decoding
+from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding
 from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
 from grpo_fn.rollout.extend import CopiedPromptRows, Extender, SharedPromptRows
 from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
@@ -112,9 +112,7 @@ def decode(
     wanted = True if images is not None else decoding.share_prefix
     share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
     group, penalizes = sampling.num_generations, sampling.repetition_penalty != 1
-    count = len(prompts) * group
-    transcript = None if replies is None else Transcript(count, sampling.with_entropy)
-    whole = transcript or Completions.empty(count, sampling)
+    transcript = Transcript(len(prompts) * group, sampling.with_entropy)
     decoder = Decoder(sampling, decoding)
     together = _together(len(prompts), group, decoding.max_batch)
     try:
@@ -136,7 +134,7 @@ def decode(
                     policy, model, these, shown, sampling, share_prefix, extended
                 )
                 turns = None
-                if replies is not None and transcript is not None and extender is not None:
+                if replies is not None and extender is not None:
                     turns = Turns(
                         replies,
                         extender,
@@ -151,12 +149,16 @@ def decode(
                 index = mx.array([place // group for place in range(len(rows))])
                 seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
                 batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
-                yield from decoder.run([batch], whole, turns)
+                yield from decoder.run([batch], transcript, turns)
     except Interrupted:
         pass
-    rollout = whole.rollout(prompts, group)
-    kept = None if images is None else tuple(images)
-    return attrs.evolve(rollout, vocabulary=policy.vocabulary, images=kept)
+    rollout = transcript.rollout(prompts, group)
+    return attrs.evolve(
+        rollout,
+        sampled_bt=None if replies is None else rollout.sampled_bt,
+        vocabulary=policy.vocabulary,
+        images=None if images is None else tuple(images),
+    )
 
 
 def decode_after(
@@ -195,7 +197,9 @@ def decode_after(
         penalizes = sampling.repetition_penalty != 1
         seen_1v = seen_tokens([prompt], logits_1v.shape[-1]) if penalizes else None
         batch = RowBatch(CacheSteps(model, caches), logits_1v, bits_n1w, [0], seen_1v)
-        yield from Decoder(sampling, decoding or Decoding()).run([batch], Completions.empty(1, sampling))
+        yield from Decoder(sampling, decoding or Decoding()).run(
+            [batch], Transcript(1, sampling.with_entropy)
+        )
 
 
 def _prefilled(

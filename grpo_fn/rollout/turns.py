@@ -68,12 +68,10 @@ class _Conversation:
     turn: int = 0  # where its last turn begins
     finished: bool = False
 
-    def cut(self, length: int) -> None:
-        """Forget what comes after so many tokens of the last turn."""
-        end = self.turn + length
-        del self.tokens[end:], self.sampled[end:]
-        for values in self.drawn.values():
-            del values[end:]
+    @property
+    def last_turn(self) -> list[int]:
+        """The tokens of the present turn, or of the one that has just ended."""
+        return self.tokens[self.turn :]
 
     def give(self, tokens: Sequence[int]) -> None:
         """Append tokens that were not sampled; the next turn begins after them."""
@@ -85,16 +83,17 @@ class _Conversation:
 
 
 class Transcript:
-    """All rows' conversations, in place of `Columns`, which are for completions of one turn."""
+    """All rows' tokens so far, on the host."""
 
     def __init__(self, rows: int, with_entropy: bool) -> None:
         """No tokens yet."""
         names = ("logp", "entropy") if with_entropy else ("logp",)
         self.rows = [_Conversation(drawn={name: [] for name in names}) for _ in range(rows)]
 
-    def store(self, batch: RowBatch, stacked: dict[str, mx.array], start: int) -> None:
-        """Stores the batch's tokens since the last check, for rows that have not ended."""
-        columns = {name: on_host(array) for name, array in stacked.items()}
+    def store(self, batch: RowBatch) -> None:
+        """Moves here what the batch has drawn since the last check, of rows that have not ended."""
+        columns = {name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]}
+        batch.drawn = []
         for place, row in enumerate(batch.rows):
             if row in batch.alive:
                 talk = self.rows[row]
@@ -104,12 +103,14 @@ class Transcript:
                     values += columns[name][place]
 
     def end(self, row: int, length: int, finished: bool) -> None:
-        """The row's turn has ended after so many tokens."""
-        self.rows[row].cut(length)
-        self.rows[row].finished = finished
+        """The row's turn has ended after so many tokens: what comes after them is forgotten."""
+        talk = self.rows[row]
+        for values in (talk.tokens, talk.sampled, *talk.drawn.values()):
+            del values[talk.turn + length :]
+        talk.finished = finished
 
     def rollout(self, prompts: Sequence[Sequence[int]], num_generations: int) -> Rollout:
-        """The rollout, as wide as its longest conversation, at least 1; zeros after the end of each."""
+        """The rollout, as wide as its longest row, at least 1; zeros after the end of each."""
         lengths = [len(talk.tokens) for talk in self.rows]
         width = max(1, *lengths)
 
@@ -178,11 +179,7 @@ class Turns:
         going = []
         for place, row, length in ends:
             talk = self._transcript.rows[row]
-            if (
-                length
-                and len(talk.tokens) < self._limit
-                and self._replies.begin(row, talk.tokens[talk.turn :])
-            ):
+            if length and len(talk.tokens) < self._limit and self._replies.begin(row, talk.last_turn):
                 going.append((place, row, length))
         if going:
             places, rows, lengths = (list(column) for column in zip(*going, strict=True))
