@@ -1,6 +1,6 @@
 """The kind of a model's layer, models with other layers or leaves, and functions with other globals."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -69,6 +69,32 @@ def parameters_replaced(module: nn.Module, *trees: Tree) -> Iterator[nn.Module]:
         yield module
     finally:
         module.update(saved)
+
+
+class CallReplaced:
+    """Stands for a part of a module: calls go to the function, all attributes are the part's."""
+
+    def __init__(self, part: Any, function: Callable[..., Any]) -> None:
+        self._part, self._function = part, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+@contextmanager
+def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
+    """Until the end of the `with` block calls of the owners' parts of these names go to the functions."""
+    saved = [(owner, name, owner[name], function) for owner, name, function in parts]
+    try:
+        for owner, name, part, function in saved:
+            owner[name] = CallReplaced(part, function)
+        yield
+    finally:
+        for owner, name, part, _ in saved:
+            owner[name] = part
 
 
 def empty(module: nn.Module, tree: Tree) -> None:

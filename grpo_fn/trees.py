@@ -34,17 +34,9 @@ def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.ar
 
 def arrays_of(tree: Tree) -> Iterator[mx.array]:
     """Every array in the tree, in a fixed order."""
-    if isinstance(tree, mx.array):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from arrays_of(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from arrays_of(value)
-    elif attrs.has(type(tree)):
-        for field in attrs.fields(type(tree)):
-            yield from arrays_of(getattr(tree, field.name))
+    found: list[mx.array] = []
+    structure_of(tree, found)
+    return iter(found)
 
 
 def named_leaves(tree: Tree) -> dict[str, mx.array]:

@@ -77,9 +77,8 @@ class Surrogate(NamedTuple):
 
     function: Callable[..., mx.array]  # (ratio, advantage, logp, **fields) -> ℓ
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
-    clipped_sides: tuple[
-        str, ...
-    ] = ()  # "low", "high": the sides on which it clips the ratio; the log reports the shares
+    # "low", "high": the sides on which it clips the ratio; the log reports the shares
+    clipped_sides: tuple[str, ...] = ()
 
 
 SURROGATES: dict[str, Surrogate] = {

@@ -33,29 +33,22 @@ SFT = LossSpec(surrogate="likelihood", aggregation="token_mean")
 """Supervised fine-tuning: with advantages of 1, the mean cross-entropy of the completions' tokens, nats."""
 
 
+@attrs.frozen(eq=False)
 class GradStep:
     """`grad_step(state, batch) -> (state, stats)`; made by `make_grad_step` or `make_sft_step`."""
 
-    def __init__(
-        self,
-        micro_step: Compiled,
-        stats_step: Compiled,
-        policy: Policy,
-        ref_policy: Policy,
-        spec: LossSpec,
-        max_completion_length: int | None,
-        teacher: tuple[Tree, Tree] | None = None,
-    ) -> None:
-        self._micro_step, self._stats_step = micro_step, stats_step
-        self._policy, self._ref_policy = policy, ref_policy
-        self._spec = spec
-        self._max_completion_length = max_completion_length
-        self._teacher = teacher  # its parameters and frozen leaves
+    micro_step: Compiled
+    stats_step: Compiled
+    policy: Policy
+    ref_policy: Policy
+    spec: LossSpec
+    max_completion_length: int | None
+    teacher: tuple[Tree, Tree] | None = None  # its parameters and frozen leaves
 
     @property
     def traces(self) -> int:
         """How often the step was traced: once per shape of a (micro-)batch."""
-        return self._micro_step.traces
+        return self.micro_step.traces
 
     def __call__(
         self,
@@ -84,28 +77,28 @@ class GradStep:
         accum = state.accum_grads, state.accum_weight
         stats: list[LossStats] = []
         for number, part in enumerate(parts, 1):
-            check_fits(part, self._policy)
-            if self._spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
+            check_fits(part, self.policy)
+            if self.spec.beta > 0 and part.ref_logp_bt is None and state.ref_params is None:
                 raise ValueError(
-                    f"beta = {self._spec.beta} needs a reference: init_state(..., ref_params=params)"
+                    f"beta = {self.spec.beta} needs a reference: init_state(..., ref_params=params)"
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
                 part_stats = empty_stats(
-                    AGGREGATIONS[self._spec.aggregation].denominator(
-                        part.num_sequences, part.num_tokens, self._max_completion_length
+                    AGGREGATIONS[self.spec.aggregation].denominator(
+                        part.num_sequences, part.num_tokens, self.max_completion_length
                     )
                 )
                 accum = accum[0], accum[1] + part_stats.denominator
                 stats.append(part_stats)
                 continue
-            ref = state.ref_params if self._spec.beta > 0 and part.ref_logp_bt is None else None
+            ref = state.ref_params if self.spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
-            frozen = self._policy.frozen, self._ref_policy.frozen
-            grads, arrays, loss = self._micro_step(state.params, ref, frozen, accum[0], part, self._teacher)
-            part_stats, weight = self._stats_step(arrays, loss, accum[1])
+            frozen = self.policy.frozen, self.ref_policy.frozen
+            grads, arrays, loss = self.micro_step(state.params, ref, frozen, accum[0], part, self.teacher)
+            part_stats, weight = self.stats_step(arrays, loss, accum[1])
             accum = grads, weight
             stats.append(part_stats)
             if number < len(parts):

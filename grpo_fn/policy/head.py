@@ -5,8 +5,9 @@ capped. None of that is rewritten here: the head is the model itself, called wit
 object that returns given hidden states.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, cast
 
 import attrs
@@ -14,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends.composed import exp
-from grpo_fn.layers import parameters_replaced
+from grpo_fn.layers import calls_replaced, parameters_replaced
 from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
@@ -91,35 +92,10 @@ class HeadSplit:
         """[N,D] hidden states to [N,V] logits, by the module with its current leaves."""
         if self.path is None:
             return hidden_nd
-        with _given(module, self.path, hidden_nd[None]):
+        *outer, name = self.path
+        owner = functools.reduce(operator.getitem, outer, module)
+        with calls_replaced([(owner, name, lambda *args, **kwargs: hidden_nd[None])]):
             return module(mx.zeros((1, hidden_nd.shape[0]), mx.int32))[0]
-
-
-class _Given:
-    """Replaces a backbone: returns fixed hidden states, and passes on every other attribute."""
-
-    def __init__(self, backbone: Any, hidden: mx.array) -> None:
-        self._backbone, self._hidden = backbone, hidden
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        return self._hidden
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backbone, name)
-
-
-@contextmanager
-def _given(module: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Iterator[None]:
-    *outer, name = path
-    owner = module
-    for step in outer:
-        owner = owner[step]
-    backbone = owner[name]
-    owner[name] = _Given(backbone, hidden)
-    try:
-        yield
-    finally:
-        owner[name] = backbone
 
 
 def split_head(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:

@@ -109,10 +109,5 @@ class PositionedCache:
     def __init__(self, cache: Any, positions_b3l: mx.array) -> None:
         self._cache, self.offset = cache, Positions(positions_b3l)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As the cache does."""
-        return self._cache.update_and_fetch(keys, values)
-
-    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """As the cache does."""
-        return self._cache.make_mask(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)

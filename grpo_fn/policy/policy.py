@@ -48,9 +48,7 @@ class Policy:
     joins_weights: bool = attrs.field(default=True, kw_only=True)  # whether it decodes with `decode_weights`
     vocabulary: int | None  # token ids are below it: rows of the embedding; None: the module has none of nn's
     positions: int | None = attrs.field(default=None, kw_only=True)  # learned ones; None: any number
-    compiled_programs: dict[str, Compiled] = attrs.field(
-        init=False, repr=False, factory=dict
-    )  # see `program`
+    compiled_programs: dict[str, Compiled] = attrs.field(init=False, repr=False, factory=dict)
 
     @classmethod
     def from_module(

@@ -91,7 +91,7 @@ class Decoder:
             batches = [batch for batch in batches if batch.alive and not batch.is_full]
             if turns is not None and (look or not batches):
                 joined = yield from turns.resumed(decoding=bool(batches))
-                while not batches and not joined and turns.waits:
+                while not batches and not joined and turns.waiting:
                     joined = yield from turns.resumed(decoding=False)
                 batches += joined
 

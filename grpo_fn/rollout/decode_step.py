@@ -4,7 +4,7 @@
 one copy of each prompt; `shared_steps` uses it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import mlx.nn as nn
 from grpo_fn.backends import find
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows
+from grpo_fn.policy.caches.prefix_cache import PrefixCache, fork, keep_prefix_rows
 from grpo_fn.policy.policy import Policy
 
 
@@ -28,7 +28,6 @@ class Steps(Protocol):
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep these rows, in rising order."""
-        ...
 
 
 class CacheSteps:
@@ -36,22 +35,15 @@ class CacheSteps:
 
     drops_rows = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        caches: Caches,
-        keep_rows: Callable[[Caches, list[int]], None] = cache_rows.keep_rows,
-    ) -> None:
-        """`keep_rows` is the function that drops rows of such caches."""
-        self._model, self.caches, self._keep_rows = model, caches, keep_rows
+    def __init__(self, model: nn.Module, caches: Caches) -> None:
+        self._model, self.caches = model, caches
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        """As `Steps`."""
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """As `Steps`."""
-        self._keep_rows(self.caches, rows)
+        shared = isinstance(self.caches[0], PrefixCache)
+        (keep_prefix_rows if shared else cache_rows.keep_rows)(self.caches, rows)
 
 
 def shared_steps(
@@ -76,4 +68,4 @@ def shared_steps(
     if program is not None:
         step = policy.program("kernel_steps", program.forward)
         return program.steps(step, model.parameters(), caches, lengths, num_generations, room)
-    return CacheSteps(model, fork(caches, list(lengths), num_generations), keep_prefix_rows)
+    return CacheSteps(model, fork(caches, list(lengths), num_generations))

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork, keep_prefix_rows
+from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import CacheSteps, Steps
 from grpo_fn.rollout.prefill import Prefill, computed, prefill
@@ -21,9 +21,8 @@ from grpo_fn.trees import arrays_of, map_arrays, on_host
 EXTEND_TOKENS = 8192  # new tokens of all rows in a call, including padding: limits the memory of long ones
 LEAST_EXTENSION = 16  # new tokens of a row and call, however many rows there are
 
-Resumed = tuple[
-    Steps, list[int], mx.array
-]  # steps, the rows that they decode, logits [B,V] of the next token
+# Steps, the rows that they decode, logits [B,V] of the next token.
+Resumed = tuple[Steps, list[int], mx.array]
 
 
 class Extender(Protocol):
@@ -40,11 +39,9 @@ class Extender(Protocol):
             fed: tokens of this turn that each row was fed and keeps.
             step: tokens that all rows were fed since these steps began.
         """
-        ...
 
     def drop(self, row: int) -> None:
         """Forget a parked row."""
-        ...
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
         """Feed parked rows their tokens, at least one each; returns the steps that continue from there."""
@@ -72,11 +69,10 @@ class SharedPromptRows:
         self._prompt_of = {row: place // group for place, row in enumerate(rows)}
         forked = fork(caches, self._lengths, group)
         self._prompts = [cache.prompt for cache in forked]
-        self.first = CacheSteps(model, forked, keep_prefix_rows)
+        self.first = CacheSteps(model, forked)
         self._parked: dict[int, list[Pair]] = {}  # own keys and values [1,K,T,D] of each layer
 
     def park(self, steps: CacheSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
-        """As `Extender`."""
         seen_bt = steps.caches[0].layout.own_seen_bt
         seen = None if seen_bt is None else on_host(seen_bt)
         own = [cache.own for cache in steps.caches]
@@ -91,7 +87,6 @@ class SharedPromptRows:
         mx.eval([self._parked[row] for row in rows])  # otherwise they would keep the batch's buffers
 
     def drop(self, row: int) -> None:
-        """As `Extender`."""
         del self._parked[row]
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
@@ -143,7 +138,7 @@ class SharedPromptRows:
                 cache.layout = after
             yield from computed([*(cache.state for cache in caches), last_bd])
         assert last_bd is not None
-        steps = CacheSteps(self._model, caches, keep_prefix_rows)
+        steps = CacheSteps(self._model, caches)
         return [(steps, rows, self._policy.split.logits(self._model, last_bd))]
 
 
@@ -163,22 +158,18 @@ class CopiedPromptRows:
         self._parked: dict[int, Caches] = {}
 
     def park(self, steps: CacheSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
-        """As `Extender`."""
         for place, row, tokens in zip(places, rows, fed, strict=True):
             mine = [_row_of(cache, place) for cache in steps.caches]
             for cache in mine if step > tokens else ():
                 cache.trim(step - tokens)
             self._parked[row] = mine
-        mx.eval(
-            [list(arrays_of(cache_rows.arrays(self._parked[row]))) for row in rows]
-        )  # otherwise they would keep the batch's buffers
+        # Otherwise they would keep the batch's buffers.
+        mx.eval([list(arrays_of(cache_rows.arrays(self._parked[row]))) for row in rows])
 
     def drop(self, row: int) -> None:
-        """As `Extender`."""
         del self._parked[row]
 
     def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
-        """As `Extender`."""
         rows = sorted(given)
         parts = [rows] if self._policy.takes_ragged else [[row] for row in rows]
         made: list[Resumed] = []

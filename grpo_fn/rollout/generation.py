@@ -17,7 +17,7 @@ from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, keep_prefix_rows, sharing_pays
+from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, sharing_pays
 from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
@@ -230,8 +230,7 @@ def _prefilled(
         room = sampling.max_new_tokens
         return logits_pv, shared_steps(policy, model, caches, lengths, group, room=room), None
     shifts = [0 if each is None else each.shift for each in images]
-    forked = fork(caches, lengths, group, shifts)
-    return logits_pv, CacheSteps(model, forked, keep_prefix_rows), None
+    return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts)), None
 
 
 def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> None:

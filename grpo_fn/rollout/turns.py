@@ -48,12 +48,10 @@ class Respond:
         self._begun: dict[int, Sequence[int]] = {}
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
-        """As `Replies`."""
         self._begun[row] = tokens
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        """As `Replies`."""
         begun, self._begun = self._begun, {}
         return {row: self._function(row, tokens) for row, tokens in begun.items()}
 
@@ -132,108 +130,91 @@ class Transcript:
         )
 
 
+@attrs.define(eq=False)
 class Turns:
     """The turns of one part of the rows, for the decoding loop."""
 
-    def __init__(
-        self,
-        replies: Replies,
-        extender: Extender,
-        transcript: Transcript,
-        *,
-        prompts: Mapping[int, Sequence[int]],
-        bits_nbw: mx.array,
-        limit: int,
-        together: bool,
-        vocabulary: int | None,
-        penalizes: bool,
-    ) -> None:
-        """Before the first turn.
-
-        Args:
-            prompts: of each row of the part, by its number, in the order of `bits_nbw`.
-            bits_nbw: random bits of all draws.
-            limit: the most tokens of a conversation, including given ones.
-            together: turns begin together, when no row decodes any more; else as soon as replies are there.
-            vocabulary: given token ids are below it; None: any.
-            penalizes: whether the sampler needs the tokens that a row has had.
-        """
-        self._replies, self._extender, self._transcript = replies, extender, transcript
-        self._prompts, self._bits_nbw, self._limit = prompts, bits_nbw, limit
-        self._place = {row: place for place, row in enumerate(prompts)}
-        self._together, self._vocabulary, self._penalizes = together, vocabulary, penalizes
-        self._waiting: set[int] = set()
-        self.sees_each_step = extender.sees_each_step
+    replies: Replies
+    extender: Extender
+    transcript: Transcript
+    prompts: Mapping[int, Sequence[int]]  # of each row of the part, by its number, in the order of the bits
+    bits_nbw: mx.array  # random bits of all draws
+    limit: int  # the most tokens of a conversation, including given ones
+    together: bool  # turns begin when no row decodes any more; else as soon as replies are there
+    vocabulary: int | None  # given token ids are below it; None: any
+    penalizes: bool  # whether the sampler needs the tokens that a row has had
+    waiting: set[int] = attrs.field(init=False, factory=set)  # rows whose reply is still to come
 
     @property
-    def waits(self) -> bool:
-        """Whether a reply is still to come."""
-        return bool(self._waiting)
+    def sees_each_step(self) -> bool:
+        """See `Extender`: whether rows that have ended are to be found after every step."""
+        return self.extender.sees_each_step
 
     def room(self, row: int) -> int:
         """Tokens that the row's current turn may have."""
-        return self._limit - self._transcript.rows[row].turn
+        return self.limit - self.transcript.rows[row].turn
 
     def ended(self, batch: RowBatch, ends: Sequence[tuple[int, int, int]]) -> None:
         """Turns of a batch have ended: (place, row, tokens of the turn) each. Those that go on are parked."""
         going = []
         for place, row, length in ends:
-            talk = self._transcript.rows[row]
-            if length and len(talk.tokens) < self._limit and self._replies.begin(row, talk.last_turn):
+            talk = self.transcript.rows[row]
+            if length and len(talk.tokens) < self.limit and self.replies.begin(row, talk.last_turn):
                 going.append((place, row, length))
         if going:
             places, rows, lengths = (list(column) for column in zip(*going, strict=True))
             # A turn's last token was drawn, but not fed.
             fed = [length - 1 for length in lengths]
-            self._extender.park(batch.steps, places, rows, fed, batch.count - 1)
-            self._waiting.update(rows)
+            self.extender.park(batch.steps, places, rows, fed, batch.count - 1)
+            self.waiting.update(rows)
 
     def resumed(self, decoding: bool) -> Prefill[list[RowBatch]]:
         """The rows with new replies, as batches that are ready for the next draw.
 
         Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
         """
-        if not self._waiting or (self._together and decoding):
+        if not self.waiting or (self.together and decoding):
             return []
-        least = len(self._waiting) if self._together else 0 if decoding else 1
-        found = self._replies.collect(least)
-        if not found.keys() <= self._waiting or len(found) < least:
+        least = len(self.waiting) if self.together else 0 if decoding else 1
+        found = self.replies.collect(least)
+        if not found.keys() <= self.waiting or len(found) < least:
             raise ValueError(
                 f"replies came of rows {sorted(found)}: expected at least {least} of the rows "
-                f"{sorted(self._waiting)}"
+                f"{sorted(self.waiting)}"
             )
-        self._waiting -= found.keys()
+        self.waiting -= found.keys()
         given: dict[int, list[int]] = {}
         for row in sorted(found):
             tokens = found[row]
-            talk = self._transcript.rows[row]
+            talk = self.transcript.rows[row]
             if tokens is None:
-                self._extender.drop(row)
-            elif len(talk.tokens) + len(tokens) >= self._limit:
+                self.extender.drop(row)
+            elif len(talk.tokens) + len(tokens) >= self.limit:
                 talk.finished = False  # no room for an answer to it
-                self._extender.drop(row)
+                self.extender.drop(row)
             else:
-                check_token_ids([tokens], self._vocabulary)
+                check_token_ids([tokens], self.vocabulary)
                 given[row] = [talk.tokens[-1], *tokens]
                 talk.give(tokens)
                 talk.finished = False
         if not given:
             return []
         batches = []
-        for steps, rows, logits_bv in (yield from self._extender.resume(given)):
+        for steps, rows, logits_bv in (yield from self.extender.resume(given)):
             batches.append(RowBatch(steps, logits_bv, self._bits(rows), rows, self._seen(rows, logits_bv)))
         return batches
 
     def _bits(self, rows: Sequence[int]) -> mx.array:
         """The random bits [N,B,W] of the next draws: a row's n-th sampled token uses the n-th bits."""
-        used = [sum(self._transcript.rows[row].sampled) for row in rows]
+        used = [sum(self.transcript.rows[row].sampled) for row in rows]
         most = max(map(self.room, rows))
         number_nb = mx.arange(most)[:, None] + mx.array(used, mx.int32)
-        place_b = mx.array([self._place[row] for row in rows], mx.int32)
-        return self._bits_nbw[mx.minimum(number_nb, self._limit - 1), place_b]
+        places = {row: place for place, row in enumerate(self.prompts)}
+        place_b = mx.array([places[row] for row in rows], mx.int32)
+        return self.bits_nbw[mx.minimum(number_nb, self.limit - 1), place_b]
 
     def _seen(self, rows: Sequence[int], logits_bv: mx.array) -> mx.array | None:
-        if not self._penalizes:
+        if not self.penalizes:
             return None
-        texts = [[*self._prompts[row], *self._transcript.rows[row].tokens] for row in rows]
+        texts = [[*self.prompts[row], *self.transcript.rows[row].tokens] for row in rows]
         return seen_tokens(texts, logits_bv.shape[-1])

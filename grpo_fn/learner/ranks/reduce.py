@@ -5,7 +5,7 @@ their denominators, are added up over all ranks, so that the update divides by t
 Nothing is averaged per rank: any cut of a batch into ranks gives the same update.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import attrs
@@ -58,38 +58,32 @@ class MlxCollectives:
     scatters: bool = False  # whether the backend has `sum_scatter`; ring does not
 
     def rank(self) -> int:
-        """See `Collectives.rank`."""
         return self.group.rank()
 
     def size(self) -> int:
-        """See `Collectives.size`."""
         return self.group.size()
 
     def all_sum(self, x: mx.array) -> mx.array:
-        """See `Collectives.all_sum`."""
-        mx.eval(x)
-        total = mx.distributed.all_sum(x, group=self.group, stream=self.stream)
-        mx.eval(total)
-        return total
+        return self._computed(mx.distributed.all_sum, x)
 
     def all_gather(self, x: mx.array) -> mx.array:
-        """See `Collectives.all_gather`."""
-        mx.eval(x)
-        whole = mx.distributed.all_gather(x, group=self.group, stream=self.stream)
-        mx.eval(whole)
-        return whole
+        return self._computed(mx.distributed.all_gather, x)
 
     def sum_scatter(self, x: mx.array) -> mx.array:
         """See `Collectives.sum_scatter`: a sum and a slice if the backend has nothing better."""
         if self.scatters:
-            mx.eval(x)
-            part = mx.distributed.sum_scatter(x, group=self.group, stream=self.stream)
-        else:
-            size = x.shape[0] // self.size()
-            # A copy: a slice alone would keep the whole sum in memory.
-            part = mx.contiguous(self.all_sum(x)[self.rank() * size : (self.rank() + 1) * size])
+            return self._computed(mx.distributed.sum_scatter, x)
+        size = x.shape[0] // self.size()
+        # A copy: a slice alone would keep the whole sum in memory.
+        part = mx.contiguous(self.all_sum(x)[self.rank() * size : (self.rank() + 1) * size])
         mx.eval(part)
         return part
+
+    def _computed(self, operation: Callable[..., mx.array], x: mx.array) -> mx.array:
+        mx.eval(x)
+        result = operation(x, group=self.group, stream=self.stream)
+        mx.eval(result)
+        return result
 
 
 def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:

@@ -10,6 +10,7 @@ the new weights. The functions here turn a whole state into a sharded one and ba
 A part is a flat vector: leaves are joined to buckets, a bucket is padded and cut into N equal parts.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -51,18 +52,8 @@ class Sharding:
         masters = self._parts(state.params)
         moments = {name: self._parts(_moment(state, name)) for name in _MOMENTS}
         parts = {key: {name: moments[name][key] for name in _MOMENTS} for key in masters}
-        params = self._cast(state.params)
-
-        def role(tree: Tree) -> Tree:
-            return params if tree is state.params else None if tree is None else self._cast(tree)
-
-        return attrs.evolve(
-            state,
-            params=params,
-            old_params=role(state.old_params),
-            ref_params=role(state.ref_params),
-            opt_state={"masters": masters, "moments": {"step": state.opt_state["step"], **parts}},
-        )
+        opt_state = {"masters": masters, "moments": {"step": state.opt_state["step"], **parts}}
+        return _with_roles(state, self._cast(state.params), self._cast, opt_state)
 
     def whole(self, state: TrainState) -> TrainState:
         """The inverse of `shard`: masters and moments gathered on every rank. All ranks call it together.
@@ -76,19 +67,9 @@ class Sharding:
             for name in _MOMENTS
         )
 
-        def role(tree: Tree) -> Tree:
-            if tree is None or tree is state.params:
-                return None if tree is None else params
-            return map_arrays(lambda leaf: leaf.astype(mx.float32), tree)
-
         opt_state = {"step": held["step"], **tree_map(lambda a, b: {"m": a, "v": b}, m, v)}
-        return attrs.evolve(
-            state,
-            params=params,
-            old_params=role(state.old_params),
-            ref_params=role(state.ref_params),
-            opt_state=opt_state,
-        )
+        whole = functools.partial(map_arrays, lambda leaf: leaf.astype(mx.float32))
+        return _with_roles(state, params, whole, opt_state)
 
     def scatter(self, grads: Tree) -> dict[str, mx.array]:
         """This rank's part of the sum of all ranks' gradients."""
@@ -213,18 +194,20 @@ def _sum(x: mx.array) -> mx.array:
     return mx.pad(x, [(0, -x.size % 1024)]).reshape(-1, 1024).sum(axis=0).sum()
 
 
+def _with_roles(
+    state: TrainState, params: Tree, other: Callable[[Tree], Tree], opt_state: Tree
+) -> TrainState:
+    """The state with these parameters in each role that has the policy's; through `other` in the others."""
+
+    def role(tree: Tree) -> Tree:
+        return params if tree is state.params else None if tree is None else other(tree)
+
+    roles = {name: role(getattr(state, name)) for name in ("params", "old_params", "ref_params")}
+    return attrs.evolve(state, opt_state=opt_state, **roles)
+
+
 def _moment(state: TrainState, name: str) -> Tree:
-    moments = {key: value for key, value in state.opt_state.items() if key != "step"}
-    return _picked(state.params, moments, name)
-
-
-def _picked(like: Tree, tree: Tree, name: str) -> Tree:
-    """One entry of the dict that `tree` has in place of each leaf of `like`."""
-    if isinstance(like, mx.array):
-        return tree[name]
-    if isinstance(like, dict):
-        return {key: _picked(value, tree[key], name) for key, value in like.items()}
-    return [_picked(value, part, name) for value, part in zip(like, tree, strict=True)]
+    return tree_map(lambda _, held: held[name], state.params, state.opt_state)
 
 
 def _check(state: TrainState) -> None:

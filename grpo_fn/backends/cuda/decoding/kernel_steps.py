@@ -64,7 +64,6 @@ class KernelSteps:
         self._grow()
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        """As `decode_step.Steps`."""
         if self._used == self._room:
             mx.eval(token_b)  # wait for the step that filled the buffers before they are read
             self._grow()
@@ -110,9 +109,8 @@ class KernelCache:
     lengths_p: mx.array
     start: mx.array  # position of the first own token: of all rows, or [B]
     used: mx.array  # own tokens so far, the same of all rows
-    turns: dict[Any, mx.array] = attrs.field(
-        factory=dict
-    )  # rotations of this step, of all layers: `decode_blocks`
+    # rotations of this step, of all layers: `decode_blocks`
+    turns: dict[Any, mx.array] = attrs.field(factory=dict)
 
     @property
     def offset(self) -> mx.array:
