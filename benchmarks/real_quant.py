@@ -73,8 +73,9 @@ def own_texts(policy: g.Policy, prompts: Sequence[Sequence[int]], tokens: int, e
     sampling = g.Sampling(max_new_tokens=tokens, eos_ids=ends)
     rollout = g.generate(policy, policy.params, prompts, sampling, key=mx.random.key(0), decoding=as_a_run())
     batch = g.make_batch(rollout, mx.zeros((len(prompts), 1)))
-    part, lengths = 3 * len(prompts) // 4, rollout.lengths_b.tolist()
-    drawn = [row[:length] for row, length in zip(rollout.tokens_bt.tolist(), lengths, strict=True)]
+    part = 3 * len(prompts) // 4
+    rows: Any = zip(rollout.tokens_bt.tolist(), rollout.lengths_b.tolist(), strict=True)  # type: ignore[arg-type]
+    drawn = [row[:length] for row, length in rows]
     return Texts(
         batch.tokens_bl[:part],
         (batch.prompt_lengths_b + rollout.lengths_b)[:part],
@@ -115,7 +116,7 @@ def apart(
     most_off, most_kl, least_size = targets or (None, None, None)
     kl = sum(sums) / sum(p.shape[0] for p in full)
 
-    def over_seeds(name: str, values: Sequence[float], unit: str, **target: float | None) -> Figure:
+    def over_seeds(name: str, values: Sequence[float], unit: str, **target: Any) -> Figure:
         ends = {"low": min(values), "high": max(values), "samples": len(values)}
         return Figure(name=f"{title}: {name}", value=statistics.fmean(values), unit=unit, **ends, **target)
 
@@ -197,10 +198,10 @@ def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[l
     rows_bl = texts.calibration_bl[:, : int(texts.lengths_b.min())]
     for name in ("GPTQ", "AWQ"):
         say(f"real_quant: mlx-lm's {name}")
-        module, _ = load(folder)
+        module: Any = load(folder)[0]
         if backend() == "cpu":
             module.set_dtype(mx.float32)
-        kind = module.model_type
+        kind: str = module.model_type
 
         def work(name: str = name, module: Any = module, kind: str = kind) -> Tree:
             with contextlib.redirect_stdout(sys.stderr):

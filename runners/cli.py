@@ -182,10 +182,10 @@ sft_command = click.Command(
     callback=_sft,
     params=run_command.params,
     context_settings=HELP,
-    help="""Fine-tune a model on gold completions: the supervised updates of [sft] and nothing else.
+    help="""Fine-tune on gold completions, before GRPO.
 
-    CONFIG and the options are those of `grpo run`, which goes on with GRPO. The completions are those of
-    data.completion, or of sft.completions.
+    Makes the supervised updates of [sft] and nothing else. CONFIG and the options are those of `grpo run`,
+    which goes on with GRPO. The completions are those of data.completion, or of sft.completions.
     """,
 )
 

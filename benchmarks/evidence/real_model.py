@@ -89,7 +89,7 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
         ]
         told = plan.work / f"{task}.json"
         if who == THEIRS:
-            told.write_text(json.dumps(side_settings(load_config(CONFIG, settings))), encoding="utf-8")
+            told.write_text(json.dumps(side_settings(load_config(str(CONFIG), settings))), encoding="utf-8")
         for seed in plan.seeds:
             name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
             log = run_folder(plan.work, name)

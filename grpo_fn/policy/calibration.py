@@ -160,8 +160,8 @@ def round_calibrated(
             w_now = _blocks(stacked, order_nw.shape[-1])
             ranges = _ranges(w_now, weight_n1w, mode, dtype)
             each = [mx.repeat(array, mode.group_size, axis=-1) for array in ranges]
-            ordered = [_in_order(x, order_nw) for x in (w_now, *each)]
-            codes_now, _ = _rounded(*ordered, share_nww, _columns(mode.bits))
+            w_now, scale_now, bias_now = (_in_order(x, order_nw) for x in (w_now, *each))
+            codes_now, _ = _rounded(w_now, scale_now, bias_now, share_nww, _columns(mode.bits))
             codes_now = _in_order(codes_now, mx.argsort(order_nw, axis=-1))
             columns = [_joined(array, len(some)) for array in (codes_now, *ranges)]
             packed = [pack_codes(columns[0], mode.bits), *(array.astype(dtype) for array in columns[1:])]
@@ -196,7 +196,10 @@ def _columns(bits: int) -> Columns:
         codes_no1 = mx.clip(mx.round((w_no1 - bias_no1) / scale_no1), 0, 2**bits - 1)
         return codes_no1, w_no1 - (codes_no1 * scale_no1 + bias_no1)
 
-    return compiled(lambda *arrays: _rounded(*arrays, one, 1), fuse=bool(number("fuses_learner")))
+    return compiled(
+        lambda w, scale, bias, share: _rounded(w, scale, bias, share, one, 1),
+        fuse=bool(number("fuses_learner")),
+    )
 
 
 def _rounded(
@@ -215,7 +218,7 @@ def _rounded(
     left = _rounded(w_now[..., :half], scales[0], biases[0], share_nww[:, :half, :half], columns, few)
     rest_now = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
     right = _rounded(rest_now, scales[1], biases[1], share_nww[:, half:, half:], columns, few)
-    codes_now, errors_now = (mx.concatenate(both, axis=-1) for both in zip(left, right, strict=True))
+    codes_now, errors_now = (mx.concatenate(list(both), axis=-1) for both in zip(left, right, strict=True))
     return codes_now, errors_now
 
 

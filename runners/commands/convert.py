@@ -57,6 +57,7 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     from runners.conversion.convert import convert
 
     named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column")
-    chosen = {name: values[name] for name in named} | {"calibrate": values["calibrate"] or ""}
+    chosen: dict[str, Any] = {name: values[name] for name in named}
+    chosen["calibrate"] = values["calibrate"] or ""
     convert(source, out, quantization=quantization_of(values), dtype=dtype or "", **chosen)
     echo_weights(out)

@@ -123,7 +123,7 @@ def _name(text: str) -> str:
     return PurePath(text).name
 
 
-def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, str]) -> str:
+def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData
 
     source = facts.config["data"]["source"] if facts else ""

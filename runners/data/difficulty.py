@@ -26,8 +26,10 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
 
 
 def _fits(line: dict[str, Any]) -> bool:
-    prompt, samples, passes = (line.get(name) for name in ("prompt", "samples", "passes"))
-    return isinstance(prompt, str) and type(samples) is type(passes) is int and 0 <= passes <= samples
+    counts: list[Any] = [line.get("passes"), line.get("samples")]
+    return (
+        isinstance(line.get("prompt"), str) and {*map(type, counts)} == {int} and 0 <= counts[0] <= counts[1]
+    )
 
 
 def with_difficulty(

@@ -118,7 +118,9 @@ def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int
     whole = _regrouped(select_groups(rows, row_pg.reshape(-1).tolist()), size)
     return attrs.evolve(
         whole,
-        rollout=attrs.evolve(whole.rollout, lengths_b=whole.rollout.lengths_b * mx.array(drawn_b)),
+        rollout=attrs.evolve(
+            whole.rollout, lengths_b=whole.rollout.lengths_b * mx.array(drawn_b.astype(np.int32))
+        ),
         values_kb=np.where(drawn_b, whole.values_kb, np.nan),
         sampled_tokens=first.sampled_tokens + (rest.sampled_tokens if rest else 0),
     )

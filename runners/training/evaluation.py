@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Mapping, Sequence
 
 import attrs
+import mlx.core as mx
 
+import grpo_fn as g
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.engines.settings import DEFAULT_ROWS
@@ -20,7 +23,7 @@ from runners.telemetry.events import Evaluated, Status
 from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
-from runners.training.supervised import gold_metrics
+from runners.training.supervised import gold_experience
 
 LONG = 60.0  # seconds: shorter evaluations are never made smaller
 FEW = 16  # problems of each rank whose time is measured first
@@ -38,7 +41,7 @@ def evaluate_if_due(session: Session) -> None:
 def evaluate(session: Session, name: str) -> None:
     """Measures exact match and the run's own rewards. A long evaluation before training is saved at once."""
     with session.steps.times.stopped():
-        gold = gold_metrics(session)
+        gold = _gold_metrics(session)
         try:
             problems, result = _measured(session) if measures(session) else ([], EvalResult(0.0, ()))
         except RewardError as error:
@@ -50,6 +53,26 @@ def evaluate(session: Session, name: str) -> None:
             _log(session, name, problems, result, gold)
     if session.state.batch_step == 0 and result.seconds >= LONG:
         session.save()
+
+
+def _gold_metrics(session: Session) -> dict[str, float]:
+    """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
+    run, state, ranks = session.run, session.state, session.ranks
+    examples = run.data.gold_evaluation
+    if not examples:
+        return {}
+    session.shown.status("evaluating")
+    total, tokens = 0.0, 0
+    if own := examples[ranks.number :: ranks.count]:
+        experience = gold_experience(own, run.loaded.vision)
+        batch = g.make_batch(experience.rollout, experience.advantages_pg)
+        for piece in g.split_batch(batch, max_tokens=state.micro_batch_tokens):
+            logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
+            total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
+        tokens = experience.sampled_tokens
+    sums = [message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])]
+    loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:

@@ -245,9 +245,9 @@ class TrainSteps:
                 )
             self.engine.round_as("", moments, formats)
             state = attrs.evolve(state, moments=moments, formats=formats)
-            first = state.update == length.supervised_updates
-            if learner.reference is not None and first and state.train.ref_params is not None:
-                reference = self._reference(moments).transform(state.train.params)
+            role, first = self._reference(moments), state.update == length.supervised_updates
+            if role is not None and first and state.train.ref_params is not None:
+                reference = role.transform(state.train.params)
                 state = attrs.evolve(state, train=attrs.evolve(state.train, ref_params=reference))
         return state
 

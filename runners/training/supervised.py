@@ -1,8 +1,7 @@
-"""Supervised steps of a run: its first ones, on gold completions, and their loss on held-out ones."""
+"""Supervised steps of a run: its first ones, on gold completions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from runners.rewards.experience import Experience
 if TYPE_CHECKING:
     from grpo_fn.policy import QuantizedRole
     from runners.training.run_state import RunState
-    from runners.training.session import Session
     from runners.training.setup import Run
 
 
@@ -58,26 +56,6 @@ def begin_grpo(train: g.TrainState, reference: QuantizedRole | None) -> g.TrainS
     if train.ref_params is None:
         return train
     return g.sync_ref(train, transform=reference and reference.transform)
-
-
-def gold_metrics(session: Session) -> dict[str, float]:
-    """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
-    run, state, ranks = session.run, session.state, session.ranks
-    examples = run.data.gold_evaluation
-    if not examples:
-        return {}
-    session.shown.status("evaluating")
-    total, tokens = 0.0, 0
-    if own := examples[ranks.number :: ranks.count]:
-        experience = gold_experience(own, run.loaded.vision)
-        batch = g.make_batch(experience.rollout, experience.advantages_pg)
-        for piece in g.split_batch(batch, max_tokens=state.micro_batch_tokens):
-            logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
-            total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
-        tokens = experience.sampled_tokens
-    sums = [message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])]
-    loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
 
 def gold_update_metrics(metrics: dict[str, Any]) -> dict[str, Any]:

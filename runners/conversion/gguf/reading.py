@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -112,7 +113,7 @@ def _array(header: GGUF, tensor: Tensor, dtype: Any, offset: float) -> mx.array:
         found = mx.dequantize(weight, scales, biases, group_size=_GROUP, bits=_PACKED[tensor.kind])
     else:
         try:
-            import gguf  # pyright: ignore[reportMissingImports]
+            gguf: Any = importlib.import_module("gguf")
         except ImportError as error:
             raise UserError(f"{header.file}: {tensor.kind} needs gguf: {install_hint('gguf')}") from error
         rows = _bytes(header, tensor).reshape(*tensor.shape[:-1], -1)

@@ -72,7 +72,7 @@ def write_gguf(
             f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}"
         )
     # Defaults are filled in by mlx-lm's module.
-    inner = getattr(module, "language_model", module)
+    inner: Any = getattr(module, "language_model", module)
     config = {**config, **(config.get("text_config") or {}), **vars(inner.args)}
     if family.arch == "llama" and "sliding_attention" in (config.get("layer_types") or ()):
         raise UserError("layer_types: llama.cpp has no sliding windows for a llama, found some")

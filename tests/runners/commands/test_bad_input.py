@@ -14,7 +14,7 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(12)]
-FOR_A_CONFIG = (["run"], ["plan"], ["check"], ["bench"])
+FOR_A_CONFIG = (["run"], ["sft"], ["plan"], ["check"], ["bench"], ["difficulty"])
 FOR_A_MODEL = (
     ["generate", "MODEL", "hello"],
     ["chat", "MODEL"],

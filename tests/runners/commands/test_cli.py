@@ -94,7 +94,7 @@ def test_the_group_lists_every_command(invoke):
         assert short.endswith(".") and not short.endswith("..")
 
 
-MLX_LM = "--model --prompt --adapter-path --save-path --system-prompt --prefill-response"
+MLX_LM = "--model --prompt --adapter-path --save-path --system-prompt --prefill-response --max-lora-rank"
 PAGES = [  # command, its page, what the page leaves out, what it names besides
     ("eval", "evaluation", "--batch --trust-remote-code", ""),
     ("export", "export", "", MLX_LM),

@@ -15,6 +15,7 @@ from runners.memory import peak_watch
 from runners.memory.peak_watch import MemoryWatch
 from runners.telemetry.events import Note, Updated
 from runners.telemetry.report import Quiet
+from runners.training.train import run_training  # noqa: F401 (for SIXTEEN_STEPS)
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[3]
