@@ -58,7 +58,7 @@ def export_command(
     private: bool,
     **values: Any,
 ) -> None:
-    """Write a trained model for others: a folder, one file, or its adapters.
+    """Write a trained model for other programs.
 
     RUN_OR_FOLDER is a run's folder (its final model, else its newest whole checkpoint), a checkpoint, a
     folder of adapters, or any model. Adapters are fused, but for --peft. A folder has a model card with the
