@@ -22,6 +22,8 @@ from runners.ranks.ranks import Ranks
 from runners.training.run_state import RunState, restore_state
 from runners.training.setup import Run
 
+_ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")  # of the sampler
+
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     """The state of a checkpoint.
@@ -62,6 +64,9 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
     known, first = state.curriculum, run.curriculum
     if known is None or first is None or len(known.step_n) != len(first.step_n):  # of other data
         state = attrs.evolve(state, curriculum=first)
+    was, now = origin.facts.config.get("rollout", {}), run.config.to_dict()["rollout"]
+    if any(was.get(key, now[key]) != now[key] for key in _ROUNDING):  # what was found is of another format
+        state = attrs.evolve(state, moments=None, formats=None, sampler_format="", fallback=None)
     return attrs.evolve(state, train=train, micro_batch_tokens=budget)
 
 

@@ -207,14 +207,14 @@ RUN = small(
 )
 
 
-def run(tmp_path: Path, *overrides: str):
+def run(tmp_path: Path, *overrides: str, **how):
     """A short run; its log's updates, its lines and its folder."""
     (tmp_path / "letters.py").write_text(LETTERS)
     (tmp_path / "train.toml").write_text(RUN)
     notes = Notes()
     settings = [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides]
     config = load_config(str(tmp_path / "train.toml"), settings)
-    result = run_training(config, report=notes)
+    result = run_training(config, report=notes, **how)
     log = (result.folder / "training_log.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, log) if "loss" in line], notes.lines, result
 
@@ -286,3 +286,22 @@ def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_pa
     moments = rounded[1][1]["moments"]
     role = quantized_role(policy, "affine-4", "packed", group_size=32, moments=moments)
     assert same_tree(references[1], role.transform(weights))
+
+
+@pytest.mark.parametrize(
+    ("change", "formats"), [("quantization=mxfp8", ()), ("bits_budget=9", ("affine-8",))]
+)
+def test_another_format_in_the_config_is_taken_after_a_resume(tmp_path, change, formats):
+    """What the run had found out about the old one, finer formats and a budget's choice, does not count."""
+    folder = make_model_folder(tmp_path / "model", "llama")
+    limits = ["rollout.quantization=affine-3", "rollout.bits_budget=4.5", "rollout.mismatch_limit=1e-9"]
+    limits.append("checkpoint.every=1")
+    run(tmp_path, f"model.path={folder}", *limits)
+    changed = [f"rollout.{change}", "rollout.mismatch_limit=0", "optim.max_steps=5"]
+    changed += ["rollout.bits_budget=0", "rollout.group_size=0"] if "mx" in change else []
+    how = {"resume": tmp_path / "out/small/checkpoint-3", "allow_config_change": True}
+    log, _, result = run(tmp_path, f"model.path={folder}", *limits, *changed, **how)
+    wanted = "mxfp8" if "mx" in change else "affine-3"
+    assert [line["rollout/quantization"] for line in log[3:]] == [wanted] * 2
+    _, loop = load_trees(max(result.folder.glob("checkpoint-*")))
+    assert set(loop["formats"].values()) == set(formats)
