@@ -85,10 +85,7 @@ def policy_loss(
 
 
 def loss_sum(
-    arrays: LossArrays,
-    spec: LossSpec,
-    max_completion_length: int | None = None,
-    teacher_coef: float = 0.0,
+    arrays: LossArrays, spec: LossSpec, max_completion_length: int | None = None, teacher_coef: float = 0.0
 ) -> tuple[mx.array, LossStats]:
     """`policy_loss` before its division: the sum, with the denominator in the stats.
 

@@ -67,11 +67,7 @@ _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1}  # o
 
 
 def make_batch(
-    rollout: Rollout,
-    adv_pg: mx.array,
-    *,
-    mask_truncated: bool = False,
-    top_entropy_quantile: float = 1.0,
+    rollout: Rollout, adv_pg: mx.array, *, mask_truncated: bool = False, top_entropy_quantile: float = 1.0
 ) -> Batch:
     """All rows of a rollout as one batch. Tokens that an environment gave are context: they count nowhere.
 
@@ -207,12 +203,7 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
     return take_part(batch, rows, rows)
 
 
-def take_part(
-    batch: Batch,
-    rows: Sequence[int],
-    prompts: Sequence[int] | None,
-    **sizes: int,
-) -> Batch:
+def take_part(batch: Batch, rows: Sequence[int], prompts: Sequence[int] | None, **sizes: int) -> Batch:
     """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the whole's.
 
     Args:

@@ -19,12 +19,7 @@ from grpo_fn.policy.calibration import Carry, Moments, carry_of, round_calibrate
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.layers.learned_positions import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
-from grpo_fn.policy.layers.quantized_layers import (
-    QuantMode,
-    dequantize,
-    packed_names,
-    quantize,
-)
+from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, packed_names, quantize
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, from_names, named_leaves
 

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import enabled
-from grpo_fn.rollout.row_batch import RowBatch
+from grpo_fn.rollout.decode_step import RowBatch
 from grpo_fn.rollout.sampling import Sampling, compiled_draw, mark_seen, penalize
 from grpo_fn.rollout.turns import Transcript, Turns
 

@@ -23,10 +23,9 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding
-from grpo_fn.rollout.decode_step import CacheSteps, Steps, shared_steps
+from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps, shared_steps
 from grpo_fn.rollout.extend import CopiedPromptRows, Extender, SharedPromptRows
 from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
-from grpo_fn.rollout.row_batch import RowBatch
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
@@ -114,7 +113,7 @@ def decode(
     group, penalizes = sampling.num_generations, sampling.repetition_penalty != 1
     transcript = Transcript(len(prompts) * group, sampling.with_entropy)
     decoder = Decoder(sampling, decoding)
-    together = _together(len(prompts), group, decoding.max_batch)
+    together = min(len(prompts), max(decoding.max_batch // group, 1)) if decoding.max_batch else len(prompts)
     try:
         with policy.sampling(params, together * group) as model:
             share_prefix = share_prefix and (replies is None or extends_prefix(model))
@@ -252,21 +251,11 @@ def _check_images(
         raise ValueError(f"images has {len(images)} entries: expected {prompts}, one a prompt")
     if replies is not None:
         raise ValueError("images and replies do not go together: expected one of them")
-    if not takes_prompt_images(policy):
+    if not (policy.shares_prefix and takes_images(policy.module)):
         raise ValueError(
             "this policy takes no images: expected a module with `use_multimodal_rope`, whose completions "
             "can be decoded over one copy of their prompt"
         )
-
-
-def takes_prompt_images(policy: Policy) -> bool:
-    """Whether `generate` takes images: the model rotates by three positions, and shares prefixes."""
-    return policy.shares_prefix and takes_images(policy.module)
-
-
-def _together(prompts: int, num_generations: int, max_batch: int) -> int:
-    """Prompts that are decoded together."""
-    return min(prompts, max(max_batch // num_generations, 1)) if max_batch else prompts
 
 
 def _parts(prompts: Sequence[Sequence[int]], together: int, takes_ragged: bool) -> list[list[int]]:

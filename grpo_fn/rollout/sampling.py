@@ -128,11 +128,7 @@ def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[
     z_bv = truncate(z_bv, *cut)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
     token_b, total_b = categorical.draw(exp(z_bv), bits_bw)
-    return token_b, _taken(z_bv, token_b) - mx.log(total_b)
-
-
-def _taken(z_bv: mx.array, token_b: mx.array) -> mx.array:
-    return mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0]
+    return token_b, mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0] - mx.log(total_b)
 
 
 def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> mx.array:

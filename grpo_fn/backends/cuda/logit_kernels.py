@@ -138,12 +138,7 @@ def _launch(
     rows, vocabulary = product_cv.shape
     scale, cap = scale_cap
     return kernel(
-        inputs=[
-            product_cv,
-            mx.array(1.0) / temperature,
-            mx.array([scale, cap or 1.0]),
-            *more,
-        ],
+        inputs=[product_cv, mx.array(1.0) / temperature, mx.array([scale, cap or 1.0]), *more],
         template=[
             ("T", product_cv.dtype),
             ("V", vocabulary),

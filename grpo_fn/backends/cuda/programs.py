@@ -72,10 +72,7 @@ _CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], m
     "Bf4ILogACf4ONegativeB_V_f4_6142509188972423790": (lambda p: -mx.log(p), (_FLOATS,)),
     "Gf4IBroadcastBHb1IGreaterAGIf4IBroadcastBJb1IGreaterCIKf4IBroadcastDLf4IDivideKCMf4ISelectJLINf4IBroadcast"
     "MOf4IMultiplyANPi4IAsTypeOQi4IBroadcastERi4IAddPQSi4IBroadcastFTi4OSelectHRS_VCVCCC_f4f4_"
-    "13610897302297541540": (
-        _counts,
-        (_FLOATS, _FLOAT),
-    ),
+    "13610897302297541540": (_counts, (_FLOATS, _FLOAT)),
     "Gi4IBroadcastCHb1IGreaterBGIu8IAsTypeBJu8IAsTypeDKu8IMultiplyIJLu8IBroadcastEMu8IRightShiftKLNi4IAsTypeMOi4I"
     "BroadcastFPi4ISelectHNOQi4IBroadcastPRb1OLessEqualAQ_VVCVCC_i4i4u4_12043668613759322838": (
         _not_above,

@@ -98,10 +98,7 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
 
 
 def all_reduce(
-    state: TrainState,
-    group: "mx.distributed.Group | Collectives",
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
+    state: TrainState, group: "mx.distributed.Group | Collectives", *, bucket_bytes: int = BUCKET_BYTES
 ) -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 

@@ -121,11 +121,7 @@ class Sharding:
 
 
 def make_sharded_update_step(
-    optimizer: Optimizer,
-    sharding: Sharding,
-    *,
-    max_grad_norm: float | None = None,
-    compile: bool = True,
+    optimizer: Optimizer, sharding: Sharding, *, max_grad_norm: float | None = None, compile: bool = True
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
     """`make_update_step` for states that `Sharding.shard` made: it sums over the ranks itself.
 

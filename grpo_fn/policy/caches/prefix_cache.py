@@ -44,11 +44,7 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        prompt_of: list[int],
-        lengths: list[int],
-        starts: list[int],
-        own_seen_bt: mx.array | None = None,
+        cls, prompt_of: list[int], lengths: list[int], starts: list[int], own_seen_bt: mx.array | None = None
     ) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]

@@ -25,9 +25,12 @@ def _fix_experts(module: nn.Module) -> None:
     MLX's products in their weights is an error on CUDA (0.32.4, float32, from 64 × 96 on)."""
     from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-    for layer in module.modules():
-        if type(layer) in (SwitchGLU, SwitchMLP):
-            layer.__class__ = _sorting(type(layer))
+    _replace_classes(module, {kind: _sorting(kind) for kind in (SwitchGLU, SwitchMLP)})
+
+
+def _replace_classes(module: nn.Module, classes: dict[type[Any], type[Any]]) -> None:
+    for layer in cast("list[Any]", module.modules()):
+        layer.__class__ = classes.get(type(layer), type(layer))
 
 
 @functools.cache
@@ -61,9 +64,7 @@ def _fix_phi3small(module: nn.Module) -> None:
                 mask = mx.where(mask, 0.0, -mx.inf).astype(queries.dtype)
             return super()._block_sparse_attention(queries, keys, values, scale, mask)
 
-    for layer in module.modules():
-        if type(layer) is phi3small.Attention and layer.block_sparse:
-            layer.__class__ = Attention
+    _replace_classes(module, {phi3small.Attention: Attention})
 
 
 def _fix_jamba(module: nn.Module) -> None:
@@ -92,9 +93,7 @@ def _fix_jamba(module: nn.Module) -> None:
             y_bld = (mx.stack(states, axis=1) @ c[..., None]).squeeze(-1)
             return y_bld + self.D * x, states[-1]
 
-    for layer in module.modules():
-        if type(layer) is jamba.JambaMambaMixer:
-            layer.__class__ = Mixer
+    _replace_classes(module, {jamba.JambaMambaMixer: Mixer})
 
 
 def _fix_kimi_k3(module: nn.Module) -> None:
@@ -112,12 +111,10 @@ def _fix_kimi_k3(module: nn.Module) -> None:
             self._output_res_w_eff = None
             return super().__call__(*args, **kwargs)
 
+    classes = {kimi_k3.KimiK3DecoderLayer: DecoderLayer, kimi_k3.KimiK3TextModel: TextModel}
+    _replace_classes(module, classes)
     for layer in module.modules():
-        if type(layer) is kimi_k3.KimiK3DecoderLayer:
-            layer.__class__ = DecoderLayer
-        elif type(layer) is kimi_k3.KimiK3TextModel:
-            layer.__class__ = TextModel
-        elif isinstance(layer, kimi_k3.KimiK3DeltaAttention):
+        if isinstance(layer, kimi_k3.KimiK3DeltaAttention):
             layer._step = layer._decode_core
 
 

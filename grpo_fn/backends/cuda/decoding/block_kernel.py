@@ -94,15 +94,8 @@ class Weights(NamedTuple):
 _NAMES = ("wq", "wk", "wv", "wo", "wu", "wd", "wg", "n1", "n2", "bq", "bk", "bv", "qn", "kn")
 _REQUIRED = 6
 _CACHE_NAMES = (
-    "turns",
-    "prompt_keys",
-    "prompt_values",
-    "own_keys",
-    "own_values",
-    "prompt_of",
-    "lengths",
-    "own_length",
-    "barrier",
+    *("turns", "prompt_keys", "prompt_values", "own_keys", "own_values"),
+    *("prompt_of", "lengths", "own_length", "barrier"),
 )
 
 

@@ -140,16 +140,8 @@ _PLAIN = """
 
 _WARPS_AT_A_TIME = {64: 20, 128: 12}  # of a multiprocessor, for heads of so many numbers: by their registers
 _INPUTS = (
-    "queries",
-    "new_keys",
-    "new_values",
-    "prompt_keys",
-    "prompt_values",
-    "own_keys",
-    "own_values",
-    "prompt_of",
-    "lengths",
-    "own_length",
+    *("queries", "new_keys", "new_values", "prompt_keys", "prompt_values", "own_keys", "own_values"),
+    *("prompt_of", "lengths", "own_length"),
 )
 
 
@@ -181,7 +173,8 @@ def append_and_attend(
     """
     rows, heads, _, width = queries.shape
     shared = own_keys.shape[1]
-    dtypes = {a.dtype for a in (queries, new_keys, new_values, own_keys, own_values, prompt_keys)}
+    arrays = [queries, new_keys, new_values, prompt_keys, prompt_values, own_keys, own_values]
+    dtypes = {a.dtype for a in arrays}
     if width not in (32, 64, 128) or own_keys.shape[-1] != width or own_values.shape[-1] != width:
         raise ValueError(f"heads of {width}: expected 32, 64 or 128 numbers in queries, keys and values")
     if heads // shared > MOST_SHARING:
@@ -193,35 +186,15 @@ def append_and_attend(
         device = device_limits()
         room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
         threads = 32 * warps_of_row(rows * shared, room)
-        name, source = (
-            "attention_on_tensor_cores",
-            _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES,
-        )
-        source = source.replace("MMA", MMA[queries.dtype])
+        name, source = "attention_on_tensor_cores", _ROW + PRODUCT + ATTENTION + COMBINATION
+        source = (source + _ON_TENSOR_CORES).replace("MMA", MMA[queries.dtype])
     else:
         threads = 512 if group <= 2 else 256  # more would not fit into the registers of one multiprocessor
         name, source = "attention_over_a_shared_prompt", _ROW + COMBINATION + _PLAIN
     kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
-        inputs=[
-            queries,
-            new_keys,
-            new_values,
-            prompt_keys,
-            prompt_values,
-            own_keys,
-            own_values,
-            prompt_of_b,
-            lengths_p,
-            own_length,
-        ],
-        template=[
-            ("T", queries.dtype),
-            ("HD", width),
-            ("R", group),
-            ("HEADS", shared),
-            ("THREADS", threads),
-        ],
+        inputs=[*arrays, prompt_of_b, lengths_p, own_length],
+        template=[("T", queries.dtype), ("HD", width), ("R", group), ("HEADS", shared), ("THREADS", threads)],
         grid=(rows * shared * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[queries.shape],
