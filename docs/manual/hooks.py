@@ -29,6 +29,7 @@ INSTEAD = {"README.md#your-own-loop": "own-loop.md"}
 
 _FENCE = re.compile(r"^\s*```")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+_NOTEBOOK = re.compile(r"^<!-- notebook\n.*?-->\n", re.DOTALL | re.MULTILINE)
 _PART = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
 
 
@@ -62,7 +63,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     source = next((key for key, name in OUTSIDE.items() if name == page.file.src_uri), None)
     if source is None or page.file.src_uri == "index.md":
         source = f"docs/{page.file.src_uri}"
-    text = _PART.sub(lambda found: PARTS[found[1]](), shown(Path(page.file.src_uri).stem, markdown))
+    text = _NOTEBOOK.sub("", shown(Path(page.file.src_uri).stem, markdown))
+    text = _PART.sub(lambda found: PARTS[found[1]](), text)
     if source == "docs/config.md":
         text = _with_anchors(text)
     lines, inside = [], False
