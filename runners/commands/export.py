@@ -64,6 +64,9 @@ def export_command(
     folder of adapters, or any model. Adapters are fused, but for --peft. A folder has a model card with the
     run's config and results. Nothing is uploaded unless --push says where to.
     """
+    from runners.machine import startup
+
+    startup.prepare()
     quantization = quantization_of(values)
     targets = [path for path in (out, gguf, peft) if path is not None]
     if len(targets) != 1:
@@ -74,9 +77,6 @@ def export_command(
         raise UserError("without --out DIR there is no folder to upload or quantize; --type is for --gguf")
     if kind and gguf is None:
         raise UserError("--type without --gguf FILE: nothing would have that type")
-    from runners.machine import startup
-
-    startup.prepare()
     from runners.conversion.export import (
         check_repo,
         export_folder,

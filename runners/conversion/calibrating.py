@@ -12,7 +12,6 @@ import grpo_fn as g
 from grpo_fn.policy import Carry, Moments, QuantMode, added, carry_of, input_moments, round_calibrated
 from runners.data.prompt_files import read_prompts
 from runners.data.rendering import render
-from runners.errors import UserError
 
 PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows at a time
 Collect = Callable[[nn.Module, int], Moments]
@@ -23,7 +22,8 @@ def moments_from(file: str, column: str, tokenizer: Any) -> Collect:
 
     The completions are the model's own, drawn with a fixed key. UserError for the file as `read_prompts`.
     """
-    prompts = [render(tokenizer, messages)[1] for messages in read_prompts(file, column)[:PROMPTS]]
+    found = read_prompts(file, column, option="--calibrate")
+    prompts = [render(tokenizer, messages)[1] for messages in found[:PROMPTS]]
 
     def collect(module: nn.Module, group_size: int) -> Moments:
         policy, found = g.Policy.for_inference(module), {}
@@ -32,6 +32,8 @@ def moments_from(file: str, column: str, tokenizer: Any) -> Collect:
             for path, layer in module.named_modules()
             if isinstance(layer, nn.Linear) and layer.weight.shape[-1] % group_size == 0
         ]
+        if not names:
+            return {}
         sampling = g.Sampling(max_new_tokens=TOKENS, eos_ids=frozenset(tokenizer.eos_token_ids))
         for start in range(0, len(prompts), ROWS):
             some = prompts[start : start + ROWS]
@@ -51,8 +53,6 @@ def pack_calibrated(module: nn.Module, weights: dict[str, mx.array], moments: Mo
         name = f"{path}.weight"
         if name not in moments or not hasattr(layer, "bits"):
             continue
-        if layer.bits == 5:
-            raise UserError("--calibrate with 5 bits: expected 2, 3, 4, 6 or 8")
         if id(moments[name]) not in carries:
             carries[id(moments[name])] = carry_of(moments[name])
         mode = QuantMode(layer.mode, layer.bits, layer.group_size)

@@ -56,9 +56,15 @@ def convert(
         raise UserError("--dequantize and quantization exclude each other")
     if calibrate and (not quantization.wanted or quantization.format[0] != "affine"):
         raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
+    if column != "prompt" and not calibrate:
+        raise UserError("--column without --calibrate FILE: no rows would be read")
+    if calibrate and quantization.bits == 5:
+        raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
     check_target(target, force)
     path = Path(source).expanduser()
     checkpoint, one_file = is_checkpoint(path), path.suffix == ".gguf" and path.is_file()
+    if path.suffix == ".gguf" and not path.exists():
+        raise UserError(f"{source}: there is no such file")
     if step is not None and not checkpoint:
         raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
     if checkpoint and dequantize:

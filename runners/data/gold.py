@@ -15,7 +15,7 @@ from runners.data.rendering import end_of_turn, has_template
 from runners.data.row_files import read_file
 from runners.data.rows import Row, Rows
 from runners.data.value_text import value_text
-from runners.errors import UserError
+from runners.errors import UserError, listed
 from runners.tokenization.text import encode
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class GoldReader:
             if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
                 same = repr([row.get(key) for key in ("context", "prompt", "completion")])
                 found.setdefault(same, _row(raw))
+        needed = ("prompt", "completion", "reward")
+        if missing := [key for key in needed if not any(key in raw.values for raw in read)]:
+            raise UserError(
+                f"{sft.completions}: expected lines with {listed(needed)}, "
+                f"found {len(read)} lines without {listed(missing)}"
+            )
         if not found:
             raise UserError(
                 f"{sft.completions}: none of {len(read)} completions has ended by itself with a reward of at "
@@ -90,13 +96,11 @@ class GoldReader:
                 f"{split} data has {min(len(example.gold) for example in made)} tokens"
             )
         counts = (
-            (len(examples) - len(made), "without a gold completion"),
-            (len(made) - len(kept), f"longer than rollout.max_new_tokens = {limit} tokens"),
+            (len(examples) - len(made), "no gold completion"),
+            (len(made) - len(kept), f"gold completions longer than rollout.max_new_tokens = {limit} tokens"),
         )
         return kept, [
-            f"{split} data: {count} of {len(examples)} gold completions left out, {why}"
-            for count, why in counts
-            if count
+            f"{split} data: {count} of {len(examples)} rows left out: {why}" for count, why in counts if count
         ]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ def show_start(session: Session) -> None:
     head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
     if first := run.length.supervised_updates:
         gold = gold_batch(session.config) * session.config.optim.gradient_accumulation_steps
-        head |= {"supervised": f"{first:,} updates of {gold:,} gold completions"}
+        head |= {"supervised": f"{first:,} update{'s' * (first > 1)} of {gold:,} gold completions"}
         if session.config.sft.only:
             head.pop("each update")
     before = (state.update, state.scores, state.eval_rewards, bool(state.waiting))

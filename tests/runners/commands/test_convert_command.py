@@ -141,6 +141,10 @@ def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path)
         (["model", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits and groups of 32"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
         (["model", "out", "--step", "3"], "no folder of nanochat's checkpoints"),
+        (["model", "out", "--bits", "5", "--calibrate", "p.txt"], "expected 2, 3, 4, 6 or 8"),
+        (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "--calibrate p.txt: there is no such file"),
+        (["model", "out", "--bits", "4", "--column", "q"], "--column without --calibrate"),
+        (["model.gguf", "out"], "model.gguf: there is no such file"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
     ],
 )

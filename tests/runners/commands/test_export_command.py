@@ -183,6 +183,14 @@ def grpo(hub, cwd, *arguments):
     )
 
 
+def test_the_blas_is_loaded_before_mlx(tmp_path):
+    """In a process of its own a command's errors have no warning of another order in front."""
+    command = [sys.executable, "-m", "runners.cli", "export", "nope", "--peft", "out", "--gguf", "out.gguf"]
+    environ = {**os.environ, "PYTHONPATH": str(PRESET_FOLDER.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+    assert done.stderr.splitlines() == ["expected one of --out DIR, --gguf FILE and --peft DIR"]
+
+
 def test_an_upload_happens_when_asked_for(runs, tmp_path):
     """Every file as it is on the disk, the card with the repository's name."""
     with serving() as hub:

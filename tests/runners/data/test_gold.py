@@ -94,8 +94,8 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     found, notices = reader.of_rows(examples, loaded, "train")
     assert len(found) == 1
     assert notices == [
-        "train data: 1 of 3 gold completions left out, without a gold completion",
-        "train data: 1 of 3 gold completions left out, longer than rollout.max_new_tokens = 40 tokens",
+        "train data: 1 of 3 rows left out: no gold completion",
+        "train data: 1 of 3 rows left out: gold completions longer than rollout.max_new_tokens = 40 tokens",
     ]
     reader, examples, _, loaded = read(tmp_path, model, rows, data={"completion": "text"})
     with pytest.raises(UserError, match=r"line 3: no gold completion in text \(data.on_bad_row"):
@@ -127,3 +127,7 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
     how["sft"] = {"completions": "run", "min_reward": 2.0}
     with pytest.raises(UserError, match=r"none of 6 completions .* a reward of at least sft.min_reward = 2"):
         read(tmp_path, model, rows, **how)[0].of_file()
+    for text, count in (('{"question": "7+5?"}', 1), ("", 0)):
+        (tmp_path / "run" / "completions.jsonl").write_text(text)
+        with pytest.raises(UserError, match=rf"expected lines with prompt, .* {count} lines without prompt"):
+            read(tmp_path, model, rows, **how)[0].of_file()
