@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,23 @@ def run(*command, cwd):
     return done.stdout
 
 
+def build(source, folder):
+    """The wheel that pip builds of a folder or a URL."""
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source, cwd=folder)
+    return next(folder.glob("*.whl"))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT, cwd=folder)
-    return next(folder.glob("*.whl"))
+    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="wants a clone: there is no .git")
+def test_pip_installs_from_git(tmp_path):
+    """What is committed makes a wheel with the package, its presets and the embedded model."""
+    names = zipfile.ZipFile(build(f"git+file://{ROOT}", tmp_path)).namelist()
+    wanted = {"grpo_entry.py", "grpo_fn/__init__.py", "configs/quickstart.toml", "runners/cli.py"}
+    assert wanted <= {*names} and any(name.endswith(".safetensors") for name in names)
 
 
 @pytest.mark.timeout(3600)
