@@ -154,20 +154,15 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             [mx.pad(a, [(0, 0), (0, more)]) if more else a for a, more in zip(arrays, missing, strict=True)]
         )
 
+    images = tuple(each for part in parts for each in part.images or (None,) * len(part.prompts))
     bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
     return attrs.evolve(
         parts[0],
         prompts=tuple(prompt for part in parts for prompt in part.prompts),
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
-        images=_joined_images(parts),
+        images=None if all(part.images is None for part in parts) else images,
         **{name: joined(name) for name in _ROWS},
     )
-
-
-def _joined_images(parts: Sequence[Rollout]) -> tuple[PromptImages | None, ...] | None:
-    if all(part.images is None for part in parts):
-        return None
-    return tuple(each for part in parts for each in part.images or (None,) * len(part.prompts))
 
 
 def _sampled(rollout: Rollout) -> mx.array:

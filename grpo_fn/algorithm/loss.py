@@ -125,18 +125,10 @@ def loss_sum(
     length_b = mask_bt.sum(axis=1)
     total = aggregation.row((mask_bt * term_bt).sum(axis=1), length_b).sum()
     denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
+    difference_bt = x.old_logp_bt - x.rollout_logp_bt
+    known = mask_bt, adv, ratio_bt, kl_bt, x.entropy_bt, x.teacher_kl_bt, difference_bt, mismatch, weight_bt
     stats = loss_stats(
-        TokenTerms(
-            mask_bt=mask_bt,
-            adv=adv,
-            ratio_bt=ratio_bt,
-            kl_bt=kl_bt,
-            entropy_bt=x.entropy_bt,
-            teacher_kl_bt=x.teacher_kl_bt,
-            logp_diff_bt=x.old_logp_bt - x.rollout_logp_bt,
-            mismatch=mismatch,
-            weight_bt=weight_bt,
-        ),
+        TokenTerms(*known),
         total,
         denominator,
         by_sequence=spec.level == "sequence",

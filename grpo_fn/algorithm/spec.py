@@ -111,7 +111,8 @@ class LossSpec:
             self.correction_floor,
             f"0 <= correction_floor < correction_cap = {self.correction_cap}",
         )
-        self._check_combinations()
+        self._check_surrogate()
+        self._check_correction()
 
     @property
     def upper_epsilon(self) -> float:
@@ -128,7 +129,7 @@ class LossSpec:
         found = {name: getattr(self, name) for name in names}
         return found | ({"epsilon_high": self.upper_epsilon} if "epsilon_high" in found else {})
 
-    def _check_combinations(self) -> None:
+    def _check_surrogate(self) -> None:
         if self.aggregation == "sequence_sum_norm" and self.level != "sequence":
             raise ValueError(
                 "aggregation = 'sequence_sum_norm' weights a sequence's loss by its length (LUSPO) and "
@@ -153,7 +154,6 @@ class LossSpec:
                 f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant belongs to "
                 "surrogate 'dual_clip', which needs it (3.0 in the paper)"
             )
-        self._check_correction()
 
     def _check_correction(self) -> None:
         if self.correction in ("sequence_mask", "sequence_mask_weighted") and self.sequence_range is None:

@@ -6,7 +6,7 @@ that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import attrs
@@ -34,13 +34,8 @@ class Shape(NamedTuple):
 
     def covers(self, other: "Shape") -> bool:
         """Whether a batch of the other shape fits in by padding."""
-        return (
-            self.length >= other.length
-            and self.rows >= other.rows
-            and self.width >= other.width
-            and self.prompts >= other.prompts
-            and (self.prompts == 0) == (other.prompts == 0)
-        )
+        fits = all(mine >= its for mine, its in zip(self, other, strict=True))
+        return fits and (self.prompts == 0) == (other.prompts == 0)
 
 
 @attrs.frozen
@@ -112,17 +107,8 @@ class Packer:
         units = [unit for group in groups.values() for unit in self._within_budget(group)]
         units.sort(key=lambda unit: (unit[0].prompt, unit[-1].completion))
 
-        numbers = [unit[0].group for unit in units]
-        widest = [unit[-1].completion for unit in units]
-        rows_before = [0, *accumulate(map(len, units))]
-
         def shape(start: int, stop: int) -> Shape:
-            return Shape(
-                prompts=self._size(len(set(numbers[start:stop]))),
-                length=self._size(units[stop - 1][0].prompt),
-                rows=self._size(rows_before[stop] - rows_before[start]),
-                width=self._size(max(widest[start:stop])),
-            )
+            return self._shared_shape(units[start:stop])
 
         return self._cheapest(units, shape, _row_counts(len(units)))
 
@@ -131,16 +117,16 @@ class Packer:
         for count in range(1, len(group) + 1):
             bounds = [len(group) * i // count for i in range(count + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
-            if max(self._shared_shape(unit).tokens for unit in units) <= self._max_tokens:
+            if max(self._shared_shape([unit]).tokens for unit in units) <= self._max_tokens:
                 return units
         return [(row,) for row in group]
 
-    def _shared_shape(self, rows: Sequence[Row]) -> Shape:
+    def _shared_shape(self, units: Sequence[tuple[Row, ...]]) -> Shape:
         return Shape(
-            prompts=self._size(len({row.group for row in rows})),
-            length=self._size(max(row.prompt for row in rows)),
-            rows=self._size(len(rows)),
-            width=self._size(max(row.completion for row in rows)),
+            prompts=self._size(len({unit[0].group for unit in units})),
+            length=self._size(max(unit[0].prompt for unit in units)),
+            rows=self._size(sum(map(len, units))),
+            width=self._size(max(unit[-1].completion for unit in units)),  # its longest is its last
         )
 
     def _cheapest(

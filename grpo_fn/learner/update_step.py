@@ -7,7 +7,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.optimizer import Keep, Optimizer, OptimizerNumbers
+from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, fold_in
 from grpo_fn.rounding import storing
@@ -77,9 +77,18 @@ def make_update_step(
         key: mx.array,
     ) -> tuple[tuple[Tree, Tree], mx.array]:
         params, opt_state = held
-        keep = Keeper(finite, storing(held, key))
+        store, sound = storing(held, key), [finite]
+
+        def keep(new: mx.array, old: mx.array) -> mx.array:
+            stored = store(new, old)
+            # A sum that contains an infinity or a NaN is not finite, and a sum is faster than testing each
+            # number. Only in float32: in 16 bits a sum of finite numbers can overflow.
+            exact = stored.dtype == mx.float32
+            sound.append(finite & (mx.isfinite(sum_of(stored)) if exact else mx.isfinite(stored).all()))
+            return mx.where(sound[-1], stored, old)
+
         updated = optimizer.apply(accum_grads, opt_state, params, numbers, keep, factor)
-        return updated, keep.skipped()
+        return updated, mx.logical_not(mx.stack(sound).all())
 
     squares_step = compiled_step(sum_of_squares, enabled=compile)
     step = compiled_step(apply, enabled=compile)
@@ -103,32 +112,6 @@ def make_update_step(
         return state, UpdateStats(norm, numbers.rate, skipped)
 
     return update_step
-
-
-class Keeper:
-    """A `keep`: it keeps the old value if the new one, or the whole update, is not finite."""
-
-    def __init__(self, finite: mx.array, store: Keep) -> None:
-        """`finite`: 0-d bool, whether the update may be taken; `store`: from `rounding.storing`."""
-        self._finite, self._store = finite, store
-        self._sound: list[mx.array] = []
-
-    def __call__(self, new: mx.array, old: mx.array) -> mx.array:
-        """The new value in the old one's dtype, or the old one."""
-        stored = self._store(new, old)
-        self._sound.append(self._finite & all_finite(stored))
-        return mx.where(self._sound[-1], stored, old)
-
-    def skipped(self) -> mx.array:
-        """0-d bool: whether any value stayed as it was."""
-        return mx.logical_not(mx.stack([self._finite, *self._sound]).all())
-
-
-def all_finite(x: mx.array) -> mx.array:
-    """0-d bool: whether all numbers are finite."""
-    # A sum that contains an infinity or a NaN is not finite, and a sum is faster than testing each number.
-    # Only in float32: in 16 bits a sum of finite numbers can overflow.
-    return mx.isfinite(sum_of(x)) if x.dtype == mx.float32 else mx.isfinite(x).all()
 
 
 def sum_of(x: mx.array) -> mx.array:

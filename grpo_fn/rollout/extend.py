@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
 from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork
 from grpo_fn.policy.policy import Policy
@@ -164,7 +163,7 @@ class CopiedPromptRows:
                 cache.trim(step - tokens)
             self._parked[row] = mine
         # Otherwise they would keep the batch's buffers.
-        mx.eval([list(arrays_of(cache_rows.arrays(self._parked[row]))) for row in rows])
+        mx.eval([list(arrays_of([cache.state for cache in self._parked[row]])) for row in rows])
 
     def drop(self, row: int) -> None:
         del self._parked[row]

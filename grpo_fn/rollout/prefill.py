@@ -3,7 +3,7 @@
 The functions are generators: they give control after each layer, because a long prefill takes seconds.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ def prefill(
         cache_rows.prepare_padding(caches, lengths, longest)
     for start in range(0, longest, PREFILL_TOKENS):
         model(body_pl[:, start : start + PREFILL_TOKENS], cache=caches)
-        yield from computed(cache_rows.arrays(caches))
+        yield from computed(cache.state for cache in caches)
     if ragged:
         cache_rows.finish_padding(caches)
     last_p1 = mx.array([[prompt[-1]] for prompt in prompts], mx.int32)
@@ -76,7 +76,7 @@ def prefill_once(
             part = rows.columns(start, start + PREFILL_TOKENS)
             positioned = [PositionedCache(cache, part.positions_r3l) for cache in caches]
             hidden.append(forward_with_images(backbone, part_pl, part, positioned))
-        yield from computed([*cache_rows.arrays(caches), hidden[-1]])
+        yield from computed([*(cache.state for cache in caches), hidden[-1]])
     last_pd = mx.concatenate(hidden, axis=1)[mx.arange(len(prompts)), mx.array(lengths) - 1]
     return policy.split.logits(model, last_pd), caches
 
@@ -90,7 +90,7 @@ def result_of(steps: Generator[Any, None, T]) -> T:
             return end.value
 
 
-def computed(layers: Sequence[Any]) -> Prefill[None]:
+def computed(layers: Iterable[Any]) -> Prefill[None]:
     """Computes the arrays of each layer in turn."""
     for layer in layers:
         mx.eval(list(arrays_of(layer)))

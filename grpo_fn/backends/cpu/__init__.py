@@ -11,18 +11,13 @@ load_blas()
 
 # As `backends.mechanisms` describes them.
 MECHANISMS = {
-    "exp": ("elementwise", "exp", "on_cpu"),
-    "sigmoid": ("elementwise", "sigmoid", "on_cpu"),
-    "row_sum": ("elementwise", "row_sum", "on_cpu"),
-    "softmax": ("elementwise", "softmax", "on_cpu"),
-    "swiglu": ("elementwise", "swiglu", "on_cpu"),
-    "swiglu_gradient": ("elementwise", "swiglu_gradient", "on_cpu"),
-    "rms_norm": ("elementwise", "rms_norm", "on_cpu"),
+    **{
+        name: ("elementwise", name, "on_cpu")
+        for name in ("exp", "sigmoid", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
+    },
+    **{name: ("elementwise", name, "") for name in ("weighted_values", "gather_mm", "add_at")},
     "attention": ("attention", "attention", "takes_sequences"),
     "rope": ("rotations", "rope", "takes_heads"),
-    "weighted_values": ("elementwise", "weighted_values", ""),
-    "gather_mm": ("elementwise", "gather_mm", ""),
-    "add_at": ("elementwise", "add_at", ""),
 }
 NUMBERS = {
     "unpack_rows": 4,

@@ -136,15 +136,8 @@ _fused_rounded_of_minus = _fused(lambda x: _rounded(x, -_LOG2_E))
 _fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))
 
 
-def _powers(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Two arrays whose product is e^x, returned separately so that callers can fuse the product."""
-    rounded = _fused_rounded(x)
-    power = _fused_power(_fused_remainder(x, rounded))
-    return power, _scale(rounded)
-
-
 def _powers_of_minus(gate: mx.array) -> tuple[mx.array, mx.array]:
-    """Factors of e^(−gate).
+    """Two arrays whose product is e^(−gate), returned separately so that callers can fuse the product.
 
     The two views force a kernel boundary, because MLX limits a kernel's depth: where the chain up to SwiGLU
     exceeds it, the constants of its second half come as strided inputs, and g++ does not vectorize that loop.
@@ -161,8 +154,8 @@ def _scale(rounded: mx.array) -> mx.array:
 
 @mx.custom_function
 def _exp(x: mx.array) -> mx.array:
-    power, scale = _powers(x)
-    return power * scale
+    rounded = _fused_rounded(x)
+    return _fused_power(_fused_remainder(x, rounded)) * _scale(rounded)
 
 
 @_exp.vjp

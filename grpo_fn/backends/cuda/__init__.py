@@ -7,8 +7,8 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 
 # As `backends.mechanisms` describes them.
 MECHANISMS = {
-    "row_logprobs": ("logit_kernels", "row_logprobs", "takes_products"),
-    "row_gradients": ("logit_kernels", "row_gradients", "takes_products"),
+    "row_logprobs": ("logit_kernels", "row_logprobs", "takes_dtype"),
+    "row_gradients": ("logit_kernels", "row_gradients", "takes_dtype"),
     "decode_blocks": ("decoding.decode_blocks", "decode_blocks", ""),
     "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),
 }

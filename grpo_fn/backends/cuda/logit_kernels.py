@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype
+from grpo_fn.backends.cuda.kernels import cuda_kernel, takes_dtype  # noqa: F401 (`takes_dtype` is the predicate of both)
 
 _THREADS = 512
 
@@ -119,11 +119,6 @@ _GRADIENTS = (
     }
 """
 )
-
-
-def takes_products(dtype: mx.Dtype) -> bool:
-    """Whether the kernels run here on products of this dtype."""
-    return takes_dtype(dtype)
 
 
 def _launch(

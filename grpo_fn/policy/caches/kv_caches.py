@@ -118,11 +118,6 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
         cache.state = map_arrays(lambda array: array[index] if array.ndim else array, cache.state)
 
 
-def arrays(caches: Caches) -> list[Any]:
-    """The caches' states, to be evaluated."""
-    return [cache.state for cache in caches]
-
-
 def _drop_spare_room(cache: Any) -> None:
     """Cut a KV buffer to its used part, so that keeping rows does not copy its spare room."""
     from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache

@@ -129,7 +129,24 @@ class PrefixCache:
             causal = mx.tril(mx.ones((length, places), mx.bool_), places - length)
             seen = causal[None, None] if seen is None else seen & causal
             seen = mx.tile(seen, (1, 1, queries.shape[1] // keys.shape[1], 1))
-        return attend_over_prompts(queries, self.prompt, self.layout, (keys, values), seen, scale)
+        rows, heads, _, width = queries.shape
+        layout, (prompt_keys, prompt_values) = self.layout, self.prompt
+        prompts, shared, columns, _ = prompt_keys.shape
+        # Heads that share keys are further rows of one product.
+        q_bknd = (queries * scale).reshape(rows, shared, heads // shared * length, width)
+        q_pgknd = layout.by_prompt(q_bknd)
+        grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
+        q_pkmd = q_pgknd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
+        scores_pkml = _only(q_pkmd @ prompt_keys.swapaxes(-1, -2), layout.seen_p11l)
+        scores = layout.by_row(scores_pkml.reshape(*grid, columns).transpose(0, 2, 1, 3, 4))
+        own_scores = _only(q_bknd @ keys.swapaxes(-1, -2), seen)
+        weights = softmax(mx.concatenate([scores, own_scores], axis=-1))
+
+        w_pkml = layout.by_prompt(weights[..., :columns]).transpose(0, 2, 1, 3, 4)
+        from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, columns), prompt_values)
+        out = layout.by_row(from_prompt.reshape(*grid, -1).transpose(0, 2, 1, 3, 4))
+        out = out + _mixed(weights[..., columns:], values)
+        return out.astype(queries.dtype).reshape(rows, heads, length, out.shape[-1])
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
         """Keep these rows, and the prompts that still have a row (None: all)."""
@@ -141,38 +158,6 @@ class PrefixCache:
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
-
-
-def attend_over_prompts(
-    queries: mx.array, prompt: Pair, layout: Layout, own: Pair, seen: mx.array | None, scale: float
-) -> mx.array:
-    """Attention [B,H,E,D] of E tokens a row over its prompt and its own tokens.
-
-    Args:
-        queries: [B,H,E,D].
-        prompt: keys and values [P,K,L,D], one copy of each prompt.
-        layout: which rows continue which prompt.
-        own: keys and values [B,K,T,D] of the rows' own tokens.
-        seen: which of these a query sees, of a shape that broadcasts to [B,K,R·E,T], R = H / K; None: all.
-        scale: of the scores.
-    """
-    rows, heads, length, width = queries.shape
-    prompts, shared, places, _ = prompt[0].shape
-    # Heads that share keys are further rows of one product.
-    q_bknd = (queries * scale).reshape(rows, shared, heads // shared * length, width)
-    q_pgknd = layout.by_prompt(q_bknd)
-    grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
-    q_pkmd = q_pgknd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
-    scores_pkml = _only(q_pkmd @ prompt[0].swapaxes(-1, -2), layout.seen_p11l)
-    scores = layout.by_row(scores_pkml.reshape(*grid, places).transpose(0, 2, 1, 3, 4))
-    own_scores = _only(q_bknd @ own[0].swapaxes(-1, -2), seen)
-    weights = softmax(mx.concatenate([scores, own_scores], axis=-1))
-
-    w_pkml = layout.by_prompt(weights[..., :places]).transpose(0, 2, 1, 3, 4)
-    from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, places), prompt[1])
-    out = layout.by_row(from_prompt.reshape(*grid, -1).transpose(0, 2, 1, 3, 4))
-    out = out + _mixed(weights[..., places:], own[1])
-    return out.astype(queries.dtype).reshape(rows, heads, length, out.shape[-1])
 
 
 def _only(scores: mx.array, seen: mx.array | None) -> mx.array:

@@ -6,13 +6,13 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.backends import disabled, substituted
-from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_products
+from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_dtype
 from grpo_fn.policy.head import Head
 from tests.grpo_fn.learner.logprobs.test_token_logprobs import assert_close, make_inputs, specified
 from tests.support.kernels import row_kernels
 from tests.support.kernels.row_kernels import float64
 
-needs_cuda = pytest.mark.skipif(not takes_products(mx.float32), reason="needs CUDA")
+needs_cuda = pytest.mark.skipif(not takes_dtype(mx.float32), reason="needs CUDA")
 SCALES_AND_CAPS = {"plain": (1.0, None), "scaled": (0.25, None), "capped": (1.0, 15.0), "both": (0.5, 15.0)}
 
 
