@@ -5,7 +5,7 @@ the positions of its shape, including padding, and a constant. A shape without a
 that a larger known shape may be used instead.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,8 +34,9 @@ class Shape(NamedTuple):
 
     def covers(self, other: "Shape") -> bool:
         """Whether a batch of the other shape fits in by padding."""
-        fits = all(mine >= its for mine, its in zip(self, other, strict=True))
-        return fits and (self.prompts == 0) == (other.prompts == 0)
+        longer = self.length >= other.length and self.width >= other.width
+        more = self.rows >= other.rows and self.prompts >= other.prompts
+        return longer and more and (self.prompts == 0) == (other.prompts == 0)
 
 
 @attrs.frozen
@@ -57,25 +58,19 @@ class PackedRun:
     shape: Shape
 
 
+@attrs.frozen(kw_only=True)
 class Packer:
-    """The settings of a packing."""
+    """The settings of a packing; those without a comment as in `split_batch`."""
 
-    def __init__(
-        self,
-        *,
-        max_tokens: int,
-        bucketed: bool,
-        known: Collection[Shape] = (),
-        new_shape_tokens: int = 0,
-        piece_tokens: int = PIECE_TOKENS,
-    ) -> None:
-        """`piece_tokens`: a micro-batch's fixed cost in tokens; the others as in `split_batch`."""
-        self._max_tokens = max_tokens
-        self._size: Callable[[int], int] = round_up if bucketed else (lambda size: size)
-        self._bucketed = bucketed
-        self._known = frozenset(known)
-        self._new_shape_tokens, self._piece_tokens = new_shape_tokens, piece_tokens
-        self._chosen: dict[Shape, tuple[float, Shape]] = {}
+    max_tokens: int
+    bucketed: bool
+    known: frozenset[Shape] = attrs.field(default=frozenset(), converter=frozenset)
+    new_shape_tokens: int = 0
+    piece_tokens: int = PIECE_TOKENS  # a micro-batch's fixed cost in tokens
+    chosen: dict[Shape, tuple[float, Shape]] = attrs.field(init=False, factory=dict)  # see `_choose`
+
+    def _size(self, size: int) -> int:
+        return round_up(size) if self.bucketed else size
 
     def pack(self, rows: Sequence[Row], share_prompts: bool) -> list[PackedRun]:
         """All rows in runs; with `share_prompts` groups stay together, where that is cheaper."""
@@ -89,12 +84,12 @@ class Packer:
     def _pack_rows(self, rows: Sequence[Row]) -> tuple[float, list[PackedRun]]:
         rows = sorted(rows, key=lambda row: row.prompt + row.completion)
         completions = [row.completion for row in rows]
-        steps = _row_counts(len(rows)) if self._bucketed else list(range(1, len(rows) + 1))
+        steps = _row_counts(len(rows)) if self.bucketed else list(range(1, len(rows) + 1))
 
         def shape(start: int, stop: int) -> Shape:
             width = max(completions[start:stop])
             length = self._size(rows[stop - 1].prompt + rows[stop - 1].completion)
-            if self._bucketed:  # an octave apart: a row of this length has any number of them
+            if self.bucketed:  # an octave apart: a row of this length has any number of them
                 width = min(1 << (width - 1).bit_length(), length)
             return Shape(prompts=0, length=length, rows=stop - start, width=width)
 
@@ -117,7 +112,7 @@ class Packer:
         for count in range(1, len(group) + 1):
             bounds = [len(group) * i // count for i in range(count + 1)]
             units = [tuple(group[low:high]) for low, high in pairwise(bounds)]
-            if max(self._shared_shape([unit]).tokens for unit in units) <= self._max_tokens:
+            if max(self._shared_shape([unit]).tokens for unit in units) <= self.max_tokens:
                 return units
         return [(row,) for row in group]
 
@@ -141,7 +136,7 @@ class Packer:
                 if step > stop:
                     break
                 wanted = shape(stop - step, stop)
-                if step > 1 and wanted.tokens > self._max_tokens:
+                if step > 1 and wanted.tokens > self.max_tokens:
                     break
                 cost, chosen = self._choose(wanted)
                 choices.append((best[stop - step][0] + cost, (stop - step, chosen)))
@@ -156,20 +151,20 @@ class Packer:
 
     def _choose(self, wanted: Shape) -> tuple[float, Shape]:
         """The shape to pad to, and its cost."""
-        if wanted not in self._chosen:
-            extra = 0 if wanted in self._known else self._new_shape_tokens
+        if wanted not in self.chosen:
+            extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
             if extra:
                 choices += [
                     (self._cost(shape), shape)
-                    for shape in self._known
-                    if shape.covers(wanted) and shape.tokens <= self._max_tokens
+                    for shape in self.known
+                    if shape.covers(wanted) and shape.tokens <= self.max_tokens
                 ]
-            self._chosen[wanted] = min(choices)
-        return self._chosen[wanted]
+            self.chosen[wanted] = min(choices)
+        return self.chosen[wanted]
 
     def _cost(self, shape: Shape) -> float:
-        return shape.tokens + HEAD_SHARE * shape.rows * shape.width + self._piece_tokens
+        return shape.tokens + HEAD_SHARE * shape.rows * shape.width + self.piece_tokens
 
 
 def piece_tokens(parameters: int) -> int:

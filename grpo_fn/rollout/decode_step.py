@@ -1,21 +1,18 @@
 """Rows that are decoded together, and their steps: a token of each row goes in, the logits after it come out.
 
 `CacheSteps` call the unchanged model, over any caches. A backend may have a compiled program for steps over
-one copy of each prompt; `shared_steps` uses it.
+one copy of each prompt.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import find
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import PrefixCache, fork, keep_prefix_rows
-from grpo_fn.policy.policy import Policy
+from grpo_fn.policy.caches.prefix_cache import PrefixCache, keep_prefix_rows
 
 
 class Steps(Protocol):
@@ -74,28 +71,3 @@ class RowBatch:
         index = mx.array(places)
         self.bits_nbw, self.rows = self.bits_nbw[:, index], [self.rows[i] for i in places]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]
-
-
-def shared_steps(
-    policy: Policy,
-    model: nn.Module,
-    caches: Caches,
-    lengths: Sequence[int],
-    num_generations: int,
-    *,
-    room: int,
-) -> Steps:
-    """Steps over one copy of each prompt; a backend's program if the policy supports it.
-
-    Args:
-        policy, model: the policy, and its module from `Policy.bound`.
-        caches: plain ones after P prompts, padded on the right.
-        lengths: tokens of each prompt.
-        num_generations: rows of each prompt.
-        room: tokens that a row may be fed.
-    """
-    program = find("kernel_steps") if policy.supports_compiled_decode else None
-    if program is not None:
-        step = policy.program("kernel_steps", program.forward)
-        return program.steps(step, model.parameters(), caches, lengths, num_generations, room)
-    return CacheSteps(model, fork(caches, list(lengths), num_generations))

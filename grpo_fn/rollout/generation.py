@@ -12,6 +12,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.backends import find
 from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
@@ -23,7 +24,7 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding
-from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps, shared_steps
+from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps
 from grpo_fn.rollout.extend import CopiedPromptRows, Extender, SharedPromptRows
 from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
@@ -129,22 +130,15 @@ def decode(
                 bits_nbw = draw_bits(keys_b2, 0, sampling.max_new_tokens)
                 shown = None if images is None else [images[p] for p in part]
                 extended = None if replies is None else rows
-                logits_pv, steps, extender = yield from _prefilled(
+                logits_pv, steps, extender = yield from prefilled(
                     policy, model, these, shown, sampling, share_prefix, extended
                 )
                 turns = None
                 if replies is not None and extender is not None:
-                    turns = Turns(
-                        replies,
-                        extender,
-                        transcript,
-                        prompts={row: prompts[row // group] for row in rows},
-                        bits_nbw=bits_nbw,
-                        limit=sampling.max_new_tokens,
-                        together=decoding.turns_together,
-                        vocabulary=policy.vocabulary,
-                        penalizes=penalizes,
-                    )
+                    of_rows = {row: prompts[row // group] for row in rows}
+                    rules = decoding.turns_together, policy.vocabulary, penalizes
+                    limit = sampling.max_new_tokens
+                    turns = Turns(replies, extender, transcript, of_rows, bits_nbw, limit, *rules)
                 index = mx.array([place // group for place in range(len(rows))])
                 seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
                 batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
@@ -201,7 +195,7 @@ def decode_after(
         )
 
 
-def _prefilled(
+def prefilled(
     policy: Policy,
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -225,10 +219,12 @@ def _prefilled(
     if rows is not None:
         extender = SharedPromptRows(policy, model, caches, lengths, rows)
         return logits_pv, extender.first, extender
-    if images is None:
+    program = find("kernel_steps") if images is None and policy.supports_compiled_decode else None
+    if program is not None:
+        step = policy.program("kernel_steps", program.forward)
         room = sampling.max_new_tokens
-        return logits_pv, shared_steps(policy, model, caches, lengths, group, room=room), None
-    shifts = [0 if each is None else each.shift for each in images]
+        return logits_pv, program.steps(step, model.parameters(), caches, lengths, group, room), None
+    shifts = None if images is None else [0 if each is None else each.shift for each in images]
     return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts)), None
 
 

@@ -233,17 +233,8 @@ class DecodeBlock(nn.Module):
         if self._rotation not in cache.turns:  # of this step, by the first such block
             turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
             cache.turns[self._rotation] = turns[:, 0]
-        return block_step(
-            *parts[:2],
-            x,
-            cache.turns[self._rotation],
-            cache.prompt,
-            cache.own,
-            cache.prompt_of_b,
-            cache.lengths_p,
-            cache.used,
-            self._barrier,
-        )
+        held = cache.prompt, cache.own, cache.prompt_of_b, cache.lengths_p, cache.used
+        return block_step(*parts[:2], x, cache.turns[self._rotation], *held, self._barrier)
 
 
 @contextmanager

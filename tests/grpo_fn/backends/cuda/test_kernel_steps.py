@@ -10,8 +10,9 @@ import grpo_fn as g
 from grpo_fn.backends import substituted
 from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
-from grpo_fn.rollout.decode_step import CacheSteps, shared_steps
-from grpo_fn.rollout.prefill import prefill_once, result_of
+from grpo_fn.rollout.decode_step import CacheSteps
+from grpo_fn.rollout.generation import prefilled
+from grpo_fn.rollout.prefill import result_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.kernels.in_place_kernel import InPlaceKernel
 from tests.support.tiny_policies import tiny_policy, token_rows
@@ -37,22 +38,12 @@ def with_kernel(name="llama"):
     return attrs.evolve(tiny_policy(name), supports_compiled_decode=True)
 
 
-def both_steps(policy, prompts, generations, **options):
+def both_steps(policy, prompts, generations, *, room):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
-    made = []
-    for supports_compiled_decode in (policy.supports_compiled_decode, False):
-        _, caches = result_of(prefill_once(policy, policy.module, prompts))
-        made.append(
-            shared_steps(
-                attrs.evolve(policy, supports_compiled_decode=supports_compiled_decode),
-                policy.module,
-                caches,
-                [len(prompt) for prompt in prompts],
-                generations,
-                **options,
-            )
-        )
-    ours, theirs = made
+    sampling = g.Sampling(num_generations=generations, max_new_tokens=room)
+    policies = policy, attrs.evolve(policy, supports_compiled_decode=False)
+    given = policy.module, prompts, None, sampling, True, None
+    ours, theirs = (result_of(prefilled(each, *given))[1] for each in policies)
     assert isinstance(ours, KernelSteps) and isinstance(theirs, CacheSteps)
     return ours, theirs
 
