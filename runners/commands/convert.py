@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from runners.commands.options import (
     options,
     quantization_of,
 )
+from runners.machine.terminal import echo
 
 _EXAMPLES = """\
 \b
@@ -59,5 +61,6 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column")
     chosen: dict[str, Any] = {name: values[name] for name in named}
     chosen["calibrate"] = values["calibrate"] or ""
-    convert(source, out, quantization=quantization_of(values), dtype=dtype or "", **chosen)
+    note = partial(echo, err=True)
+    convert(source, out, quantization=quantization_of(values), dtype=dtype or "", note=note, **chosen)
     echo_weights(out)

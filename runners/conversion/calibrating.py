@@ -17,7 +17,7 @@ PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows
 Collect = Callable[[nn.Module, int], Moments]
 
 
-def moments_from(file: str, column: str, tokenizer: Any) -> Collect:
+def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], None]) -> Collect:
     """A function (module, group size) -> moments of its linear layers, on a file's prompts and completions.
 
     The completions are the model's own, drawn with a fixed key. UserError for the file as `read_prompts`.
@@ -37,6 +37,7 @@ def moments_from(file: str, column: str, tokenizer: Any) -> Collect:
         sampling = g.Sampling(max_new_tokens=TOKENS, eos_ids=frozenset(tokenizer.eos_token_ids))
         for start in range(0, len(prompts), ROWS):
             some = prompts[start : start + ROWS]
+            note(f"calibrating: prompts {start + 1} to {start + len(some)} of {len(prompts)}")
             rollout = g.generate(policy, {}, some, sampling, key=mx.random.key(start))
             batch = g.make_batch(rollout, mx.zeros((len(some), 1)))
             lengths_b = batch.prompt_lengths_b + rollout.lengths_b

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def convert(
     step: int | None = None,
     text_only: bool = False,
     trust_remote_code: bool = False,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Writes the MLX folder `target`, completely or not at all, and returns it.
 
@@ -48,6 +50,7 @@ def convert(
         step: which nanochat checkpoint; None: the last.
         text_only: convert only the language part of a vision-language model.
         trust_remote_code: run code that comes with the model.
+        note: receives lines on the progress of `calibrate`.
 
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
@@ -95,7 +98,7 @@ def convert(
             return target
         if calibrate:
             module, config, tokenizer, _ = read_model(path, trust_remote_code)
-            collect = moments_from(calibrate, column, tokenizer)
+            collect = moments_from(calibrate, column, tokenizer, note)
         else:
             (module, config), collect = load_module(path, trust_remote_code), None
         module, config = repack(module, config, quantization, dtype, dequantize, collect)

@@ -17,6 +17,7 @@ from runners.files.json_files import read_json
 from runners.files.links import check_links
 from runners.files.tensor_files import check_header, load_arrays
 from runners.models.base_digest import base_digest
+from runners.models.folders import final_of
 from runners.models.json_keys import check_adapter_config, check_peft_config
 from runners.models.model_reader import check_finite
 from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft, is_peft
@@ -88,7 +89,9 @@ def check_adapters(folder: Path) -> None:
     if lacking:
         there = "this is a file" if folder.exists() else "there is no such folder"
         what = f"{lacking} is missing" if folder.is_dir() else there
-        raise UserError(f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them")
+        raise UserError(
+            f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them{final_of(folder)}"
+        )
     check_links(folder)
     check_header(weights)
     check = check_adapter_config if weights.name == ADAPTERS else check_peft_config

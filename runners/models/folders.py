@@ -59,6 +59,11 @@ def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = F
     return folder
 
 
+def final_of(folder: Path) -> str:
+    """`; did you mean FOLDER/final?` for a run's folder, or the empty string."""
+    return f"; did you mean {folder / 'final'}?" if (folder / "final").is_dir() else ""
+
+
 def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
     link that leads out of it.
@@ -78,7 +83,9 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
             + "; a run goes on from them with model.adapters = this folder, and the base as model.path"
         )
     if "config.json" not in names:
-        raise UserError(f"{folder}: config.json is missing; expected an mlx-lm model folder")
+        raise UserError(
+            f"{folder}: config.json is missing; expected an mlx-lm model folder{final_of(folder)}"
+        )
     stated = read_json(folder / "config.json")
     check_config(stated, folder / "config.json", custom_loader=custom_loader)
     end_ids(folder)

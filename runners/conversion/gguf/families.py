@@ -164,6 +164,8 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
         unknown = -1 if kind is int else -1.0
         found = metadata(f"{arch}.{key}", kind, unknown if name in _OPTIONAL else None)
         found = defaults.get(name, unknown) if found == unknown else found
+        if not np.isfinite(found):
+            raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
         if found != unknown:
             config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]

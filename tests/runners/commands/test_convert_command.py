@@ -62,6 +62,7 @@ def test_calibrated_weights_are_nearer_and_open_as_any_others(convert, source, t
     assert convert("model", "nearest", *how).exit_code == 0
     result = convert("model", "calibrated", *how, "--calibrate", "prompts.txt")
     assert result.exit_code == 0, result.stderr
+    assert "calibrating: prompts 9 to 12 of 12" in result.stderr
     full, nearest, calibrated = (logits_of(tmp_path / n)[1] for n in ("model", "nearest", "calibrated"))
     inputs = full.model.embed_tokens(mx.arange(300)[None])
 

@@ -296,6 +296,8 @@ def hostile(kind, file):
             write(file, llama | {"llama.feed_forward_length": 10**9})
         case "no heads":
             write(file, llama | {"llama.attention.head_count": 0})
+        case "not a number":
+            write(file, llama | {"llama.attention.layer_norm_rms_epsilon": float("nan")})
         case "a name with ../":
             write(file, tensors={"../../x.weight": (32,), **tensors})
         case "another architecture":
@@ -319,6 +321,7 @@ LINES = {
     "lacking weights": "beyond the file",
     "overlapping": "overlaps another", "10⁹ rows": "beyond the file", "wrapping sizes": "expected a shape",
     "10⁹ blocks": "block_count", "10⁹ wide": "ffn_down|up_proj|gate_proj|shape", "no heads": "heads",
+    "not a number": "expected a finite number, found nan",
     "a name with ../": "no tensor", "another architecture": "found \"mamba\"",
     "a missing tensor": "ffn_up|up_proj", "an end beyond the tokens": "the token 7 is none of 4",
     "a text for a number": "context_length: expected int", "merges of one part": "two parts",

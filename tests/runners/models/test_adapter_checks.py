@@ -193,6 +193,8 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
         ({"tune": "dora"}, 'holds adapters of fine_tune_type "lora"; expected model.tune = "lora"'),
         ({"adapters": "nosuch"}, 'model.adapters: no such folder: "nosuch"'),
         ({"adapters": "base"}, "adapter_config.json is missing; expected a folder of adapters"),
+        ({"adapters": "."}, r"as mlx-lm or PEFT writes them; did you mean final\?"),
+        ({"path": "."}, r"expected an mlx-lm model folder; did you mean .*final\?"),
         ({"path": "other"}, "the adapters were made for other weights than .*other has"),
         ({"adapters": "wide"}, r'wide: the adapters do not fit .*base: ".*lora_[ab]": expected the shape'),
         ({"path": "deep"}, r"adapters.safetensors: \d+ of \d+ tensors are missing, the first is"),
@@ -206,6 +208,7 @@ def test_adapters_that_a_run_cannot_go_on_from(base, adapter, tmp_path, change, 
     shutil.copytree(adapter, tmp_path / "wide")
     edit(tmp_path / "wide", lora_parameters={"rank": 3, "scale": 1.0, "dropout": 0.0})
     make_model_folder(tmp_path / "deep", layers=3)
+    (tmp_path / "final").mkdir()
     model = {"path": "base", "tune": "lora", "adapters": "adapter", **change}
     (tmp_path / "run.toml").write_text(small(model=model))
     with pytest.raises((UserError, ConfigError), match=line):
