@@ -81,7 +81,7 @@ def test_many_prompts_give_a_json_line_each(grpo, tmp_path):
         (["embedded", "  "], "the prompt is empty"),
         (["embedded", "x", "--stop", "", "--stop", "y"], '--stop "" means no stop string; found others'),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
-        (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read"),
+        (["embedded", "--prompts", "p.txt"], "--prompts p.txt: there is no such file"),
         (
             ["embedded", "x", "--num", "2", "--out", "no/such/folder"],
             "--out no/such/folder: cannot be written",
