@@ -6,7 +6,6 @@ object that returns given hidden states.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -93,7 +92,7 @@ class HeadSplit:
         if self.path is None:
             return hidden_nd
         *outer, name = self.path
-        owner = functools.reduce(operator.getitem, outer, module)
+        owner = functools.reduce(lambda part, step: part[step], outer, module)
         with calls_replaced([(owner, name, lambda *args, **kwargs: hidden_nd[None])]):
             return module(mx.zeros((1, hidden_nd.shape[0]), mx.int32))[0]
 
