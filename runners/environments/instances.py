@@ -106,10 +106,11 @@ def get_turn_rewards(environments: Sequence[Any], log_extra: Callable[..., None]
     """The sum of what each environment's `get_turn_rewards` returns: a number or None for each turn. These
     are logged as a column."""
     methods = [getattr(environment, GET_TURN_REWARDS, None) for environment in environments]
-    rows = [
-        None if method is None else [None if value is None else float(value) for value in method()]
-        for method in methods
-    ]
+    found = [method if method is None else method() for method in methods]
+    for method, values in zip(methods, found, strict=True):
+        if method is not None and not isinstance(values, list | tuple):
+            raise TypeError(f"{GET_TURN_REWARDS}: expected a list of numbers, found {type(values).__name__}")
+    rows = [None if row is None else [None if x is None else float(x) for x in row] for row in found]
     log_extra(TURN_REWARDS, rows)
     return [None if row is None else sum(filter(None, row)) for row in rows]
 

@@ -1,6 +1,7 @@
 """Runs whose environment rewards turns: from `get_turn_rewards` to the advantages in completions.jsonl."""
 
 import json
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import grpo_fn as g
 from runners.config.loading import load_config
+from runners.environments.instances import get_turn_rewards
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.errors import ConfigError, UserError
 from runners.training.train import run_training
@@ -184,3 +186,11 @@ def test_turns_need_an_environment(setting):
     load_config("quickstart_tools", [setting]).check()
     with pytest.raises(ConfigError, match='expected "group" or "none"'):
         load_config("quickstart_tools", ['loss.baseline="turn"', 'loss.scale="batch"']).check()
+
+
+@pytest.mark.parametrize("values", [None, 1.0, "abc"])
+def test_rewards_of_turns_are_a_list(values):
+    """Anything else is an error that names the method."""
+    environment = SimpleNamespace(get_turn_rewards=lambda: values)
+    with pytest.raises(TypeError, match="get_turn_rewards: expected a list of numbers, found"):
+        get_turn_rewards([environment], lambda *column: None)
