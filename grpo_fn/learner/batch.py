@@ -132,10 +132,10 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
     `vocabulary`: rows of the teacher's embedding; None: not known. The student's may have more rows of
     padding: one of their ids, which only an untrained model draws, is the teacher's last one.
     """
-    rows = {"tokens_bl": batch.tokens_bl, "targets_bt": batch.targets_bt}
-    if batch.hinted_tokens_bm is not None and batch.hinted_lengths_b is not None:
+    tokens_bl = batch.tokens_bl if batch.hinted_tokens_bm is None else batch.hinted_tokens_bm
+    rows = {"tokens_bl": tokens_bl, "targets_bt": batch.targets_bt}
+    if batch.hinted_lengths_b is not None:
         batch = attrs.evolve(batch, prompt_lengths_b=batch.hinted_lengths_b, prompt_index_b=None)
-        rows["tokens_bl"] = batch.hinted_tokens_bm
     if vocabulary is not None:
         rows = {name: mx.minimum(ids, vocabulary - 1) for name, ids in rows.items()}
     none = {"hinted_tokens_bm": None, "hinted_lengths_b": None, "experts_blnk": None, "vocabulary": None}

@@ -4,6 +4,7 @@
 one copy of each prompt.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -12,7 +13,6 @@ import mlx.nn as nn
 
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import PrefixCache, keep_prefix_rows
 
 
 class Steps(Protocol):
@@ -33,15 +33,19 @@ class CacheSteps:
 
     drops_rows = True
 
-    def __init__(self, model: nn.Module, caches: Caches) -> None:
-        self._model, self.caches = model, caches
+    def __init__(
+        self,
+        model: nn.Module,
+        caches: Caches,
+        keep: Callable[[Caches, list[int]], None] = cache_rows.keep_rows,
+    ) -> None:
+        self._model, self.caches, self._keep = model, caches, keep
 
     def __call__(self, token_b: mx.array) -> mx.array:
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
 
     def keep_rows(self, rows: list[int]) -> None:
-        shared = isinstance(self.caches[0], PrefixCache)
-        (keep_prefix_rows if shared else cache_rows.keep_rows)(self.caches, rows)
+        self._keep(self.caches, rows)
 
 
 @attrs.define(eq=False)

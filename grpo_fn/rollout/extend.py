@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork
+from grpo_fn.policy.caches.prefix_cache import Layout, Pair, PrefixCache, fork, keep_prefix_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.rollout.decode_step import CacheSteps, Steps
 from grpo_fn.rollout.prefill import Prefill, computed, prefill
@@ -68,7 +68,7 @@ class SharedPromptRows:
         self._prompt_of = {row: place // group for place, row in enumerate(rows)}
         forked = fork(caches, self._lengths, group)
         self._prompts = [cache.prompt for cache in forked]
-        self.first = CacheSteps(model, forked)
+        self.first = CacheSteps(model, forked, keep_prefix_rows)
         self._parked: dict[int, list[Pair]] = {}  # own keys and values [1,K,T,D] of each layer
 
     def park(self, steps: CacheSteps, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
@@ -137,7 +137,7 @@ class SharedPromptRows:
                 cache.layout = after
             yield from computed([*(cache.state for cache in caches), last_bd])
         assert last_bd is not None
-        steps = CacheSteps(self._model, caches)
+        steps = CacheSteps(self._model, caches, keep_prefix_rows)
         return [(steps, rows, self._policy.split.logits(self._model, last_bd))]
 
 

@@ -18,7 +18,7 @@ from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, sharing_pays
+from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, keep_prefix_rows, sharing_pays
 from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
@@ -225,7 +225,7 @@ def prefilled(
         room = sampling.max_new_tokens
         return logits_pv, program.steps(step, model.parameters(), caches, lengths, group, room), None
     shifts = None if images is None else [0 if each is None else each.shift for each in images]
-    return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts)), None
+    return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts), keep_prefix_rows), None
 
 
 def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> None:

@@ -31,6 +31,8 @@ main(sys.argv[1:])
 CALLS = {
     "run": ["run quickstart", "run quickstart --dry-run", "run quickstart --resume"],
     "plan": ["plan quickstart"],
+    "sft": ["sft quickstart"],
+    "difficulty": ["difficulty quickstart"],
     "bench": ["bench quickstart"],
     "check": ["check quickstart"],
     "generate": [
