@@ -60,7 +60,7 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     monkeypatch.setattr(g.GradStep, "__call__", spoiled)
     found |= logged(tmp_path, "bad", [])
     assert found - {*METRICS} == set(), "logged, and not in the table"
-    # Conversations have theirs, models with experts, several ranks, prompts that come again and a teacher: see
+    # Conversations have theirs, models with experts, several ranks, prompts that come again, a teacher: see
     # test_train.py, test_experts.py and test_teacher.py of tests/runners/training,
     # tests/runners/ranks/test_ranks.py and tests/runners/data/test_curriculum.py.
     played = (
