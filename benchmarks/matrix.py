@@ -168,7 +168,7 @@ def _write_data(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "letters.py").write_text(REWARD)
     sizes = {"prompts": 4, "generations": 8, "new": 24, "updates": UPDATES}
-    (folder / "train.toml").write_text(TRAIN.format(**sizes))
+    (folder / "train.toml").write_text(TRAIN.format(path="model", **sizes))
 
 
 @benchmark("matrix", parts=("models",))

@@ -127,7 +127,7 @@ def accuracy(lines: Sequence[dict[str, Any]]) -> list[Figure]:
     seconds = sum(line["step_time"] for line in steps)
     return [
         _share(BEFORE, evaluations[0]),
-        _share(AFTER, evaluations[-1], curve=curve if len(curve) > 1 else ()),
+        _share(AFTER, evaluations[-1], curve=curve),
         Figure(name=TOKENS, value=steps[-1]["num_tokens"]),
         Figure(name=TRAINED, value=seconds, unit="s"),
         *(Figure(name=name, value=loss, unit="nats") for name, loss in ends),

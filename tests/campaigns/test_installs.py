@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = os.environ.get("GRPO_PYTHONS", "").split() or [
-    path for minor in (11, 12, 13) if (path := shutil.which(f"python3.{minor}"))
+    path
+    for minor in (11, 12, 13)
+    if (path := shutil.which(f"python3.{minor}"))
+    and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0  # no empty shim
 ]
 
 
