@@ -90,8 +90,11 @@ def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
                 yield stage / NEW
             except OSError:
                 raise
-            except Exception:
-                # MLX and Rust libraries do not raise OSError: if the disk refuses, this write has the reason.
+            except Exception as error:
+                # Rust libraries and MLX raise no OSError: the first name its number, and where the disk
+                # refuses MLX, this write has the reason.
+                if found := re.search(r"\(os error (\d+)\)", str(error)):
+                    raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
                 (stage / NEW / "probe").write_bytes(bytes(1 << 16))
                 raise
             for path in (*(stage / NEW).rglob("*"), stage / NEW):

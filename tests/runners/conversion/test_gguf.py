@@ -369,6 +369,7 @@ def test_transformers_reads_the_same(tmp_path, arch):
     """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = tmp_path / "m.gguf"
