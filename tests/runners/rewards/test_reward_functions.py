@@ -104,7 +104,7 @@ def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, 
     ],
 )
 def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: list[str]) -> None:
-    """Every time anew: a name, a file, an import that fails, a thing that cannot be called."""
+    """Again at each call: a name, a file, an import that fails, a thing that cannot be called."""
     for _ in range(2):
         with pytest.raises(UserError) as caught:
             resolve_reward(name, [folder])
