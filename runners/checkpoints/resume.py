@@ -41,9 +41,15 @@ HARMLESS = (
 )
 # Keys of a table [judge.NAME] that change no verdict.
 HARMLESS_OF_JUDGES = (
-    "api_key_env", "concurrency", "timeout", "batch_timeout", "retries", "cache", "price_in", "price_out",
-    "batch_tokens",
-)  # fmt: skip
+    "api_key_env",
+    "concurrency",
+    "timeout",
+    "batch_timeout",
+    "retries",
+    "cache",
+    "price_in",
+    "price_out",
+)
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine

@@ -70,8 +70,6 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
             result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
     for name, judge in (built["judge"] or {}).items():
         check_judge(name, judge, found)
-        path = paths.source(judge.path, f"judge.{name}.path", EXPECTED_MODEL, (".safetensors",))
-        result["judge"][name] = attrs.evolve(judge, path=path)
     if built["judge"] is not None and built["reward"] is not None:
         check_names(result["reward"], built["judge"], found)
     if all(built[name] is not None for name in ("answer", "data", "reward")):

@@ -17,8 +17,6 @@ from runners.errors import did_you_mean, listed, show
 PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")
 """A name in braces; a name in double braces is not a placeholder."""
 _OF_OTHERS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")  # other clients of a run read these
-_OF_ENDPOINTS = ("url", "model", "api_key_env", "system_prompt", "prompt", "pattern", "extra")
-_OF_CLASSIFIERS = ("path", "label")
 _URL = "the address of an API like OpenAI's, such as http://127.0.0.1:8080/v1"
 
 
@@ -37,26 +35,16 @@ def is_local(url: str) -> bool:
 
 def check_judge(name: str, judge: JudgeConfig, found: Settings) -> None:
     """Adds a fault for each key that does not fit the others, and a notice for what is allowed but unwise."""
-    classifier = judge.kind == "classifier"
-    faults = {}
-    for key in _OF_ENDPOINTS if classifier else _OF_CLASSIFIERS:
-        if value := getattr(judge, key):
-            # An address may contain a password, and a wrong api_key_env may be the key itself.
-            shown = "a value" if key in ("url", "api_key_env") else show(value)
-            faults[key] = f"none with kind = {show(judge.kind)}, found {shown}"
-    if not classifier:
-        faults |= {
-            "url": _url_fault(judge.url),
-            "api_key_env": _variable_fault(judge.api_key_env),
-            "prompt": _prompt_fault(judge),
-            "pattern": _pattern_fault(judge),
-            "extra": _extra_fault(judge.extra),
-        }
-        if judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
-            key = f"{JUDGE_PREFIX}{name}.url"
-            found.notices.append(f"{key}: the key in ${judge.api_key_env} goes over the network unencrypted")
-    elif not judge.path:
-        faults["path"] = "the folder of a classifier or a name on the Hugging Face Hub, found nothing"
+    faults = {
+        "url": _url_fault(judge.url),
+        "api_key_env": _variable_fault(judge.api_key_env),
+        "prompt": _prompt_fault(judge),
+        "pattern": _pattern_fault(judge),
+        "extra": _extra_fault(judge.extra),
+    }
+    if judge.api_key_env and judge.url.startswith("http:") and not is_local(judge.url):
+        key = f"{JUDGE_PREFIX}{name}.url"
+        found.notices.append(f"{key}: the key in ${judge.api_key_env} goes over the network unencrypted")
     for key, fault in faults.items():
         if fault:
             found.fault(("judge", name, key), f"expected {fault}")

@@ -205,8 +205,8 @@ class RewardConfig:
 class JudgeConfig:
     """[judge.NAME]: a model that rewards completions; `reward.functions` names it as "judge.NAME"."""
 
-    kind: Literal["score", "ranking", "classifier"] = key("score", "a model that marks a completion or ranks a group of them, behind an API; or one in a folder")
-    url: str = key("", "address (http or https, no password) of an API like OpenAI's, without `/chat/completions`; required but for a classifier")
+    kind: Literal["score", "ranking"] = key("score", "whether the model marks a completion or ranks a group of them")
+    url: str = key("", "address (http or https, no password) of an API like OpenAI's, without `/chat/completions`; required")
     model: str = key("", "the model's name there; empty: none is sent")
     api_key_env: str = key("", "the variable of the environment that holds the key; empty: no key is sent")
     criteria: str = key("The response answers the question correctly, and its working is sound.", "the criteria of the judgement")
@@ -217,10 +217,6 @@ class JudgeConfig:
     temperature: float = key(0.0, "the judge's sampling temperature", ">= 0")
     max_tokens: int = key(512, "tokens of an answer", ">= 1")
     extra: str = key("", "a JSON object that is added to the request; `null` removes a key")
-    path: str = key("", "a classifier's folder or Hub name")
-    label: str = key("", "of a classifier with several: the one whose probability is the reward")
-    max_length: int = key(4096, "tokens that a classifier reads; a longer conversation gets no reward", ">= 8")
-    batch_tokens: int = key(8192, "tokens that a classifier computes together", ">= 8")
     concurrency: int = key(8, "requests at a time", "1 <= x <= 1024")
     timeout: float = key(60.0, "seconds that a request may take", "0 < x <= 1e9")
     batch_timeout: float = key(600.0, "seconds for all requests of a batch step; 0: no limit", LONG)

@@ -24,7 +24,7 @@ from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
-from runners.judges import EndpointJudge, Exchange
+from runners.judges import Exchange, Judge
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.rewards.functions import Reward, check_columns, check_judges
@@ -72,7 +72,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     check_judges(rewards)
-    judges = {each.name: each.function for each in rewards if isinstance(each.function, EndpointJudge)}
+    judges = {each.name: each.function for each in rewards if isinstance(each.function, Judge)}
     for judge in judges.values():
         judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))

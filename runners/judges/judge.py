@@ -11,10 +11,10 @@ from typing import Any
 
 import attrs
 
+from runners.config.conditions import JUDGE_METRICS
 from runners.config.sections import JudgeConfig
 from runners.errors import Failure
 from runners.judges.answer_cache import AnswerCache, question_digest
-from runners.judges.base import Judge
 from runners.judges.endpoint import Endpoint, Reply, take_key
 from runners.judges.questions import judge_columns, messages_for
 from runners.judges.verdicts import presentation_order, read_ranking, read_score
@@ -42,7 +42,7 @@ class _Question:
 
 
 @attrs.define(eq=False, slots=False)
-class EndpointJudge(Judge):
+class Judge:
     """Called like an async reward, with the arguments of `__signature__`; returns numbers or Failures.
 
     `exchanges` is None in a run; if it is a list, every exchange of a call is appended.
@@ -108,11 +108,11 @@ class EndpointJudge(Judge):
         return verdicts
 
     def check(self) -> None:
-        """As `Judge` has it."""
+        """Raises UserError if it cannot judge: no server, no key."""
         self.endpoint.check(self.name)
 
     def take_notices(self) -> list[str]:
-        """As `Judge` has it."""
+        """Lines on faults besides the verdicts, each once."""
         if self.cache is None:
             return []
         notices, self.cache.notices = self.cache.notices, []
@@ -173,10 +173,13 @@ def _read_ranks(places: Sequence[int], answer: str) -> Sequence[Verdict]:
 
 
 def build_judge(name: str, settings: JudgeConfig) -> Judge:
-    """The judge of a table that `load_config` has checked. Nothing is asked or loaded yet."""
-    if settings.kind == "classifier":
-        from runners.judges.classifier import ClassifierJudge
-
-        return ClassifierJudge(name, settings)
+    """The judge of a table that `load_config` has checked. Nothing is asked yet."""
     endpoint = Endpoint(settings, take_key(settings.api_key_env) if settings.api_key_env else "")
-    return EndpointJudge(name, settings, endpoint, AnswerCache() if settings.cache else None)
+    return Judge(name, settings, endpoint, AnswerCache() if settings.cache else None)
+
+
+def combined(name: str, values: Sequence[float]) -> float | None:
+    """One number for an update from those of its batch steps; None if the name is not a judge's."""
+    group, _, rest = name.partition("/")
+    rule = JUDGE_METRICS.get(rest.rpartition("/")[2]) if group == "judge" and "/" in rest else None
+    return None if rule is None or not values else float(rule(values))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,21 +57,11 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
 
     Raises UserError if it cannot be loaded.
     """
-    return load_by_mlx_lm(path, trust_remote_code) if loader is None else _by_loader(path, loader)
+    return _by_mlx_lm(path, trust_remote_code) if loader is None else _by_loader(path, loader)
 
 
-def load_by_mlx_lm(
-    path: Path,
-    trust_remote_code: bool = False,
-    adapt: Callable[[Any], Any] = lambda model: model,
-    **keys: Any,
-) -> tuple[nn.Module, dict]:
-    """As `load_module`: `adapt` may derive another class from mlx-lm's, and `keys` replace config.json's."""
+def _by_mlx_lm(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
     from mlx_lm import utils
-
-    def classes(config: dict) -> tuple[Any, Any]:
-        model, arguments = utils._get_classes(config)
-        return adapt(model), arguments
 
     read_config(path)  # checked before mlx-lm reads it
     for file in sorted(path.glob("model*.safetensors")):
@@ -81,8 +71,7 @@ def load_by_mlx_lm(
         return utils.load_model(
             path,
             lazy=True,
-            model_config=stated | keys,
-            get_model_classes=classes,
+            model_config=stated,
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config

@@ -147,7 +147,7 @@ def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
 
 
 def check_judges(rewards: Iterable[Reward]) -> None:
-    """Raises UserError if a judge among the rewards does not answer, has no key, or is not a classifier."""
+    """Raises UserError if a judge among the rewards does not answer or has no key."""
     for reward in rewards:
         if isinstance(reward.function, Judge):
             reward.function.check()

@@ -42,7 +42,7 @@ def test_a_judge_is_read_and_written_down(load, tmp_path):
     ("keys", "line"),
     [
         ({"ulr": 1}, "ulr: unknown key; did you mean judge.kind-one.url?"),
-        ({"kind": "rank"}, 'ranking, classifier, found "rank"; did you mean ranking?'),
+        ({"kind": "rank"}, 'ranking, found "rank"; did you mean ranking?'),
         ({"url": None}, "url: expected the address of an API"),
         ({"url": "ftp://a/v1"}, "url: expected the address of an API"),
         ({"url": "http://a:x/v1"}, "url: expected the address"),
@@ -63,10 +63,6 @@ def test_a_judge_is_read_and_written_down(load, tmp_path):
             "expected none of the keys that the judge sets itself, found messages",
         ),
         ({"scale": [5, 1]}, "scale: expected a list of 2 numbers: 0 <= low < high, found [5, 1]"),
-        ({"path": "x"}, 'path: expected none with kind = "score", found "x"'),
-        ({"kind": "classifier"}, 'url: expected none with kind = "classifier", found a value'),
-        ({"kind": "classifier", "url": None}, "path: expected the folder of a classifier"),
-        ({"kind": "classifier", "url": None, "path": "./no"}, "path: no such file or folder"),
     ],
 )
 def test_keys_that_do_not_fit_are_reported(load, keys, line):
