@@ -357,10 +357,9 @@ class LogConfig:
     report: bool = key(True, "write [`report.html`](report.md) into the run's folder when the run ends")
     tensorboard: bool = key(False, "also to TensorBoard (needs `tensorboardX`)")
     wandb: bool = key(False, "also to Weights & Biases (needs `wandb`)")
-    trackio: bool = key(False, "also to Trackio (needs `trackio`)")
-    project: str = key("grpo_fn", "the project in W&B and Trackio", "one line, not empty")
+    project: str = key("grpo_fn", "the project in W&B", "one line, not empty")
     entity: str = key("", "the user or team in W&B; empty: the account's own")
-    run_name: str = key("", "the run's name in these two; empty: `run.name`")
+    run_name: str = key("", "the run's name in W&B; empty: `run.name`")
 
 
 @attrs.frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""Dashboards that get a run's metrics: TensorBoard, Weights & Biases, Trackio."""
+"""Dashboards that get a run's metrics: TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -73,23 +73,7 @@ class _WandB:
         self._run.log(dict(metrics), step=step)  # W&B ignores updates that a resumed run repeats
 
 
-class _Trackio:
-    package = "trackio"
-
-    def __init__(self, target: Target):
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        self._log, self.close = trackio.log, trackio.finish
-        resume = "never" if target.resumed_at is None else "allow"  # a run is known by its name
-        trackio.init(
-            project=target.settings.project, name=target.name, config=dict(target.config), resume=resume
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._log(dict(metrics), step=step)
-
-
-_DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
+_DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB}
 
 
 def check_dashboards_installed(settings: LogConfig) -> None:

@@ -24,7 +24,7 @@ from tests.support.processes.new_process import in_new_process
 from tests.support.resuming import config_in
 
 NAN, INF = math.nan, math.inf
-DASHBOARDS = {"jsonl": False, "completions": False, "tensorboard": True, "wandb": True, "trackio": True}
+DASHBOARDS = {"jsonl": False, "completions": False, "tensorboard": True, "wandb": True}
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -103,7 +103,7 @@ def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
     assert [json.loads(line) for line in file.read_text().splitlines()] == [{"update": 1}, {"update": 2}]
 
 
-@pytest.mark.parametrize("key", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("key", ["tensorboard", "wandb"])
 def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_path, monkeypatch, key):
     """The error has the key and the pip line; a run ends so before an older run's files go."""
     monkeypatch.setattr("runners.telemetry.dashboards.find_spec", lambda name: None)
@@ -120,7 +120,7 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Stand-ins for the three packages record calls with the names and arguments of the real ones."""
+    """Stand-ins for the two packages record calls with the names and arguments of the real ones."""
     made = []
 
     def told(*name):
@@ -136,10 +136,7 @@ def calls(monkeypatch):
     modules = {
         "tensorboardX": {"SummaryWriter": lambda folder, purge_step: told("writer")(purge_step) or writer},
         "wandb": {"init": started("wandb init", run)},
-        "trackio": {
-            "init": started("trackio init"), "log": told("trackio"), "finish": told("trackio finished"),
-        },
-    }  # fmt: skip
+    }
     for name, members in modules.items():
         module = types.SimpleNamespace(**members, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
@@ -160,13 +157,13 @@ def test_a_dashboard_that_does_not_start_is_a_user_error(tmp_path, calls, monkey
 
 
 def test_dashboards_get_finite_numbers_at_the_update(tmp_path, calls):
-    """All three get the same numbers, without text and NaN, and are finished at the end."""
+    """Both get the same numbers, without text and NaN, and are finished at the end."""
     with MetricsLog(tmp_path, LogConfig(**DASHBOARDS), name="run", config={"run": {"seed": 0}}) as log:
         log.log({"update": mx.array(7), "loss": 0.5, "kl": NAN, "who": "text", "flag": True})
     numbers = {"update": 7, "loss": 0.5}
     assert ("scalar", "loss", 0.5, 7) in calls and ("scalar", "update", 7, 7) in calls
-    assert ("wandb", numbers, 7) in calls and ("trackio", numbers, 7) in calls
-    assert calls[-3:] == [("writer closed",), ("wandb finished",), ("trackio finished",)]
+    assert ("wandb", numbers, 7) in calls
+    assert calls[-2:] == [("writer closed",), ("wandb finished",)]
     assert not [call for call in calls if "kl" in call or "flag" in call]
 
 
@@ -180,13 +177,11 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
         return {call[0]: call[1] for call in calls if len(call) > 1}
 
     first, resumed, other = started(), started(keep={}, update=4), started()
-    wandb, trackio = first["wandb init"], first["trackio init"]
+    wandb = first["wandb init"]
     assert (wandb["project"], wandb["entity"], wandb["name"]) == ("p", "team", "shown")
-    assert (trackio["project"], trackio["name"], trackio["resume"]) == ("p", "shown", "never")
     assert wandb["resume"] is None and first["writer"] is None
     again = resumed["wandb init"]
     assert (again["id"], again["resume"]) == (wandb["id"], "allow")
-    assert resumed["trackio init"]["resume"] == "allow"
     assert resumed["writer"] == 5  # later updates are replaced
     assert other["wandb init"]["id"] != wandb["id"]
 
@@ -206,11 +201,11 @@ for keep, updates in ((None, (1, 2, 3)), ({}, (3, 4))):  # 3 is repeated
 """
 
 
-@pytest.mark.parametrize("package", ["tensorboardX", "wandb", "trackio"])
+@pytest.mark.parametrize("package", ["tensorboardX", "wandb"])
 def test_the_real_packages_take_a_run_and_its_resume(tmp_path, package):
     """In a process of its own, without a network; what they wrote names run and metric."""
     pytest.importorskip(package)
-    home = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    home = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     key = package.removesuffix("X").lower()
     in_new_process(REAL, key, str(tmp_path), **home)
     written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
