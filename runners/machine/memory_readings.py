@@ -39,6 +39,13 @@ def read_memory() -> MemoryReading:
     return MemoryReading(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
 
 
+def memory_metrics() -> dict[str, float]:
+    """MLX's memory and the system's swap, as the log names them."""
+    found, swap = read_memory(), swap_used()
+    metrics = {"memory/active_gb": found.active / 1e9, "memory/peak_gb": found.peak / 1e9}
+    return metrics if swap is None else metrics | {"memory/swap_gb": swap / 1e9}
+
+
 def free_memory(memory_limit_gb: float = 0.0) -> int:
     """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA, Linux)."""
     import mlx.core as mx

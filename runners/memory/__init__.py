@@ -1,1 +1,1 @@
-"""Predicts the memory of a run phase by phase, and watches it while the run goes on."""
+"""Predicts the memory of a run phase by phase."""

@@ -122,15 +122,15 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 
 def memory_outlook(
     config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
-) -> tuple[Config, str, tuple[str, ...]]:
-    """The config with micro-batch and rollout.max_batch chosen, the key that lowers the peak, and notices.
+) -> tuple[Config, tuple[str, ...]]:
+    """The config with micro-batch and rollout.max_batch chosen, and notices.
 
     `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if not known.
     What the config sets itself stays.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
-        return with_keys(config, "system", micro_batch_tokens=tokens), "system.micro_batch_tokens", (sizes,)
+        return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
     total, rollout = usable_memory(config.system.memory_limit_gb), config.rollout
     found = forecast(_of_held_out(config, held_out), platform, total, prompt=prompt, sizes=sizes)
     line = over_memory_line(found)
@@ -142,7 +142,7 @@ def memory_outlook(
         if rows < asked:
             config = with_keys(config, "rollout", max_batch=rows)
             notices.append(f"decoding: memory holds {rows:,} of {asked:,} rows together")
-    return config, _key_to_lower(found), tuple(notices)
+    return config, tuple(notices)
 
 
 def too_large_line(config: Config, platform: Platform, total: int, sizes: ModelSizes) -> str | None:

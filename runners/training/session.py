@@ -18,7 +18,6 @@ from runners.config.conditions import Condition
 from runners.errors import UserError, gigabytes
 from runners.machine.memory_readings import free_memory, swap_used
 from runners.machine.terminal import OutputLost
-from runners.memory.peak_watch import MemoryWatch
 from runners.models.model_writer import save_final
 from runners.ranks.wire import RankError
 from runners.telemetry.diary import Diary
@@ -53,7 +52,6 @@ class Session:
         self.steps = TrainSteps(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
-        self.memory = MemoryWatch(self.config.system.memory_limit_gb, run.memory_key)
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._lost: str | None = None  # why rank 0's display has no reader
@@ -178,7 +176,8 @@ class Session:
             self.save_to_stop("stopped before the system swaps more: ")
             raise UserError(
                 f"{self.config.where('system.swap_limit_gb')}: the system has swapped out {gigabytes(grown)} "
-                f"since the start; lower {self.memory.key} or close programs, and continue with --resume"
+                "since the start; lower system.micro_batch_tokens or rollout.max_batch or close programs, "
+                "and continue with --resume"
             )
 
     def check_log(self) -> None:

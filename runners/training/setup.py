@@ -71,7 +71,6 @@ class Run:
     learner: Learner
     collector: Collector
     decoder: TextDecoder
-    memory_key: str  # the config's key that lowers the peak
     notices: tuple[str, ...]
     environments: Environments | None  # they answer the model's turns
     ranks: Ranks  # those that share the run
@@ -132,7 +131,7 @@ def build_run(
     train, curriculum, left_out = with_difficulty(data.train, config.data)
     data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
     longest = max(len(example.tokens) for example in (*data.train, *data.gold))
-    config, memory_key, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
+    config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
     length = RunLength.of(config, len(data.train), len(data.gold))
@@ -176,7 +175,6 @@ def build_run(
         ),
         environments=environments,
         decoder=decoder,
-        memory_key=memory_key,
         notices=(
             *data.notices,
             *loaded.notices,

@@ -11,6 +11,7 @@ import numpy as np
 import grpo_fn as g
 from runners.data.stream import gold_batch
 from runners.evaluation.completions import form_notice
+from runners.machine.memory_readings import memory_metrics
 from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records, run_header, run_summary
@@ -102,9 +103,6 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     experts = steps.expert_metrics(state)  # its time counts for the step
     steps.times.add("checkpoint", session.saver.stopped_seconds())
     times = steps.times.take()
-    memory, warning = session.memory.read()
-    if warning:
-        session.shown.note(warning)
     metrics = {
         **session.place(),
         "epoch": round((gold_stream(run, state) if gold else run.stream).epoch, 4),
@@ -125,7 +123,7 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
         "tokens_per_second/step": sampled / max(times["step_time"], 1e-9),
         **_rank_metrics(session),
         "time/elapsed": session.elapsed(),
-        **memory,
+        **memory_metrics(),
     }
     return gold_update_metrics(metrics) if gold else metrics
 

@@ -239,10 +239,10 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
     """A bound on the rows, with a line; one group at least, and a bound of the config's own stays."""
     checked = config("optim.batch_size=64", "rollout.max_new_tokens=1000")
     sizes = model_sizes(checked, CPU)
-    outlook, _, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+    outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
     assert outlook.rollout.max_batch == 0 and notices == ()
     monkeypatch.setattr(plan, "free_memory", lambda limit: 20_000_000)
-    outlook, _, notices = plan.memory_outlook(checked, CPU, sizes, 30)
+    outlook, notices = plan.memory_outlook(checked, CPU, sizes, 30)
     rows = outlook.rollout.max_batch
     assert rows % 4 == 0 and 4 <= rows < 256
     assert notices == (f"decoding: memory holds {rows} of 256 rows together",)
@@ -284,12 +284,13 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
     """Between floor and peak the run goes on, with a notice that names a key; a model unknown to it too."""
     sizes = model_sizes(config(), CPU)
     tight = config("system.memory_limit_gb=0.005")
-    _, key, notices = plan.memory_outlook(tight, CPU, sizes, 30)
-    assert notices[0].startswith("memory: the run is expected to take") and key == "rollout.max_batch"
-    assert plan.memory_outlook(config(), CPU, sizes, 30)[2] == ()
+    _, notices = plan.memory_outlook(tight, CPU, sizes, 30)
+    assert notices[0].startswith("memory: the run is expected to take")
+    assert notices[0].endswith("lower rollout.max_batch")
+    assert plan.memory_outlook(config(), CPU, sizes, 30)[1] == ()
     broken = attrs.evolve(tight, model=attrs.evolve(tight.model, path="/nowhere/at/all"))
     reason = plan.sizes_if_it_can_fit(broken, CPU)
-    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[2] == (reason,)
+    assert isinstance(reason, str) and plan.memory_outlook(broken, CPU, reason, 30)[1] == (reason,)
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():

@@ -1,4 +1,4 @@
-"""Memory while a run goes: what is read, the one warning, and that nothing piles up."""
+"""Memory while a run goes: nothing piles up."""
 
 import gc
 import json
@@ -7,13 +7,9 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
-import pytest
 
 from runners.config.loading import load_config
-from runners.machine.memory_readings import MemoryReading
-from runners.memory import peak_watch
-from runners.memory.peak_watch import MemoryWatch
-from runners.telemetry.events import Note, Updated
+from runners.telemetry.events import Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training  # noqa: F401 (for SIXTEEN_STEPS)
 from tests.support.tiny_runs import PROBLEMS
@@ -21,31 +17,13 @@ from tests.support.tiny_runs import PROBLEMS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_one_warning_past_nine_tenths(monkeypatch, limit):
-    """Below 90 % none, past it one that names the key and whose limit it is, then no more."""
-    total = int(limit * 1e9) or 10**9
-    readings = (MemoryReading(10, int(share * total), 0, 10**9) for share in (0.89, 0.91, 0.95))
-    monkeypatch.setattr(peak_watch, "read_memory", lambda: next(readings))
-    monkeypatch.setattr(peak_watch, "swap_used", lambda: 3 * 10**9)
-    watch = MemoryWatch(limit, "rollout.max_batch")
-    metrics, first = watch.read()
-    assert first is None and metrics["memory/swap_gb"] == 3 and metrics["memory/active_gb"] == 1e-8
-    _, second = watch.read()
-    assert second is not None and "91%" in second and second.endswith("lower rollout.max_batch")
-    assert ("(system.memory_limit_gb)" in second) == bool(limit)
-    assert watch.read()[1] is None
-
-
 class Noting(Quiet):
-    """Keeps notes, and the active memory after each update."""
+    """Keeps the active memory after each update."""
 
     def __init__(self):
-        self.notes, self.active = [], []
+        self.active = []
 
     def handle(self, event):
-        if isinstance(event, Note):
-            self.notes.append(event.text)
         if isinstance(event, Updated):
             if event.metrics["update"] in (5, 30):
                 gc.collect()
@@ -64,7 +42,7 @@ def settings(folder, *overrides):
 SIXTEEN_STEPS = """
 import json, sys
 from grpo_fn.trees import nbytes
-from tests.runners.memory.test_peak_watch import Noting, run_training, settings
+from tests.runners.memory.test_memory_growth import Noting, run_training, settings
 shown = Noting()
 result = run_training(settings(sys.argv[1], "optim.max_steps=16", "rollout.launch=eval"), report=shown)
 held = nbytes(result.state.params, result.state.opt_state)
