@@ -38,6 +38,7 @@ NAMES = (
     "loss",
     "step",
     "peers",
+    "cpu_peers",
     "generation",
     "loading",
     "memory",
