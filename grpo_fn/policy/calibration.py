@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.backends import number
+from grpo_fn.backends import find, number
 from grpo_fn.compile import compiled
 from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
@@ -159,9 +159,11 @@ def round_calibrated(
             stacked = mx.stack([weights[name] for name in some]).astype(mx.float32)
             w_now = _blocks(stacked, order_nw.shape[-1])
             ranges = _ranges(w_now, weight_n1w, mode, dtype)
-            each = [mx.repeat(array, mode.group_size, axis=-1) for array in ranges]
-            w_now, scale_now, bias_now = (_in_order(x, order_nw) for x in (w_now, *each))
-            codes_now, _ = _rounded(w_now, scale_now, bias_now, share_nww, _columns(mode.bits))
+            scale_now, bias_now = (_in_order(array, order_nw // mode.group_size) for array in ranges)
+            w_now = _in_order(w_now, order_nw)
+            fast = find("round_columns")
+            few = _columns(mode.bits) if fast is None else functools.partial(fast, mode.bits)
+            codes_now, _ = _rounded(w_now, scale_now, bias_now, share_nww, few)
             codes_now = _in_order(codes_now, mx.argsort(order_nw, axis=-1))
             columns = [_joined(array, len(some)) for array in (codes_now, *ranges)]
             packed = [pack_codes(columns[0], mode.bits), *(array.astype(dtype) for array in columns[1:])]

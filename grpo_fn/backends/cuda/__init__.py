@@ -9,6 +9,7 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 MECHANISMS = {
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_dtype"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_dtype"),
+    "round_columns": ("rounding_kernel", "round_columns", ""),
     "decode_blocks": ("decoding.decode_blocks", "decode_blocks", ""),
     "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),
 }

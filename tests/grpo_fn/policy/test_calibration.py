@@ -6,6 +6,7 @@ import pytest
 
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
+from grpo_fn.backends.mechanisms import disabled, has_cuda
 from grpo_fn.policy import calibration
 from grpo_fn.policy.calibration import block_width, carry_of, input_moments, pack_codes, round_calibrated
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, quantize
@@ -31,6 +32,19 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
     values = dequantize(packed, mode, mx.float32).reshape(8, 3, 32)
     codes = mx.round((values - packed["biases"][..., None]) / packed["scales"][..., None])
     assert mx.array_equal(pack_codes(codes.reshape(8, 96), bits), packed["weight"])
+
+
+@pytest.mark.skipif(not has_cuda(), reason="needs CUDA")
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_the_kernel_rounds_as_the_composed_form(bits):
+    """Equal codes, but for ties and what comes after them in a row."""
+    weight, x = mx.random.normal((300, 576), key=mx.random.key(3)), skewed_inputs(576, rows=2048)
+    given = {"w": weight}, {"w": carry_of((x.T @ x)[None])}, QuantMode("affine", bits, 64)
+    with disabled("round_columns"):
+        want = round_calibrated(*given)["w"]
+    found = round_calibrated(*given)["w"]
+    assert mx.array_equal(found["scales"], want["scales"])
+    assert (found["weight"] == want["weight"]).mean().item() > 0.9
 
 
 def rounded_slowly(weight, moments, scales, biases, bits, group):

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from grpo_fn.backends.cuda import kernels, logit_kernels
+from grpo_fn.backends.cuda import kernels, logit_kernels, rounding_kernel
 from grpo_fn.backends.cuda.decoding import prefix_attention
 from grpo_fn.backends.cuda.kernels import CudaKernel
 
@@ -73,7 +73,9 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     )
     numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
-    assert len(launched) == 4 and all(len(given["compiled_source"]) > 1000 for given in launched)
+    few = mx.ones((2, 3, 36))
+    rounding_kernel.round_columns(4, few, few, few, mx.ones((2, 36, 36)))
+    assert len(launched) == 5 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
 @needs_nvrtc
