@@ -20,9 +20,11 @@ from pathlib import Path
 
 def slow(completions, trainer_state, **_):
     (Path(__file__).parent / f"step-{{trainer_state.global_step}}").touch()
-    while trainer_state.global_step >= 2 and not Path({go!r}).exists():
+    waits = trainer_state.global_step >= 2
+    while waits:
         try:
             time.sleep(0.002)
+            waits = not Path({go!r}).exists()
         except BaseException:  # it catches the interrupt where it runs in the main thread
             pass
     return [float(n % 2) for n in range(len(completions))]
