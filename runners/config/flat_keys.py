@@ -133,7 +133,7 @@ def _resolve_pairs(given: dict[str, Any], accumulation: Any, notices: list[str])
             chosen[winner] = max(1, round(found / steps)) if unit and found > 0 else found  # 0: never
             taken = f"{FLAT_KEYS[winner].target} = {chosen[winner]}"
             notices.append(f"{lesser} = {found}{unit} is taken for {winner}, which is not given: {taken}")
-        elif found != given[winner] * steps:
+        elif found != (given[winner] * steps if type(given[winner]) is int else given[winner]):
             read = f"{winner} = {given[winner]} is what MLX-GRPO reads"
             notices.append(f"{lesser} = {found}{unit} is not used: {read}")
     return chosen

@@ -112,6 +112,7 @@ def test_quantized_rollouts_come_with_a_correction(load):
         ("adam_beta2 = true", "adam_beta2: expected a list of 2 numbers, found [0.9, true]"),
         ("quantize_for_rollouts = 1", "train.toml: quantize_for_rollouts: expected one of none, "),
         ("model_name = './nope'", 'train.toml: model_name: no such file or folder: "./nope"'),
+        ("eval_samples = 5\neval_subset_size = {}", "eval_subset_size: expected an integer"),
         ("mlx_grpo = 3", "train.toml: mlx_grpo: expected a table, found 3"),
         ("[mlx_grpo]\nseed = 1\n[optim]\n", "found the table [mlx_grpo] and sections ([optim])"),
         ("seed = 1\nsave_steps = 1\nnum_epochs = 1\nclip_eps = 0\n[run]\n", "num_epochs, ...) and"),
