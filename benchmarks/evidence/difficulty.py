@@ -17,7 +17,7 @@ import click
 
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.pictures import joined
-from benchmarks.evidence.readings import AFTER, TAUGHT, TOKENS, learning, reach, read_log
+from benchmarks.evidence.readings import AFTER, BEFORE, TAUGHT, TOKENS, learning, reach, read_log
 from benchmarks.evidence.real_model import CONFIG, MODEL, at_grid, sums_data
 from benchmarks.evidence.real_tasks import SUMS
 from benchmarks.harness.command import say
@@ -34,38 +34,50 @@ ARMS = {
     "adaptive, two stages": (ADAPTIVE, STAGES),
     "adaptive, dynamic sampling": (ADAPTIVE, DYNAMIC),
 }
-WANTED = 0.6  # of dynamic sampling's tokens, to its accuracy
-LONGER = 1.5  # updates of an arm without dynamic sampling, for one with it
+USUAL = "dynamic sampling"
+WANTED = 0.6  # of its tokens, to its accuracy
+MOST = 0.9  # of its gain
+LONGER = 3.0  # updates of an arm without dynamic sampling, for one with it: about as many tokens
 GRID = 2000.0  # tokens between two points of a curve
 QUICK = ("optim.batch_size=2", "eval.samples=4", "eval.every=1")
 
 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
-    """Tokens in which the mean over the seeds comes to dynamic sampling's last accuracy, over its tokens."""
+    """Tokens in which the mean over the seeds comes to dynamic sampling's last accuracy, over its tokens; and
+    the same for most of its gain, over its tokens to there."""
 
     def of(case: str, name: str) -> list[Figure]:
         return [f for f in figures if f.name.startswith(f"{case}: seed") and f.name.endswith(f": {name}")]
 
-    usual = "dynamic sampling"
-    if not of(usual, AFTER):
+    def mean(name: str) -> float:
+        return statistics.fmean(figure.value for figure in of(USUAL, name))
+
+    curves = {case: [figure.curve for figure in of(case, AFTER) if figure.curve] for case in ARMS}
+    means = {
+        case: [(tokens, value) for tokens, value, *_ in joined(found)]
+        for case, found in curves.items()
+        if found
+    }
+    if USUAL not in means or mean(TOKENS) <= 5 * GRID:  # too short to say anything
         return []
-    level, whole = (statistics.fmean(f.value for f in of(usual, name)) for name in (AFTER, TOKENS))
-    result = []
-    for case in ARMS if whole > 5 * GRID else ():  # else too short to say anything
-        curves = [figure.curve for figure in of(case, AFTER) if figure.curve]
-        if case == usual or not curves:
-            continue
-        mean = [(tokens, value) for tokens, value, *_ in joined(curves)]
-        found = reach(mean, level)
+    before, level, whole, result = mean(BEFORE), mean(AFTER), mean(TOKENS), []
+    most = before + MOST * (level - before)
+    usual = reach(means.pop(USUAL), most)
+    for case, curve in means.items():
+        found, soon = reach(curve, level), reach(curve, most)
         result.append(
             Figure(
                 name=f"{ALL_SEEDS}: {case}: tokens to the accuracy of dynamic sampling / its tokens",
-                value=max(mean[-1][0] / whole, 1.0) if found is None else found / whole,
+                value=max(curve[-1][0] / whole, 1.0) if found is None else found / whole,
                 unit="x",
                 at_most=WANTED if case.startswith("adaptive") else None,
                 note=f"{level:.1f} %{' is not reached' if found is None else ''}",
             )
         )
+        if usual and soon:
+            title = f"{ALL_SEEDS}: {case}: tokens to {most:.1f} % / those of dynamic sampling"
+            note = f"{100 * MOST:.0f} % of its gain"
+            result.append(Figure(name=title, value=soon / usual, unit="x", note=note))
     return result
 
 
