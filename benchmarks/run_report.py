@@ -143,9 +143,7 @@ class OpenPage:
     def __init__(self, url: str) -> None:
         """`url` is what `grpo watch` prints."""
         self.looks = 0
-        self._place = urlsplit(url)
-        self._run = self._get("/", "location").removeprefix("/").removesuffix("/")
-        self._lines, self._generation, self._seen = 0, -1, ""
+        self._place, self._seen = urlsplit(url), ""
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -160,34 +158,16 @@ class OpenPage:
                 time.sleep(1)
 
     def _look(self) -> None:
-        asked = f"generation={self._generation}&since={self._lines}&seen={quote(self._seen)}"
-        if not (found := self._body(f"/{self._run}/data?{asked}")):
-            return
-        run = json.loads(zlib.decompress(found))
-        self._generation, self._lines, self._seen = run["generation"], run["metrics"]["lines"], run["seen"]
-        for part in run["completions"]["parts"][-1:]:  # what has grown
-            self._body(f"/{self._run}/{part['numbers']}")
-            self._body(f"/{self._run}/{part['texts']}")
-        self.looks += 1
-
-    def _connected(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=60)
+        if found := self._body(f"/data?{quote(self._seen)}"):
+            self._seen = json.loads(zlib.decompress(found))["seen"]
+            self.looks += 1
 
     def _body(self, path: str) -> bytes:
-        line = self._connected()
+        line = http.client.HTTPConnection(self._place.hostname or "", self._place.port, timeout=60)
         line.request("GET", path)
         body = line.getresponse().read()
         line.close()
         return body
-
-    def _get(self, path: str, header: str) -> str:
-        line = self._connected()
-        line.request("GET", path)
-        found = line.getresponse().getheader(header)
-        line.close()
-        if not found:
-            raise UserError(f"{self._place.geturl()}: wanted the address of one run")
-        return found
 
 
 def run_quickstart(folder: Path, *, watch: bool, settings: Sequence[str]) -> Spent:

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.config.loading import Config
     from runners.ranks.rank_place import RankPlace
-    from runners.ranks.ranks import Ranks
 
 COMMANDS = {
     "run": "runners.cli:run_command",
@@ -115,7 +113,6 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     flag(
         "--dry-run", "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop."
     ),
-    flag("--watch", "Serve a live page of the run on 127.0.0.1 while it trains (extra: watch)."),
     option(
         "--explain=KEY",
         "Show what a config key such as optim.eps means, or all keys of a section, and exit.",
@@ -133,7 +130,6 @@ def run_command(
     allow_config_change: bool,
     overwrite: bool,
     dry_run: bool,
-    watch: bool,
 ) -> None:
     """Fine-tune a language model with GRPO.
 
@@ -161,9 +157,9 @@ def run_command(
         else:
             with StopSignals(to_stderr if place is None or place.rank == 0 else lambda text: None) as signals:
                 if place is None:
-                    _run_alone(config, overrides, signals, watch, how)
+                    _run_alone(config, overrides, signals, how)
                 else:
-                    _run_rank(config, overrides, signals, watch, how, place)
+                    _run_rank(config, overrides, signals, how, place)
     except Stopped as stopped:
         go_on = shlex.join(["--resume"] if stopped.saved else again)
         stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
@@ -235,22 +231,21 @@ def _show_resolved(name: str, overrides: Sequence[str]) -> None:
     echo(f"written to {write_resolved(config)}", err=True)
 
 
-def _run_alone(
-    name: str, overrides: Sequence[str], signals: StopSignals, watch: bool, how: dict[str, Any]
-) -> None:
+def _run_alone(name: str, overrides: Sequence[str], signals: StopSignals, how: dict[str, Any]) -> None:
     from runners.machine import startup
 
     config = read_config(name, overrides)
     # The BLAS has to be in place before anything imports MLX.
     echo_all(startup.prepare(config.system.memory_limit_gb).notices)
-    _train(config, None, signals, watch, how)
+    from runners.training.train import run_training
+
+    run_training(config, ranks=None, signals=signals, **how)
 
 
 def _run_rank(
     name: str,
     overrides: Sequence[str],
     signals: StopSignals,
-    watch: bool,
     how: dict[str, Any],
     place: RankPlace,
 ) -> None:
@@ -268,6 +263,7 @@ def _run_rank(
     notices = startup.prepare().notices
 
     from runners.ranks.ranks import Ranks
+    from runners.training.train import run_training
 
     wait = {} if isinstance(found, UserError) else {"timeout": found.system.collective_timeout}
     ranks = Ranks(place, signals=signals, **wait)
@@ -275,21 +271,7 @@ def _run_rank(
         if isinstance(found, UserError):
             raise found
         echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
-        _train(found, ranks, signals, watch and ranks.is_rank_zero, how)
-
-
-def _train(
-    config: Config, ranks: Ranks | None, signals: StopSignals, watch: bool, how: dict[str, Any]
-) -> None:
-    from runners.training.train import run_training
-
-    with ExitStack() as stack:
-        if watch:
-            from runners.report.server import watched
-
-            folder = Path(config.run.output_dir) / config.run.name
-            echo(f"live page: {stack.enter_context(watched(folder))}", err=True)
-        run_training(config, ranks=ranks, signals=signals, **how)
+        run_training(found, ranks=ranks, signals=signals, **how)
 
 
 if __name__ == "__main__":

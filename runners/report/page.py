@@ -50,7 +50,7 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
         blobs.append(blob)
         return len(blobs) - 1
 
-    shown = [run.content(lambda _, make: put(make())) for run in found]
+    shown = [run.content(lambda _, piece: put(piece)) for run in found]
     first = put(packed({"runs": shown}))
     text = page(" · ".join(run["name"] for run in shown), blobs, {"mode": "file", "at": first})
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
@@ -85,14 +85,7 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     return _document(f"{title} – training report", "\n".join(body), policy)
 
 
-def small_page(title: str, body: str, *, again: int) -> str:
-    """A page without a script, from safe HTML; it reloads itself after `again` seconds."""
-    name = html.escape(_printable(title))
-    listing = f'<main class="listing"><h1>{name}</h1><div class="scroll">{body}</div></main>'
-    return _document(title, listing, "script-src 'none'", f'<meta http-equiv="refresh" content="{again}">')
-
-
-def _document(title: str, body: str, policy: str, more: str = "") -> str:
+def _document(title: str, body: str, policy: str) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; {policy}"
     _, style = _assets()
     parts = [
@@ -101,7 +94,7 @@ def _document(title: str, body: str, policy: str, more: str = "") -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="referrer" content="no-referrer">',
-        f'<meta name="color-scheme" content="light dark">{more}',
+        '<meta name="color-scheme" content="light dark">',
         f"<title>{html.escape(_printable(title))}</title>",
         f'<link rel="icon" href="{_ICON}">',
         f"<style>{style}</style></head><body>",

@@ -32,11 +32,6 @@ class RunRecord:
         self.nonfinite: list[tuple[int, str]] = []  # line, name
         self.events: list[dict[str, Any]] = []
 
-    @property
-    def generation(self) -> int:
-        """How often the files had to be read again, because the run was resumed or started again."""
-        return self._metrics.generation + self._events.generation
-
     def refresh(self) -> None:
         """Reads new content."""
         self.config = self.config or recorded_in(self.folder).values
@@ -91,14 +86,9 @@ class RunRecord:
             "events": [_event(event) for event in self.events[-_MOST_EVENTS:]],
         }
 
-    def metrics(self, since: int = 0) -> dict[str, Any]:
-        """The metrics' lines from number `since` on, by columns; None if a line lacks the number."""
-        return {
-            "since": since,
-            "lines": self.lines,
-            "columns": {name: values[since:] for name, values in self.columns.items()},
-            "nonfinite": [pair for pair in self.nonfinite if pair[0] >= since],
-        }
+    def metrics(self) -> dict[str, Any]:
+        """The metrics' lines by columns; None if a line lacks the number."""
+        return {"lines": self.lines, "columns": self.columns, "nonfinite": self.nonfinite}
 
     def _add(self, line: Mapping[str, Any]) -> None:
         broken = line.get("nonfinite")

@@ -1,27 +1,27 @@
-"""The live page's server: its socket, its process, and its end. It writes nothing."""
+"""The live page of a run, for this machine alone: it reads the run's files and writes nothing.
+
+Only requests whose Host and Origin are the server's own get an answer, so that no other web page can read a
+run through the browser.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from runners.errors import UserError, error_line
+from runners.errors import UserError, error_line, one_line
 from runners.machine.terminal import echo
-from runners.report.site import LOCAL, Site
+from runners.report.live_run import LiveRun
+from runners.report.page import page
 
 HOST, PORT = "127.0.0.1", 8517
+MOST_BYTES = 16_000_000  # of completions.jsonl in the page, which gets all of its data after each update
+_NAMES = (HOST, "localhost")
 _TRIED = 20  # ports, from the wanted one on
-_IDLE = 15  # seconds that a connection may wait for its request
-_LINGER = 2.5  # seconds in which an open page sees how its run ended
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -29,21 +29,18 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
 }  # fmt: skip
+Answer = tuple[int, str, bytes]  # status, content type, content
 
 
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _IDLE
+    timeout = 15  # seconds that a connection may wait for its request
     server: Server
 
     def do_GET(self) -> None:
-        self.server.asked_at = time.monotonic()
-        status, kind, content = self.server.site.answer(
-            self.path, self.headers.get("Host", ""), self.headers.get("Origin")
-        )
+        headers = self.headers.get("Host", ""), self.headers.get("Origin")
+        status, kind, content = answer(self.server.run, self.path, *headers)
         self.send_response(status)
-        if kind:
-            self.send_header("Location" if status == 303 else "Content-Type", kind)
-        for name, value in _HEADERS.items():
+        for name, value in {"Content-Type": kind, **_HEADERS}.items():
             self.send_header(name, value)
         if status != 204:
             self.send_header("Content-Length", str(len(content)))
@@ -54,16 +51,25 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: requests are not worth a line."""
 
 
-class Server(ThreadingHTTPServer):
-    """Serves a site on a socket that is already open, a thread for each connection."""
+class Server(ThreadingTCPServer):
+    """Serves a run's page, a thread for each connection."""
 
-    daemon_threads = True
+    daemon_threads = allow_reuse_address = True
 
-    def __init__(self, found: socket.socket, site: Site) -> None:
-        """Takes over the socket."""
-        super().__init__(found.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.site, self.asked_at = found, site, float("-inf")
+    def __init__(self, folder: Path, port: int) -> None:
+        """Listens on the port, or the next free one; 0: on any. UserError without a run or a free port."""
+        self.run = LiveRun(folder, MOST_BYTES)
+        last = min(port + _TRIED, 65535) if port else 0
+        for number in range(port, last + 1):
+            try:
+                super().__init__((HOST, number), _Handler)
+                break
+            except OSError as error:
+                if number == last:
+                    raise UserError(
+                        f"{HOST}, port {port}: cannot be listened on: {error.strerror}"
+                    ) from error
+        self.url = f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A line for a fault that is not the connection's end."""
@@ -72,83 +78,34 @@ class Server(ThreadingHTTPServer):
             echo(error_line(error), err=True)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket on the port, or on the next free one; 0: on any. UserError if none is free."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    fault: OSError | None = None
-    for number in [port] if port == 0 else range(port, min(port + _TRIED, 65536)):
-        found = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind((host, number))
-            found.listen(64)
-            return found
-        except OSError as error:
-            found.close()
-            fault = error
-    raise UserError(f"{host}, port {port}: cannot be listened on: {fault and (fault.strerror or fault)}")
-
-
-def address(found: socket.socket) -> str:
-    """The URL of a socket."""
-    host, port = found.getsockname()[:2]
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-
-
-def serve(place: Path, found: socket.socket, hosts: Sequence[str] = (), *, with_parent: bool = False) -> None:
-    """Serves the run in `place`, or the runs in it, on the socket of `listening` until Ctrl-C.
-
-    It answers to the names of this machine's loopback and to `hosts`. `with_parent`: it also ends when
-    standard input ends, and so with the process that started this one.
-    """
-    server = Server(found, Site(place, (*LOCAL, found.getsockname()[0], *hosts)))
-    if with_parent:
-        threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
+def answer(run: LiveRun, target: str, host: str, origin: str | None = None) -> Answer:
+    """The answer to a request for `target` with these headers: the page, or its data unless it has them."""
+    if _address(f"//{host}")[0] not in _NAMES:
+        return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
+    if origin is not None and _address(origin)[1] != host.lower():
+        return _text(403, "requests of other pages are refused")
+    path, _, seen = target.partition("?")
     try:
-        server.serve_forever()
-    except KeyboardInterrupt:  # how a person ends it
-        return
+        if path == "/":
+            text = page(run.record.folder.name, [], {"mode": "live", "at": "data"})
+            return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
+        if path != "/data":
+            return _text(404, "there is nothing here")
+        if seen and unquote(seen) == run.signature():
+            return 204, "text/plain", b""
+        return 200, "application/octet-stream", run.data()
+    except UserError as error:
+        return _text(503, one_line(str(error), {}))
 
 
-def _end_with_parent(server: Server) -> None:
-    while sys.stdin.buffer.read(1 << 12):
-        pass
-    if time.monotonic() - server.asked_at < _LINGER:  # a page is open
-        time.sleep(_LINGER)
-    server.shutdown()
-
-
-@contextmanager
-def watched(folder: Path) -> Iterator[str]:
-    """Serves the run in `folder`, which need not exist yet, within the block; the block gets the URL.
-
-    Raises UserError if no port is free. Later faults of the server do not affect the run.
-    """
-    with listening(HOST, PORT) as found:
-        number = found.fileno()
-        command = [sys.executable, "-m", "runners.report.server", str(folder), str(number)]
-        # A session of its own, because Ctrl-C is for the run. It ends with its stdin, so with the run.
-        server = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[number],
-            start_new_session=True,
-        )
-        url = address(found)
-    assert server.stdin is not None
+def _address(url: str) -> tuple[str, str]:
+    """A URL's host name, and it with its port; both empty if it is none."""
     try:
-        yield url
-    finally:
-        server.stdin.close()
-        try:
-            server.wait(2 * _LINGER)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        found = urlsplit(url)
+        return (found.hostname or "").lower(), found.netloc.lower()
+    except ValueError:
+        return "", ""
 
 
-if __name__ == "__main__":  # FOLDER DESCRIPTOR: the live page beside a run, on an open socket
-    os.nice(10)  # the run has priority
-    serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), with_parent=True)
+def _text(status: int, text: str) -> Answer:
+    return status, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "backslashreplace")

@@ -1,4 +1,5 @@
 // The page's data: deflated JSON, in the page itself or from the server that follows a run.
+let live = {}; // pieces of a run that is followed, by name
 
 const start = JSON.parse(document.getElementById("start").textContent);
 
@@ -38,6 +39,7 @@ async function load(at) {
     const bytes = bytesOf(document.getElementById(`blob-${at}`).textContent);
     return inflated(new Blob([bytes]).stream());
   }
+  if (live[at]) return inflated(new Blob([bytesOf(live[at])]).stream());
   const answer = await fetch(at, { cache: "no-store" });
   if (!answer.ok) throw new Error(`${at}: ${answer.status}`);
   return inflated(answer.body);
@@ -53,24 +55,13 @@ class Run {
     this.take(data);
   }
 
-  // New facts, and the metrics' lines from number `since` on.
   take(data) {
-    const { metrics, ...facts } = data;
-    const anew = this.facts && this.facts.generation !== facts.generation;
+    const { metrics, blobs, ...facts } = data;
     this.facts = facts;
-    if (anew || metrics.since === 0) {
-      this.columns = Object.create(null); // a metric may be named __proto__
-      this.nonfinite = [];
-    }
-    for (const [name, values] of Object.entries(metrics.columns)) {
-      const column = (this.columns[name] ??= []);
-      while (column.length < metrics.since) column.push(null);
-      column.length = metrics.since;
-      for (const value of values) column.push(value);
-    }
+    live = blobs ?? {};
+    this.columns = Object.assign(Object.create(null), metrics.columns); // a metric may be named __proto__
+    this.nonfinite = metrics.nonfinite;
     this.lines = metrics.lines;
-    for (const column of Object.values(this.columns)) while (column.length < this.lines) column.push(null);
-    this.nonfinite.push(...metrics.nonfinite);
     this.cached = new Map();
   }
 

@@ -122,8 +122,7 @@ async function follow(run) {
   const set = (text, state) => { sign.hidden = !text; sign.textContent = text; sign.dataset.state = state; };
   for (;;) {
     try {
-      const { generation, seen } = run.facts;
-      const answer = await fetch(`data?generation=${generation}&since=${run.lines}&seen=${encodeURIComponent(seen)}`, { cache: "no-store" });
+      const answer = await fetch(`data?${encodeURIComponent(run.facts.seen)}`, { cache: "no-store" });
       if (!answer.ok) throw new Error(`${answer.status}`);
       if (answer.status === 200) {
         run.take(await inflated(answer.body));
@@ -153,7 +152,6 @@ async function begin() {
   drawAll();
   listen();
   go(location.hash.slice(1) || "overview");
-  if (start.list) byId("title").before(h("a", { href: start.list, class: "up" }, "← runs"));
   if (start.mode === "live") follow(runs[0]);
   document.documentElement.dataset.ready = "";
   byId("said").textContent = "The report is ready.";

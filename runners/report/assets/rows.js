@@ -10,9 +10,6 @@ class Rows {
   // Loads the numbers of the parts that are new. Resolves to whether anything was.
   async open(progress) {
     const specs = this.run.facts.completions.parts;
-    const generation = this.run.facts.generation;
-    if (generation !== this.generation) this.parts = [];
-    this.generation = generation;
     let changed = this.parts.length > specs.length;
     this.parts.length = Math.min(this.parts.length, specs.length);
     for (let i = 0; i < specs.length; i++) {

@@ -10,8 +10,7 @@ import pytest
 
 from runners.files.json_lines import JsonLines
 from runners.report import write_report
-from runners.report.server import Server, address, listening
-from runners.report.site import Site
+from runners.report.server import Server
 from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update
 from tests.support.services.browsing import WAIT, opened, quiet
 
@@ -210,11 +209,9 @@ def test_the_live_page_follows_within_two_seconds(tab, tmp_path, end):
     """A new update; the run's end, after which nothing is live; and the end of the server with the run."""
     folder = make_run(tmp_path / "run", end=None)
     mark_running(folder)
-    found = listening("127.0.0.1", 0)
-    server = Server(found, Site(folder))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    url = address(found)
+    server = Server(folder, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = server.url
     tab.goto(url)
     tab.wait_for_selector("html[data-updates='6']", timeout=WAIT)
     assert tab.inner_text("#state") == "running" and tab.inner_text("#live") == "live"

@@ -6,8 +6,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import urlopen
 
 import pytest
@@ -17,8 +16,7 @@ from runners.cli import main
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.report.live_run import LiveRun
-from runners.report.server import Server, address, listening
-from runners.report.site import Site
+from runners.report.server import Server, answer
 from tests.support.runs.report_runs import make_run, write_update
 
 HOST = "127.0.0.1:8517"
@@ -33,61 +31,33 @@ def unpacked(answer):
 
 @pytest.fixture
 def ask(tmp_path):
-    """Asks the site of a folder with two runs."""
-    make_run(tmp_path / "one")
-    make_run(tmp_path / "two & <three>")
-    (tmp_path / "other").mkdir()
-    site = Site(tmp_path, ("127.0.0.1", "localhost"))
-    return lambda path, host=HOST, origin=None: site.answer(path, host, origin)
+    """Asks the page of a run."""
+    run = LiveRun(make_run(tmp_path / "run"))
+    return lambda path, host=HOST, origin=None: answer(run, path, host, origin)
 
 
 @contextmanager
-def served(place: Path):
-    """A server's connection and address."""
-    found = listening("127.0.0.1", 0)
-    server = Server(found, Site(place))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield address(found)
-    finally:
+def served(folder):
+    """The address of a run's server."""
+    with Server(folder, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.url
         server.shutdown()
-        server.server_close()
-
-
-def test_a_folder_is_a_list_of_its_runs(ask):
-    """By escaped names; what is no run is not there."""
-    status, _, body = ask("/")
-    assert status == 200 and b"two &amp; &lt;three&gt;" in body and b">other<" not in body
 
 
 def test_a_run_is_a_page_and_its_data(ask):
-    """The page; all lines; those from one on; nothing if nothing is new; the pieces that the data names."""
-    assert ask("/run/one/")[0] == ask("/run/two%20%26%20%3Cthree%3E/")[0] == 200
-    first = unpacked(ask("/run/one/data"))
-    lines, generation = first["metrics"]["lines"], first["generation"]
-    later = unpacked(ask(f"/run/one/data?generation={generation}&since={lines - 1}"))
-    assert [len(values) for values in later["metrics"]["columns"].values()].count(1)
-    assert unpacked(ask(f"/run/one/data?generation={generation + 1}&since=5"))["metrics"]["since"] == 0
-    assert ask(f"/run/one/data?seen={first['seen']}") == (204, "", b"")
+    """With all pieces; nothing if nothing is new."""
+    assert ask("/")[0] == 200
+    first = unpacked(ask("/data"))
+    assert ask(f"/data?{quote(first['seen'])}") == (204, "text/plain", b"")
     (part,) = first["completions"]["parts"]
-    assert len(unpacked(ask(f"/run/one/{part['numbers']}"))["reward"]) == part["rows"] == 48
-    assert unpacked(ask(f"/run/one/{first['evaluations'][0]['at']}"))["problems"]
+    assert part["rows"] == 48
+    assert {part["numbers"], part["texts"], first["evaluations"][0]["at"]} <= {*first["blobs"]}
 
 
-def test_one_run_is_shown_at_once(tmp_path):
-    """Without a list."""
-    assert Site(make_run(tmp_path / "one")).answer("/", HOST)[:2] == (303, "run/one/")
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["/run/none/", "/run/../one/", "/run/%2e%2e/", "/run/other/data", "/run/one/part/0-9-1/texts",
-     "/run/one/part/x/texts", "/run/one/part/0-0-1/secrets", "/run/one/part/0-0-1",
-     "/run/one/evaluation/0-99-1", "/config.resolved.json", ""],
-)  # fmt: skip
+@pytest.mark.parametrize("path", ["/run/", "/data/", "/..", "/%2e%2e/", "/config.resolved.json", ""])
 def test_what_is_not_there_is_not_found(ask, path):
-    """No path leads out of the folder."""
-    ask("/run/one/data")
+    """No path leads to a file."""
     assert ask(path)[0] == 404
 
 
@@ -98,18 +68,17 @@ def test_what_is_not_there_is_not_found(ask, path):
 )  # fmt: skip
 def test_other_hosts_and_pages_are_refused(ask, headers):
     """Whatever they ask for."""
-    for path in ("/", "/run/one/data"):
+    for path in ("/", "/data"):
         assert ask(path, **headers)[0] == 403
     assert ask("/", origin=f"http://{HOST}")[0] == 200
 
 
 def test_it_can_only_be_read_and_not_be_framed(tmp_path):
     """No method changes anything; the headers keep other pages away."""
-    make_run(tmp_path / "run")
-    with served(tmp_path) as url:
+    with served(make_run(tmp_path / "run")) as url:
         line = http.client.HTTPConnection(urlsplit(url).netloc)
         for method in ("POST", "PUT", "DELETE"):
-            line.request(method, "/run/run/data")
+            line.request(method, "/data")
             assert line.getresponse().status == 501
         line.request("GET", "/")
         found = line.getresponse()
@@ -117,42 +86,37 @@ def test_it_can_only_be_read_and_not_be_framed(tmp_path):
 
 
 def test_a_restarted_run_is_read_again(tmp_path):
-    """The generation tells the page to forget what it had."""
+    """Its pieces have other names than before."""
     folder = make_run(tmp_path / "run")
     live = LiveRun(folder)
-    before = json.loads(zlib.decompress(live.data(-1, 0)))
+    before = json.loads(zlib.decompress(live.data()))
     for name in ("training_log", "completions"):
         (folder / f"{name}.jsonl").rename(folder / f"{name}.previous.jsonl")
-    make_run(tmp_path / "again", updates=2)
+    make_run(tmp_path / "again")
     for name in ("training_log", "completions"):
         (tmp_path / "again" / f"{name}.jsonl").rename(folder / f"{name}.jsonl")
     assert live.signature() != before["seen"]
-    after = json.loads(zlib.decompress(live.data(before["generation"], before["metrics"]["lines"])))
-    assert after["generation"] != before["generation"] and after["metrics"]["since"] == 0
-    assert (before["completions"]["rows"], after["completions"]["rows"]) == (48, 16)
+    after = json.loads(zlib.decompress(live.data()))
+    assert after["metrics"]["lines"] == before["metrics"]["lines"]
+    assert len(after["blobs"]) == len(before["blobs"]) and not {*after["blobs"]} & {*before["blobs"]}
 
 
-def test_fifty_clients_count_each_line_once(tmp_path):
-    """They load pages and data while lines are appended: in the end each of them has the file's count."""
+def test_clients_get_whole_lines_while_they_are_written(tmp_path):
+    """Twenty load the data while lines are appended: in the end each of them has the file's count."""
     folder = make_run(tmp_path / "run", end=None)
     ended = threading.Event()
 
     def client(url):
-        lines, generation = 0, -1
         while True:
             last = ended.is_set()
-            with urlopen(f"{url}run/run/data?generation={generation}&since={lines}", timeout=600) as answer:
-                found = json.loads(zlib.decompress(answer.read()))
-            assert (
-                len(found["metrics"]["columns"]["update"])
-                == found["metrics"]["lines"] - found["metrics"]["since"]
-            )
-            lines, generation = found["metrics"]["lines"], found["generation"]
+            with urlopen(f"{url}data", timeout=600) as found:
+                metrics = json.loads(zlib.decompress(found.read()))["metrics"]
+            assert len(metrics["columns"]["update"]) == metrics["lines"]
             if last:
-                return lines
+                return metrics["lines"]
 
-    with served(tmp_path) as url, ThreadPoolExecutor(50) as clients:
-        counts = [clients.submit(client, url) for _ in range(50)]
+    with served(folder) as url, ThreadPoolExecutor(20) as clients:
+        counts = [clients.submit(client, url) for _ in range(20)]
         with closing(JsonLines(folder / "training_log.jsonl", keep=1 << 40)) as log:
             for update in range(7, 107):
                 write_update({"training_log": log, "completions": log, "evaluations": log}, update)
@@ -161,17 +125,17 @@ def test_fifty_clients_count_each_line_once(tmp_path):
         assert {count.result() for count in counts} == {wanted}
 
 
-def test_a_taken_port_is_followed_by_the_next():
+def test_a_taken_port_is_followed_by_the_next(tmp_path):
     """And where all are taken, a line says so."""
-    with listening("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with listening("127.0.0.1", port) as second:
-            assert second.getsockname()[1] > port
-    with pytest.raises(UserError, match="cannot be listened on"):
-        listening("192.0.2.1", 8517)
+    folder = make_run(tmp_path / "run")
+    with Server(folder, 0) as first, Server(folder, first.server_address[1]) as second:
+        assert second.server_address[1] > first.server_address[1]
+    with Server(folder, 65535), pytest.raises(UserError, match="cannot be listened on"):
+        Server(folder, 65535)
 
 
-def test_the_command_refuses_a_folder_without_runs(tmp_path):
-    """Before it listens."""
+def test_the_command_refuses_a_folder_without_a_run(tmp_path):
+    """Before it listens; the runs in it are named."""
+    make_run(tmp_path / "one")
     done = CliRunner().invoke(main, ["watch", str(tmp_path)])
-    assert done.exit_code == 2 and "this is no run's folder" in done.output
+    assert done.exit_code == 2 and "it holds the runs one" in done.output
