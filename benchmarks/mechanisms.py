@@ -87,7 +87,6 @@ MECHANISMS = (
     Mechanism("gradient checkpointing", overrides=("system.grad_checkpoint=true",), adds=True),
     Mechanism("update leaf by leaf", ("leafwise_update",), shapes=(*TWO, LARGE, HALF, HALF_SMALL, REAL)),
     Mechanism("own exp, softmax, SwiGLU and RMSNorm", ELEMENTWISE),
-    Mechanism("rotations of one form", ("rope",)),
     Mechanism("attention in few products", ("attention",)),
     Mechanism("patched layers", ("patched_layers",)),
     Mechanism("compiled steps", overrides=("system.compile=false",)),

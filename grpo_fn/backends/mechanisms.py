@@ -27,7 +27,6 @@ OPERATIONS = {
     "swiglu_gradient": "(gate, x, cotangent): the gradients of gate and x",
     "rms_norm": "(x, weight): RMSNorm along the last axis",
     "attention": "(queries, keys, mask): attention over whole sequences",
-    "rope": "(x, dims, offset): rotary embeddings; its function takes x, the base and the offset",
     "weighted_values": "(weights, values): the product of attention weights and values",
     "gather_mm": "(): products with chosen experts, in any floating dtype",
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",

@@ -14,7 +14,6 @@ import mlx.nn as nn
 
 from grpo_fn.images import ImageRows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.layers.patched_layers import RoPE
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +56,7 @@ def takes_images(module: nn.Module) -> bool:
 def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
     axis_f = [axis for axis, count in enumerate(sections) for _ in range(count)]
 
-    class MultimodalRoPE(RoPE):
+    class MultimodalRoPE(nn.RoPE):
         def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
             if not isinstance(offset, Positions):
                 return super().__call__(x, offset)

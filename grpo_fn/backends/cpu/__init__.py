@@ -17,7 +17,6 @@ MECHANISMS = {
     },
     **{name: ("elementwise", name, "") for name in ("weighted_values", "gather_mm", "add_at")},
     "attention": ("attention", "attention", "takes_sequences"),
-    "rope": ("rotations", "rope", "takes_heads"),
 }
 NUMBERS = {
     "unpack_rows": 4,

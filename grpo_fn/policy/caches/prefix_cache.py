@@ -19,7 +19,6 @@ import mlx.nn as nn
 
 from grpo_fn.backends import enabled, find, number
 from grpo_fn.backends.composed import softmax
-from grpo_fn.backends.decoding import shared_positions
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
@@ -91,8 +90,7 @@ class PrefixCache:
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: of all rows, or [B]."""
-        start, own = self.layout.start, self._own.offset
-        return start + own if isinstance(start, int) else shared_positions(start, own)
+        return self.layout.start + self._own.offset
 
     @property
     def state(self) -> list[mx.array]:

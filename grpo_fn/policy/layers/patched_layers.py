@@ -2,8 +2,7 @@
 
 mlx-lm's attention layers call `scaled_dot_product_attention`, its MLPs `swiglu`: globals of the layer's
 module. `patch_layers` gives the layers of one model a `__call__` whose globals hold ours, and `nn.RMSNorm`
-and `nn.RoPE` a new `__call__`. The classes, their modules and every other model in the process stay as they
-are.
+a new `__call__`. The classes, their modules and every other model in the process stay as they are.
 """
 
 import functools
@@ -119,15 +118,6 @@ class _RMSNorm(nn.RMSNorm):
         return rms_norm(x, self["weight"], self.eps)
 
 
-class RoPE(nn.RoPE):
-    patched = ("rope",)
-
-    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        plain = not self.traditional and self.scale == 1.0
-        turn = find("rope", x, self.dims, offset) if plain else None
-        return super().__call__(x, offset=offset) if turn is None else turn(x, self.base, offset)
-
-
 class _QuantizedLinear(nn.QuantizedLinear):
     computes_as = nn.QuantizedLinear
     patched = ("linear",)
@@ -214,8 +204,6 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     if kind is nn.RMSNorm:
         return _RMSNorm
-    if kind is nn.RoPE:
-        return RoPE
     if kind in _PACKED:
         return _PACKED[kind]
     names = [

@@ -9,7 +9,6 @@ from mlx_lm.models import llama
 from mlx_lm.models.base import scaled_dot_product_attention
 
 import grpo_fn as g
-from grpo_fn.backends.decoding import are_shared
 from grpo_fn.policy.caches.prefix_cache import fork
 from grpo_fn.rollout import decode_loop, prefill
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
@@ -36,20 +35,6 @@ def test_a_prompt_is_held_once():
     _, plain = prefill.result_of(steps)
     caches = fork(plain, [4, 4], 50)
     assert [sum(a.nbytes for a in cache.state) for cache in caches] == [2 * 4 * 2 * 16 * 4] * 2
-
-
-def test_all_layers_of_a_step_take_the_same_positions():
-    """One array, of which a CPU has its cosines and sines once; the next step has its own."""
-    policy = tiny_policy()
-    steps = prefill.prefill_once(policy, policy.module, [[1, 2, 3], [5, 6, 7, 8]])
-    _, plain = prefill.result_of(steps)
-    caches = fork(plain, [3, 4], 2)
-    for step in range(3):
-        first, second = (cache.offset for cache in caches)
-        assert first is second and are_shared(first)
-        assert first.tolist() == [3 + step, 3 + step, 4 + step, 4 + step]
-        for cache in caches:
-            cache.update_and_fetch(mx.zeros((4, 2, 1, 16)), mx.zeros((4, 2, 1, 16)))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm3", "mamba", "gemma2"])
