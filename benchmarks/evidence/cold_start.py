@@ -26,13 +26,16 @@ from benchmarks.harness.record import Figure
 from runners.evaluation.estimators import wilson
 
 SFT, BOTH = "SFT alone", "SFT, then GRPO"
+ADAPTIVE = "data.curriculum=adaptive"
+LARGE = ("optim.batch_size=32", "rollout.num_generations=16", "sft.batch_size=128")  # four times the rows
 # Name -> (supervised updates, updates of GRPO), in --updates; further settings.
 ARMS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "GRPO alone": (0, 1, ()),
     SFT: (1, 0, ()),
     "SFT alone, twice as long": (2, 0, ()),
     BOTH: (1, 1, ()),
-    "SFT, then GRPO, adaptive": (1, 1, ("data.curriculum=adaptive",)),
+    "SFT, then GRPO, adaptive": (1, 1, (ADAPTIVE,)),
+    "SFT, then GRPO, adaptive, long": (2, 3, (ADAPTIVE, *LARGE, "optim.learning_rate=3e-6")),
 }
 WANTED = 3.0  # times the accuracy before training
 LOSS_BEFORE, LOSS_AFTER = "held-out loss before", "held-out loss after"
@@ -102,7 +105,7 @@ def main(plan: Plan, updates: int, rate: float, gsm8k: str) -> Sequence[Trial]:
             f"sft.updates={supervised * each}",
             f"sft.only={str(not grpo).lower()}",
             f"sft.learning_rate={rate}",
-            f"optim.max_steps={each}",
+            f"optim.max_steps={max(grpo, 1) * each}",
             *more,
             *((*QUICK, "data.eval_split=valid") if plan.quick else ()),
         ]
