@@ -15,7 +15,6 @@ from runners.files.durable import disk_errors, remove_folder, sweep
 from runners.files.json_lines import LineFile
 from runners.files.run_files import EVENTS, LOCK
 
-LATEST = "latest"  # a file with the name of the newest checkpoint
 TRAINER_STATE = "trainer_state.json"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -24,26 +23,10 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 def locked(folder: Path, key: str) -> Iterator[Path]:
     """The folder, created if missing, for this process alone; `key` is its name in messages.
 
-    The lock is the kernel's and ends with the process, however it ends: a file left by a dead process locks
-    nothing. At the end the lock's file is removed, and the folder too if it is still empty.
+    The lock is the kernel's and ends with the process, however it ends; its file stays.
 
     Raises UserError if another process uses it, or if it cannot be written to.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = _acquire(folder, key)
-    try:
-        sweep(folder)  # what a killed run left incomplete
-        yield folder
-    finally:
-        with suppress(OSError):  # a folder that is not empty stays
-            if _is_lock(folder / LOCK, lock):
-                (folder / LOCK).unlink()
-                for path in made:
-                    path.rmdir()
-        os.close(lock)
-
-
-def _acquire(folder: Path, key: str) -> int:
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -61,36 +44,17 @@ def _acquire(folder: Path, key: str) -> int:
                     f"{folder} is in use by process {owner or 'unknown'}; wait for it, or choose another "
                     "run.name"
                 ) from None
-        held = _is_lock(folder / LOCK, lock)
-    except UserError:
+        with suppress(OSError):  # a full disk: the number only tells others who holds the lock
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        sweep(folder)  # what a killed run left incomplete
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):
+                os.ftruncate(lock, 0)
+    finally:
         os.close(lock)
-        raise
-    if not held:  # its owner has removed the file since it was opened here
-        os.close(lock)
-        return _acquire(folder, key)
-    with suppress(OSError):  # a full disk: the number only tells others who holds the lock
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
-def check_owned(folder: Path) -> None:
-    """Raises UserError if another run has the path by now, as this one's folder was renamed."""
-    if folder.exists():
-        with suppress(OSError, ValueError):
-            if int((folder / LOCK).read_text() or os.getpid()) == os.getpid():
-                return
-        raise UserError(
-            f"{folder}: the run's folder is gone, and another one is there; nothing is saved into it"
-        )
-
-
-def _is_lock(file: Path, lock: int) -> bool:
-    """Whether an open lock file still has this path."""
-    try:
-        return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(lock))
-    except FileNotFoundError:
-        return False
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
@@ -122,7 +86,6 @@ def interrupted(folder: Path) -> str | None:
 def clear(folder: Path) -> None:
     """Removes an earlier run's checkpoints and model; its logs are renamed when new ones begin."""
     try:
-        (folder / LATEST).unlink(missing_ok=True)
         for found in (*checkpoint_folders(folder).values(), folder / "final"):
             if found.is_dir() and not found.is_symlink():
                 remove_folder(found)

@@ -15,11 +15,11 @@ import mlx.core as mx
 
 from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
-from runners.checkpoints.run_folder import LATEST, TRAINER_STATE, list_checkpoints
+from runners.checkpoints.run_folder import TRAINER_STATE, list_checkpoints
 from runners.checkpoints.state_files import STATE_FILE, pack_state
 from runners.checkpoints.trainer_state import VERSION
 from runners.errors import UserError
-from runners.files.durable import disk_errors, new_folder, remove_folder, save_text
+from runners.files.durable import new_folder, remove_folder
 from runners.files.json_files import finite_number, read_json, to_json
 from runners.files.tensor_files import save_arrays
 from runners.models.loaded_model import LoadedModel
@@ -76,7 +76,7 @@ def take_snapshot(
 
 
 def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
-    """Writes `run_dir/checkpoint-{step}`, points `run_dir/latest` to it and returns it.
+    """Writes `run_dir/checkpoint-{step}` and returns it.
 
     A folder of that name is replaced.
     Raises UserError if the disk refuses; then the existing files are unchanged.
@@ -90,10 +90,6 @@ def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
         line, _ = to_json(snapshot.trainer_state)
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)
-        if target.exists():  # for a moment there will be no folder of that name
-            (run_dir / LATEST).unlink(missing_ok=True)
-    with disk_errors(f"{run_dir / LATEST}: cannot be written"):
-        save_text(run_dir / LATEST, target.name + "\n")
     return target
 
 

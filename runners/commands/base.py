@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -20,7 +21,7 @@ from runners.errors import (
     system_fault,
 )
 from runners.machine.metal_faults import ADVICE, is_watchdog
-from runners.machine.terminal import OutputLost, drop_output, echo, open_closed_streams, others_visible
+from runners.machine.terminal import OutputLost, drop_output, echo
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -60,14 +61,15 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            open_closed_streams()
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters
+                    stream.reconfigure(errors="backslashreplace")
             try:
                 os.getcwd()
             except OSError as error:
                 gone = f"the working folder cannot be used ({error.strerror}); change to another"
                 raise UserError(gone) from error
-            with others_visible():
-                return function(*args, **kwargs)
+            return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
             if getattr(interrupt, "reported", False):  # by another rank, for all
                 sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))

@@ -5,7 +5,6 @@ from pathlib import Path
 from runners.config.sections import DataConfig
 from runners.data.row_files import RawRow, find_split, read_file
 from runners.errors import UserError, error_line, show
-from runners.files.hub import hub_or_cache
 
 _CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _TOGETHER = 1000  # rows that become Python's objects at a time
@@ -19,12 +18,11 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[RawRow]:
 
     name = config.name or _CONFIGS.get(config.source)
     try:
-        with hub_or_cache():
-            found = datasets.load_dataset(config.source, name, split=split)
-            # As Arrow's tables: images and sounds stay the bytes of their files.
-            tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-            rows = enumerate((row for table in tables for row in table_rows(table)), 1)
-            return [RawRow(f"{config.source} ({split}), row {number}", *row).sized() for number, row in rows]
+        found = datasets.load_dataset(config.source, name, split=split)
+        # As Arrow's tables: images and sounds stay the bytes of their files.
+        tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
+        rows = enumerate((row for table in tables for row in table_rows(table)), 1)
+        return [RawRow(f"{config.source} ({split}), row {number}", *row).sized() for number, row in rows]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         folder = _downloaded(config.source, name or "")
         if folder is not None and not isinstance(error, ValueError):

@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from runners.machine.terminal import restore_terminals
-
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
 _MOMENT = 0.1  # seconds to the line that answers a signal: a run may end faster
 _SAME = 0.5  # seconds in which another signal belongs to the first
@@ -38,7 +36,6 @@ def to_terminal(text: str) -> None:
 
 def _exit(number: int, text: str = "") -> NoReturn:
     """Ends the process at once, after this text."""
-    restore_terminals()
     with suppress(OSError):  # the terminal may be gone
         if os.isatty(1):
             os.write(1, _LEAVE_DISPLAY)

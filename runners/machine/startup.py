@@ -9,8 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping
-from importlib import metadata
+from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import attrs
 from runners.errors import UserError
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.gpu_programs import Compilation, compile_early, keep_programs
-from runners.machine.versions import install_hint, installed_version, untested_versions
+from runners.machine.versions import install_hint, installed_version
 
 if TYPE_CHECKING:
     from grpo_fn.backends import Blas
@@ -74,13 +73,10 @@ def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
     MLX writes programs in place: a rank that starts beside another could load a half-written one. Python's
     own temporary files stay where they were. Has to be called before MLX compiles.
     """
-    if rank == 0:
-        return
-    folder = Path(tempfile.gettempdir()) / f"grpo-ranks-{os.getuid()}"
-    for each in (folder, folder / str(rank)):
-        each.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid == os.getuid():  # not what another user has put there
-        environ["TMPDIR"] = str(folder / str(rank))
+    if rank:
+        folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-rank-{rank}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        environ["TMPDIR"] = str(folder)
 
 
 def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
@@ -114,7 +110,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     device = str(info.get("device_name", "")) or backend
     programs = config and compile_early(config, backend, read_memory().total, _cores())
     _import_transformers_without_torch()
-    return Platform(backend, found.library, device, _cores(), (*notices, *untested_versions()), programs)
+    return Platform(backend, found.library, device, _cores(), notices, programs)
 
 
 def _import_transformers_without_torch() -> None:
@@ -128,26 +124,12 @@ def _import_transformers_without_torch() -> None:
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found", as mlx-lm does
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
-    slow, metadata.packages_distributions = metadata.packages_distributions, packages_distributions
     try:
         from transformers.utils.import_utils import is_torch_available
 
         is_torch_available()  # remembers its answer
     finally:
         del sys.modules["torch"]
-        metadata.packages_distributions = slow
-
-
-def packages_distributions() -> Mapping[str, list[str]]:
-    """As `importlib.metadata`'s, which asks the disk for every file of every package, for half a second."""
-    found: dict[str, list[str]] = {}
-    for each in metadata.distributions():
-        stated, files = each.read_text("top_level.txt"), each.read_text("RECORD") or ""
-        tops = {line.split(",")[0].split("/")[0].removesuffix(".py") for line in files.splitlines()}
-        for top in stated.split() if stated else tops:
-            if top.isidentifier():
-                found.setdefault(top, []).append(each.metadata["Name"])
-    return found
 
 
 def _cores() -> int:
@@ -176,4 +158,4 @@ def _explain_import(error: ImportError) -> str:
         return f"MLX is not installed ({error}): {install}"
     if "libmlx" in str(error):
         return f"MLX is installed without a backend ({error}): {install}"
-    return "; ".join((f"MLX cannot be imported: {error}", *untested_versions()))
+    return f"MLX cannot be imported: {error}"

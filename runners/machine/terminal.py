@@ -7,13 +7,10 @@ hide lines, change the window's title or answer for the user.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import sys
-import termios
-import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 import click
@@ -30,31 +27,6 @@ _CODES = [
     *range(0x2066, 0x206A),
 ]
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
-_changed: dict[int, list[Any]] = {}  # a terminal's descriptor -> its settings before
-
-
-def quiet_keys() -> None:
-    """From now on the terminal of standard input shows no keys, and Ctrl-C discards no output.
-
-    `restore_terminals` undoes it. Nothing changes where standard input is no terminal, and in the background,
-    where the system would stop the process.
-    """
-    with suppress(OSError, ValueError, AttributeError, termios.error):  # standard input may be missing
-        number = sys.stdin.fileno()
-        if number in _changed or os.tcgetpgrp(number) != os.getpgrp():
-            return
-        _changed[number], quiet = termios.tcgetattr(number), termios.tcgetattr(number)
-        quiet[3] &= ~termios.ECHO
-        quiet[3] |= termios.NOFLSH  # Ctrl-C would discard what is not shown yet: half a block
-        termios.tcsetattr(number, termios.TCSANOW, quiet)
-
-
-def restore_terminals() -> None:
-    """Restores every terminal's settings; also called by a process that is about to end at once."""
-    for number, before in list(_changed.items()):
-        with suppress(termios.error, OSError):
-            termios.tcsetattr(number, termios.TCSANOW, before)
-        _changed.pop(number, None)
 
 
 class OutputLost(UserError):
@@ -97,21 +69,11 @@ def echo(text: str = "", *, err: bool = False, nl: bool = True, raw: bool = Fals
         if not raw and stream is not None and stream.isatty():
             text = visible(text)
         # Without `color` click would remove escape sequences from text for a pipe.
-        click.echo(_encodable(text, stream), file=stream, nl=nl, color=True)
+        click.echo(text, file=stream, nl=nl, color=True)
     except (OSError, ValueError) as error:
         if not err:
             raise OutputLost(error) from error
         drop_output(stream)
-
-
-def _encodable(text: str, stream: TextIO | None) -> str:
-    """The text; characters that the stream's encoding does not have are escaped."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
 
 
 class Output:
@@ -124,7 +86,7 @@ class Output:
 
     def write(self, text: str) -> int:
         """Writes a text, unless a write has failed."""
-        self._try(lambda: self._stream.write(_encodable(text, self._stream)))
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
@@ -153,37 +115,3 @@ def drop_output(stream: TextIO | None) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)
-
-
-def open_closed_streams() -> None:
-    """Opens closed standard input and error on /dev/null; raises OutputLost for a closed standard output.
-
-    Otherwise the next opened file would get the stream's number, and receive everything that is printed.
-    """
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (for as long as the process lives)
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stdout is None:
-        raise OutputLost(ValueError("it is closed; redirect it to /dev/null to discard the output"))
-
-
-@contextmanager
-def others_visible() -> Iterator[None]:
-    """Within the block, other packages' log records and warnings (they may quote files) are `visible` too."""
-    make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
-
-    def make(*arguments: Any, **options: Any) -> logging.LogRecord:
-        record = make_record(*arguments, **options)
-        with suppress(Exception):  # a message that does not fit its arguments: logging reports it
-            record.msg, record.args = visible(record.getMessage()), None
-        return record
-
-    try:
-        if sys.stderr is not None and sys.stderr.isatty():
-            logging.setLogRecordFactory(make)
-            warnings.formatwarning = lambda *a, **k: visible(format_warning(*a, **k))  # pyright: ignore
-        yield
-    finally:
-        logging.setLogRecordFactory(make_record)
-        warnings.formatwarning = format_warning

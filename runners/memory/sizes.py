@@ -28,7 +28,7 @@ from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
 from runners.config.sections import SELF, SHIPPED
 from runners.errors import UserError, first_lines
-from runners.files.hub import hub_errors, hub_or_cache
+from runners.files.hub import hub_errors
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.memory.shapes import FLOAT, ModelShape, model_shape
@@ -191,7 +191,7 @@ def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[n
         return load_module(folder, config.model.trust_remote_code, loader)
     from huggingface_hub import hf_hub_download
 
-    with hub_errors(f'{key} = "{path}"'), hub_or_cache():
+    with hub_errors(f'{key} = "{path}"'):
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
         return _from_config(stated), stated

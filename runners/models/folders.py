@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.files.hub import hub_errors, hub_or_cache
+from runners.files.hub import hub_errors
 from runners.files.json_files import read_json
 from runners.files.links import check_links, check_weight_map
 from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
@@ -186,5 +186,5 @@ def _download(name: str, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
-    with hub_errors(where), hub_or_cache():
+    with hub_errors(where):
         return Path(snapshot_download(name, allow_patterns=patterns))

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runners.errors import gigabytes
-from runners.machine.terminal import Output, echo, quiet_keys, restore_terminals, visible
+from runners.machine.terminal import Output, echo, visible
 from runners.telemetry.events import Alert, Evaluated, Event, Finished, Note, Report, Started, Status, Updated
 from runners.telemetry.progress import (
     Progress,
@@ -76,7 +76,6 @@ class LiveReport(Report):
                 self._begun = True
                 self._print(_facts({name: value for name, value in header.items() if name != "run"}))
                 self._live.start(refresh=True)
-                quiet_keys()
             case Status():
                 if not self._live.is_started and not self._finished:
                     self._live.start()
@@ -104,7 +103,6 @@ class LiveReport(Report):
         self._stop()
 
     def _stop(self) -> None:
-        restore_terminals()
         with self._alerts:
             self._ended = True
         self._live.stop()  # draws the block for the last time

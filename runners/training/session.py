@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.run_folder import check_owned
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
@@ -120,7 +119,6 @@ class Session:
         fault = None
         try:
             if self.ranks.is_rank_zero:
-                check_owned(self.run.folder)
                 final = save_final(self.run.folder, whole, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
@@ -139,7 +137,6 @@ class Session:
 
     def _snapshot(self, whole: g.TrainState) -> Snapshot:
         """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
-        check_owned(self.run.folder)
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         facts = {
             **self._facts,

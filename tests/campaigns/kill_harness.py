@@ -23,7 +23,7 @@ import click
 
 import grpo_fn  # noqa: F401 (before MLX)
 from runners.checkpoints.manifest import check_manifest
-from runners.checkpoints.run_folder import LATEST, checkpoint_folders
+from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError
 from tests.campaigns import killed_conversions
 from tests.campaigns.killed_conversions import Conversions
@@ -101,9 +101,6 @@ class Harness:
     def look(self, run: Path) -> list[str]:
         """What is wrong in the folder of a run that may be dead."""
         problems = []
-        latest = run / LATEST
-        if latest.exists() and not (run / latest.read_text().strip()).is_dir():
-            problems.append("latest dangles")
         for step, path in checkpoint_folders(run).items():
             try:
                 check_manifest(path)

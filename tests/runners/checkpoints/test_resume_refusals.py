@@ -11,7 +11,6 @@ import pytest
 
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest, write_manifest
 from runners.checkpoints.resume import find_origin
-from runners.checkpoints.run_folder import LATEST
 from runners.errors import UserError
 from runners.memory.forecast import with_keys
 from runners.telemetry.report import Quiet
@@ -132,12 +131,13 @@ def test_another_version_is_refused_and_not_passed_over(copy, number, writer, to
         run_training(copy(), report=Quiet(), resume=True)
 
 
-@pytest.mark.parametrize("name", ["../latest", "/etc/passwd", "..", "", "sub/../x", "a\0b"])
+@pytest.mark.parametrize("name", ["../training_log.jsonl", "/etc/passwd", "..", "", "sub/../x", "a\0b"])
 def test_no_name_in_a_manifest_leads_out_of_its_folder(copy, name):
     """Parents, absolute paths and the like are refused before anything is opened."""
     folder = copy.folder / "checkpoint-3"
     files = json.loads((folder / MANIFEST).read_text())["files"]
-    facts = {"size": (copy.folder / LATEST).stat().st_size, "sha256": digest(copy.folder / LATEST)}
+    log = copy.folder / "training_log.jsonl"
+    facts = {"size": log.stat().st_size, "sha256": digest(log)}
     rewrite(folder, files={**files, name: facts})
     with pytest.raises(Damaged, match="in the folder, found none"):
         check_manifest(folder)
@@ -186,7 +186,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(copy):
     old = (copy.folder / "training_log.jsonl").read_bytes()
     run_training(copy("run.overwrite=true", "optim.max_steps=1", "checkpoint.every=0"), report=Quiet())
     names = {path.name for path in copy.folder.iterdir()}
-    assert not [name for name in names if name.startswith("checkpoint")] and LATEST not in names
+    assert not [name for name in names if name.startswith("checkpoint")]
     assert (copy.folder / "training_log.previous.jsonl").read_bytes() == old
     with pytest.raises(UserError, match="holds a finished run without checkpoints"):
         run_training(copy(), report=Quiet(), resume=True)
@@ -269,9 +269,9 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     finally:
         other.kill()
         other.communicate()
-    assert (copy.folder / ".lock").exists()
+    assert (copy.folder / ".lock").read_text() == f"{other.pid}\n"
     run_training(copy(), report=Quiet(), resume=True)
-    assert not (copy.folder / ".lock").exists()
+    assert (copy.folder / ".lock").read_text() == ""
 
 
 def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):

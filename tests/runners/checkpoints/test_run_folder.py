@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from runners.checkpoints.run_folder import check_owned, locked
+from runners.checkpoints.run_folder import locked
 from runners.errors import UserError
 from runners.files.run_files import LOCK
 
@@ -20,32 +20,3 @@ def test_a_lock_that_is_no_lock_is_left_alone(tmp_path, kind):
     with pytest.raises(UserError, match=r"no run's lock|cannot be written"), locked(lock.parent, "run.name"):
         pass
     assert precious.read_text() == lock.read_text() == before
-
-
-def test_only_the_own_lock_and_folder_are_removed_at_the_end(tmp_path):
-    """What has the run's path by then may be somebody else's."""
-    with locked(tmp_path / "a", "run.name"):
-        (tmp_path / "a" / LOCK).unlink()
-        (tmp_path / "a" / LOCK).write_text("1\n")
-    with locked(tmp_path / "b" / "run", "run.name"):
-        (tmp_path / "b" / "run").rename(tmp_path / "b" / "moved")
-        (tmp_path / "b" / "run").mkdir()
-    with locked(tmp_path / "c" / "run", "run.name"):
-        pass
-    assert (tmp_path / "a" / LOCK).read_text() == "1\n" and not (tmp_path / "c").exists()
-    assert {path.name for path in (tmp_path / "b").iterdir()} == {"run", "moved"}
-
-
-def test_nothing_is_saved_into_another_runs_folder(tmp_path):
-    """Where the run's own was renamed; a missing one may be made again."""
-    folder = tmp_path / "run"
-    with locked(folder, "run.name"):
-        check_owned(folder)
-        folder.rename(tmp_path / "moved")
-        check_owned(folder)
-        for content in (None, "1\n"):
-            folder.mkdir(exist_ok=True)
-            if content:
-                (folder / LOCK).write_text(content)
-            with pytest.raises(UserError, match="another one is there; nothing is saved into it"):
-                check_owned(folder)

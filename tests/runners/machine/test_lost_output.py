@@ -53,8 +53,7 @@ def place(tmp_path, monkeypatch):
 def start(*arguments, **options):
     """A command in a process of its own."""
     given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    begin = subprocess.Popen if "preexec_fn" in options else Popen
-    return begin(
+    return Popen(
         [sys.executable, "-m", "runners.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
@@ -78,12 +77,6 @@ def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch
             cli.main(COMMANDS[command])
     lines = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and lines[-1] == "standard output: No space left on device", lines
-
-
-def test_a_closed_standard_output_is_a_line(place):
-    """`grpo … >&-`: at once, as the next file to be opened would be written to otherwise."""
-    code, lines = ended(start(*COMMANDS["run"], stdout=None, preexec_fn=lambda: os.close(1)))
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("standard output: it is closed"), lines
 
 
 def first_update(stream):

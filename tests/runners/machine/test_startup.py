@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from grpo_fn.backends.cpu import blas
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory
-from tests.support.processes.waiting import HANGS
-from tests.support.ranks.launching import launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
@@ -29,15 +26,6 @@ def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def test_ranks_that_start_together_compile_into_folders_of_their_own(tmp_path):
-    """Where the temporary folder is empty, one cannot load what another is writing."""
-    command = [sys.executable, "-c", "from grpo_entry import run_command as c; c()", "missing.toml"]
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(launcher(2, command), env=environ, stdin=subprocess.PIPE) as process:
-        process.wait(HANGS)
-    assert [folder.name for folder in (tmp_path / f"grpo-ranks-{os.getuid()}").iterdir()] == ["1"]
-
-
 @pytest.mark.skipif(not ON_LINUX_CPU, reason="MLX for a CPU")
 def test_a_rank_compiles_in_its_own_folder_and_leaves_temporary_files_where_they_were(tmp_path):
     code = (
@@ -47,7 +35,9 @@ def test_a_rank_compiles_in_its_own_folder_and_leaves_temporary_files_where_they
     )
     made = in_new_process(code, TMPDIR=str(tmp_path)).stdout.strip()
     assert Path(made).parent == tmp_path
-    assert {file.relative_to(tmp_path).parts[2] for file in tmp_path.rglob("*.so")} == {"mlx"}
+    assert {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*.so")} == {
+        f"grpo-{os.getuid()}-rank-2"
+    }
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -128,11 +118,3 @@ def test_transformers_is_imported_without_pytorch(tmp_path, left):
     done = in_new_process(code, GRPO_FN_TORCH=left)
     assert done.stdout.split() == [str(bool(left)), "2.99.0"], done.stderr
     assert "PyTorch" not in done.stderr
-
-
-def test_the_names_of_packages_are_found_without_reading_their_files():
-    """Those that have metadata and can be imported, as `importlib.metadata` finds them."""
-    found, slow = startup.packages_distributions(), metadata.packages_distributions()
-    assert {name: set(slow[name]) for name in slow if name.isidentifier()} == {
-        name: set(found.get(name, ())) for name in slow if name.isidentifier()
-    }

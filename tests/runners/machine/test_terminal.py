@@ -1,13 +1,11 @@
 """What reaches a terminal: no control character of a model's, a tokenizer's, a reward's or a data set's."""
 
 import io
-import logging
 import os
 import pty
 import select
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from runners.machine.terminal import Output, OutputLost, echo, others_visible, visible
+from runners.machine.terminal import OutputLost, echo, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet, make_report
@@ -58,17 +56,6 @@ def test_a_terminal_gets_it_visible_and_a_pipe_as_it_is(monkeypatch, err):
         monkeypatch.setattr(sys, "stderr" if err else "stdout", stream)
         echo(EVIL, err=err, raw=raw, nl=False)
         assert stream.getvalue() == wanted
-
-
-def test_what_a_stream_has_no_bytes_for_is_spelt_out(monkeypatch):
-    """An old terminal's encoding, and halves of surrogate pairs, are no reason to fail."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    echo("0.1 → 0.2 \ud800")
-    output = Output(stream)
-    output.write("→")
-    output.flush()
-    assert stream.buffer.getvalue() == b"0.1 \\u2192 0.2 \\ud800\n\\u2192" and output.fault is None
 
 
 class Full(io.StringIO):
@@ -143,23 +130,6 @@ def test_displays_show_it_visible():
         list(told(PlainReport(output)))
     assert harmless(plain.getvalue()) and SHOWN in plain.getvalue()
     assert "\x1b]0;evil" in file.getvalue()  # as it is
-
-
-def test_what_others_log_is_visible(monkeypatch):
-    """Their records and warnings quote files; afterwards all is as it was."""
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("somebody's")
-    logger.addHandler(handler)
-    before = logging.getLogRecordFactory(), warnings.formatwarning
-    with others_visible():
-        logger.warning("model type %s", EVIL)
-        logger.warning("%d arguments that do not fit")
-        stream.write(warnings.formatwarning(UserWarning(EVIL), UserWarning, "file", 1))
-    assert (logging.getLogRecordFactory(), warnings.formatwarning) == before
-    logger.removeHandler(handler)
-    assert harmless(stream.getvalue()) and stream.getvalue().count(SHOWN) == 2
 
 
 # A model that answers with what stands in EVIL, whatever it is asked.

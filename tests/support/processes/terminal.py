@@ -105,12 +105,6 @@ class Session:
         """Presses keys."""
         os.write(self._leader, keys)
 
-    @property
-    def echoes(self) -> bool:
-        """Whether the terminal shows what is typed, a line at a time, as it does for a shell."""
-        flags = termios.tcgetattr(self._leader)[3]
-        return bool(flags & termios.ECHO) and bool(flags & termios.ICANON)
-
     def finish(self) -> tuple[int, Screen]:
         """The exit code, and the screen at the program's end."""
         self.read_until()
