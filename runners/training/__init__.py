@@ -1,4 +1,4 @@
-"""The training path, to be read in this order: train, setup, loop, steps, rollout, gradients.
+"""The training path, to be read in this order: train, setup, steps, rollout, gradients.
 
 It may import every folder but commands and conversion.
 """

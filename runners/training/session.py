@@ -14,7 +14,7 @@ import grpo_fn as g
 from runners.checkpoints.saving import Saver
 from runners.checkpoints.snapshot import Snapshot, take_snapshot
 from runners.config.conditions import Condition
-from runners.errors import UserError, gigabytes
+from runners.errors import NumbersError, UserError, gigabytes
 from runners.machine.memory_readings import free_memory, swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_final
@@ -66,6 +66,12 @@ class Session:
     def elapsed(self) -> float:
         """Seconds that the run has taken, including those before a resume."""
         return self.state.elapsed + time.perf_counter() - self._started
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left."""
+        ended = self.state.seen.reached or self.state.batch_step >= self.run.length.batch_steps
+        return bool(ended) and not self.steps.update_due(self.state)
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
@@ -161,6 +167,19 @@ class Session:
         self.save_to_stop("interrupted: ")
         self.ranks.agreed_to_end()
         raise end
+
+    def check_bad_updates(self) -> None:
+        """If too many updates in a row were skipped: saves the last good state, and raises NumbersError."""
+        limit, in_a_row = self.config.optim.max_bad_updates, self.state.bad_updates_in_a_row
+        if not limit or in_a_row < limit:
+            return
+        self.shown.status("saving")
+        self.save("the last good state: ", strict=True)
+        raise NumbersError(
+            f"{in_a_row} updates in a row had numbers that are not finite (optim.max_bad_updates = {limit}); "
+            "the last good state has been saved; lower optim.learning_rate, or look at these updates' "
+            "completions"
+        )
 
     def check_swap(self) -> None:
         """If the system has swapped out more than system.swap_limit_gb since the start: saves, and raises

@@ -8,8 +8,10 @@ from typing import Any
 
 import attrs
 
+from grpo_fn.algorithm import SURROGATES
 from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
+from runners.config.conditions import Condition
 from runners.config.loading import Config
 from runners.config.sections import REWARD_NAMES
 from runners.data.curriculum import Estimates
@@ -39,7 +41,6 @@ from runners.rewards.functions import check_columns, check_judges
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
-from runners.training.notices import setting_warnings
 from runners.training.rollout import Collector
 from runners.user_code.worker import Worker
 
@@ -180,7 +181,7 @@ def build_run(
             *loaded.notices,
             *uncompiled,
             *learner.notices,
-            *setting_warnings(config, learner),
+            *_setting_warnings(config, learner),
             *expected,
         ),
         ranks=ranks,
@@ -243,3 +244,36 @@ def _examples(
         )
     samples = config.eval.samples
     return Data(built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices))
+
+
+def _setting_warnings(config: Config, learner: Learner) -> list[str]:
+    """Warnings about settings that are allowed but probably a mistake."""
+    rollout, spec = config.rollout, learner.spec
+    truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
+    rounded = bool(learner.engine.metrics()) and learner.engine.fallback is None
+    warnings = []
+    if rounded and rollout.storage == "dequantized":
+        warnings.append(
+            'rollout.storage = "dequantized" saves neither memory nor time: rounded weights have full size; '
+            '"packed" saves memory, and on Metal time'
+        )
+    if (truncated or rounded) and spec.correction == "none":
+        cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
+        warnings.append(
+            f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
+            'difference, or set loss.correction = "token_truncate"'
+        )
+    silent = {"kl": "only with loss.beta > 0"} if spec.beta == 0 else {}
+    if SURROGATES[spec.surrogate].clipped_sides != ("low", "high"):
+        silent |= dict.fromkeys(
+            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
+            "only with the surrogates clip and dual_clip",
+        )
+    if spec.surrogate != "cispo":
+        silent["cispo_clip_ratio"] = "only with the surrogate cispo"
+    for text in config.stop.when:
+        condition = Condition.parse(text)
+        if condition and condition.metric in silent:
+            when = f"{condition.metric} is logged {silent[condition.metric]}"
+            warnings.append(f"stop.when: {condition} is never true, because {when}")
+    return warnings

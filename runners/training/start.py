@@ -37,8 +37,7 @@ from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Report, Silent, make_report
-from runners.training.restoring import check_alike, restore, share_start
-from runners.training.run_state import RunState
+from runners.training.run_state import RunState, check_alike, restore, share_start
 from runners.training.session import Session
 from runners.training.setup import Run, build_run
 from runners.user_code.worker import Worker

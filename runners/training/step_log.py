@@ -16,7 +16,6 @@ from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records, run_header, run_summary
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
-from runners.training.bad_updates import count_bad_update
 from runners.training.session import Session
 from runners.training.supervised import gold_stream, gold_update_metrics
 
@@ -83,7 +82,7 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
     reward = metrics.get("reward", math.nan)
-    lines = count_bad_update(session, metrics)
+    lines = _count_bad_update(session, metrics)
     seen, warnings = session.watch.see(metrics, session.state.seen)
     session.change(reward=reward if reward == reward else None, seen=seen)
     last = session.state.update == session.run.length.updates or seen.reached
@@ -146,3 +145,23 @@ def _rank_metrics(session: Session) -> dict[str, Any]:
         "ranks/rollout_skew": max(spent) - min(spent),
         "ranks/slowest": spent.index(max(spent)),
     }
+
+
+def _count_bad_update(session: Session, metrics: dict[str, Any]) -> list[str]:
+    """Counts an update that was skipped; returns the lines to show.
+
+    `metrics` are the update's; "bad_updates", the run's count so far, is added if it is not 0.
+    """
+    state, skipped = session.state, bool(metrics.get("update_skipped"))
+    in_a_row = state.bad_updates_in_a_row + 1 if skipped else 0
+    session.change(bad_updates=state.bad_updates + skipped, bad_updates_in_a_row=in_a_row)
+    if session.state.bad_updates:
+        metrics["bad_updates"] = session.state.bad_updates
+    if not skipped:
+        return []
+    why = "the new weights would not be finite"
+    if not math.isfinite(metrics["loss"]):
+        why = f"its loss is {metrics['loss']}"
+    elif not math.isfinite(metrics["grad_norm"]):
+        why = f"the norm of its gradient is {metrics['grad_norm']}"
+    return [f"update {metrics['update']} skipped: {why}; the weights are unchanged"]

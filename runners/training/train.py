@@ -8,7 +8,6 @@ from pathlib import Path
 import attrs
 
 import grpo_fn as g
-from grpo_fn import backends  # noqa: F401 (before MLX: it loads the BLAS)
 from runners.config.loading import Config
 from runners.environments.own_code import start_worker
 from runners.errors import RewardError
@@ -19,7 +18,6 @@ from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
 from runners.telemetry.events import Status
 from runners.telemetry.report import Report
-from runners.training.bad_updates import check_bad_updates
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
@@ -89,7 +87,7 @@ def train(session: Session) -> RunResult:
     """All remaining steps of the run, then the final evaluation, and the final model."""
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
-    while not finished(session):
+    while not session.finished:
         session.saver.poll()
         if session.steps.update_due(session.state):
             take_update(session)
@@ -97,7 +95,7 @@ def train(session: Session) -> RunResult:
             take_batch_step(session)
         session.check_log()
         evaluate_if_due(session)
-        check_bad_updates(session)
+        session.check_bad_updates()
         session.save_if_due()
         session.check_output()
         session.check_swap()
@@ -130,12 +128,6 @@ def take_update(session: Session) -> None:
         session.state, stats, update = steps.update(sums)
         log_update(session, stats, update)
         session.state = steps.sync(session.state)  # the sampler takes the new weights
-
-
-def finished(session: Session) -> bool:
-    """Whether no step is left."""
-    state, most = session.state, session.run.length.batch_steps
-    return bool(state.seen.reached or state.batch_step >= most) and not session.steps.update_due(state)
 
 
 def finish(session: Session) -> RunResult:
