@@ -38,7 +38,8 @@ from benchmarks.harness.shapes import SHAPES, make_module
 from grpo_fn.trees import named_leaves
 from runners.cli import COMMANDS
 from runners.config.loading import load_config
-from runners.config.sections import EMBEDDED, ModelConfig
+from runners.config.names import EMBEDDED
+from runners.config.sections import ModelConfig
 from runners.files.cache_folder import cache_folder
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform, prepare

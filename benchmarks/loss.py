@@ -21,7 +21,8 @@ from benchmarks.harness.measure import interleaved
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from grpo_fn.algorithm import LossArrays, loss_sum
 from grpo_fn.compile import Compiled
-from runners.config.sections import EMBEDDED, ModelConfig
+from runners.config.names import EMBEDDED
+from runners.config.sections import ModelConfig
 from runners.machine.startup import prepare
 from runners.models.loaded_model import load_model
 

@@ -27,7 +27,7 @@ from benchmarks.harness.record import Figure
 from benchmarks.harness.shapes import MODELS, make_module, make_prompts, vocabulary_of
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, nbytes, on_host
-from runners.config.sections import EMBEDDED
+from runners.config.names import EMBEDDED
 
 PROMPT = 8  # tokens
 

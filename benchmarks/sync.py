@@ -23,7 +23,7 @@ from benchmarks.harness.record import Figure, time_figure
 from benchmarks.harness.shapes import MODELS, make_module
 from grpo_fn.policy.quantized_role import MODES, STORAGES, quantized_role
 from grpo_fn.trees import Tree, map_arrays, nbytes
-from runners.config.sections import EMBEDDED
+from runners.config.names import EMBEDDED
 
 
 def held_bytes(call: Callable[[], Any]) -> int:

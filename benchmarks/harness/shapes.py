@@ -13,7 +13,8 @@ import numpy as np
 
 from benchmarks.harness.machine import backend
 from grpo_fn.trees import from_names, named_leaves
-from runners.config.sections import EMBEDDED, ModelConfig
+from runners.config.names import EMBEDDED
+from runners.config.sections import ModelConfig
 from runners.errors import UserError, did_you_mean
 from runners.machine.startup import prepare
 from runners.models.loaded_model import load_model

@@ -14,8 +14,9 @@ from runners.checkpoints.run_inputs import HELD_OUT
 from runners.checkpoints.state_files import STATE_FILE
 from runners.checkpoints.trainer_state import TrainerState, read_trainer_state
 from runners.config.loading import Config
+from runners.config.names import EMBEDDED
 from runners.config.recorded import recorded_in
-from runners.config.sections import EMBEDDED, ModelConfig
+from runners.config.sections import ModelConfig
 from runners.errors import UserError, show
 from runners.files.run_files import COMPLETIONS, METRICS
 from runners.report.run_record import flattened

@@ -13,7 +13,7 @@ from typing import Any
 
 from runners.checkpoints.manifest import digest
 from runners.config.loading import Config
-from runners.config.sections import SELF
+from runners.config.names import SELF
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.files.json_files import read_json

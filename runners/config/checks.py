@@ -13,8 +13,7 @@ import attrs
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
 from runners.config.judge_checks import check_judge, check_names
-from runners.config.reading import PRESET_FOLDER, Settings
-from runners.config.sections import (
+from runners.config.names import (
     CALCULATOR,
     EMBEDDED,
     REWARD_NAMES,
@@ -24,6 +23,7 @@ from runners.config.sections import (
     TASKS,
     judge_of,
 )
+from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
 from runners.files.run_files import COMPLETIONS

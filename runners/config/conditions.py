@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from runners.config.names import judge_of
 from runners.config.rules import SIGNS
-from runners.config.sections import judge_of
 from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
 

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from runners.config.names import JUDGE_PREFIX, judge_of
 from runners.config.reading import Settings
-from runners.config.sections import JUDGE_PREFIX, JudgeConfig, RewardConfig, judge_of
+from runners.config.sections import JudgeConfig, RewardConfig
 from runners.errors import did_you_mean, listed, show
 
 PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")

@@ -8,42 +8,8 @@ from typing import Any, Literal
 import attrs
 
 from runners.answers.forms import FORMS
+from runners.config.names import REWARD_NAMES
 from runners.config.rules import LONG, key
-
-EMBEDDED = "embedded"
-EMBEDDED_TOOLS = "embedded-tools"
-SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
-"""The names of the shipped models and data, for `model.path` and `data.source`."""
-
-SELF = "self"
-"""The name of the student itself, for `teacher.path`."""
-
-TASKS = "reasoning-gym:"
-TASK_SCORE = "runners.rewards.task_score:task_score"
-"""How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
-
-CALCULATOR = "calculator"
-"""The name of nanochat's environment, for `env.factory`."""
-
-REWARD_NAMES = (
-    "correctness_reward_func",
-    "int_reward_func",
-    "strict_format_reward_func",
-    "soft_format_reward_func",
-    "xmlcount_reward_func",
-)
-REWARD_ARGUMENTS = (
-    "completions",
-    "prompts",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "environments",
-)
-"""The arguments that every reward may take besides the dataset's columns."""
-
-_NONE: dict[str, bool | int | float | str] = {}
 
 Stored = Literal["float32", "bfloat16"]
 QuantizationMode = Literal["none", "affine-8", "affine-6", "affine-4", "affine-3", "mxfp8", "mxfp4", "nvfp4"]
@@ -52,16 +18,6 @@ Aggregate = Literal["sum_then_normalize", "normalize_then_sum"]
 Baseline = Literal["group_mean", "leave_one_out", "batch_mean", "turn"]
 Scale = Literal["group", "batch", "none"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-
-JUDGE_PREFIX = "judge."
-"""The prefix of a judge in `reward.functions`: the name of a table [judge.NAME] follows."""
-
-
-def judge_of(function: str) -> str | None:
-    """The NAME of the table [judge.NAME] if an entry of `reward.functions` means one, else None."""
-    is_judge = function.startswith(JUDGE_PREFIX) and ":" not in function
-    return function.removeprefix(JUDGE_PREFIX) if is_judge else None
-
 
 _KINDS = {"string": str, "number": float, "true or false": bool, "list of 2 numbers": tuple[float, float]}
 _LOSS = json.loads((Path(__file__).parent / "loss_keys.json").read_text(encoding="utf-8"))
@@ -136,7 +92,7 @@ class DataConfig:
     image_max_pixels: int = key(0, "larger images are scaled down to so many pixels; 0: to what the model's processor allows", ">= 0")
     system_prompt: str = key(FORMS["xml"].instruction, "the system message; empty: none. If not set, it is the one that asks for `answer.form` (shown: that of `xml`), and none with `data.prompt`")
     nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too. If not set, it is that of `answer.form`, and none with `data.prompt`")
-    chat_template_kwargs: dict[str, bool | int | float | str] = key(_NONE, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
+    chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
     chat_template: str = key("", "a file with the chat template to use, in jinja as transformers writes it; the run's models are saved with it. Empty: the model's own")
     prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is a text that the model continues, without template, roles and system prompt, for [base models](base-models.md)")
     max_samples: int = key(0, "how many rows to train on, from the first; 0: all", ">= 0")

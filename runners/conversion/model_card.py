@@ -13,8 +13,8 @@ from typing import Any
 import attrs
 
 import runners
+from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
-from runners.config.sections import SHIPPED
 from runners.errors import spell, spell_tables
 from runners.evaluation.estimators import wilson
 from runners.files.json_files import finite_number, read_json, whole_number

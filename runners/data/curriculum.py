@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from grpo_fn.prng import CURRICULUM, fold_in, random_bits
-from runners.config.sections import REWARD_NAMES
+from runners.config.names import REWARD_NAMES
 from runners.data.prompts import Example
 
 NEVER = -1  # in place of a step or a rate

@@ -10,7 +10,8 @@ import numpy as np
 from runners.answers.forms import FORMS, NONE
 from runners.answers.values import parse_number
 from runners.config.loading import Config
-from runners.config.sections import TASKS, DataConfig
+from runners.config.names import TASKS
+from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.hub_rows import hub_rows
 from runners.data.messages import prompt_fault, prompt_of

@@ -10,7 +10,8 @@ from typing import Any
 import attrs
 import numpy as np
 
-from runners.config.sections import REWARD_ARGUMENTS, DataConfig
+from runners.config.names import REWARD_ARGUMENTS
+from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
 from runners.data.rendering import render
 from runners.data.row_images import row_images

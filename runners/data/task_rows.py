@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from runners.config.sections import TASKS, DataConfig
+from runners.config.names import TASKS
+from runners.config.sections import DataConfig
 from runners.data.row_files import RawRow
 from runners.errors import UserError, did_you_mean, error_line, show
 from runners.machine.versions import install_hint

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpo_fn as g
-from runners.config.sections import CALCULATOR, EnvConfig
+from runners.config.names import CALCULATOR
+from runners.config.sections import EnvConfig
 from runners.environments.episodes import Episode, finished_episodes
 from runners.errors import UserError
 from runners.rewards.finished_episodes import FinishedEpisodes

@@ -14,7 +14,8 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
-from runners.config.sections import CALCULATOR, DataConfig, EnvConfig
+from runners.config.names import CALCULATOR
+from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never

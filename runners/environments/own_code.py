@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import Config
-from runners.config.sections import CALCULATOR, EnvConfig, judge_of
+from runners.config.names import CALCULATOR, judge_of
+from runners.config.sections import EnvConfig
 from runners.rewards.functions import Reward, rewards_of
 from runners.rewards.functions import loading as reward_loading
 from runners.user_code.host import MAIN

@@ -13,8 +13,8 @@ import attrs
 from runners.answers.forms import FORMS
 from runners.checkpoints.own_runs import is_own
 from runners.config.loading import Config, load_config
+from runners.config.names import CALCULATOR, JUDGE_PREFIX, REWARD_NAMES
 from runners.config.recorded import read_recorded, run_of
-from runners.config.sections import CALCULATOR, JUDGE_PREFIX, REWARD_NAMES
 from runners.errors import ConfigError, UserError, show
 
 # What is taken of a run's config: no code, no address, no path but the data's.

@@ -9,8 +9,9 @@ from typing import Any
 import attrs
 
 from runners.config.loading import load_config
+from runners.config.names import CALCULATOR, EMBEDDED
 from runners.config.recorded import read_recorded, run_of
-from runners.config.sections import CALCULATOR, EMBEDDED, DataConfig, EnvConfig
+from runners.config.sections import DataConfig, EnvConfig
 from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError, show, spell
 from runners.inference.inference_model import InferenceModel

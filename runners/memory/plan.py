@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 
 from runners.config.loading import Config
-from runners.config.sections import SHIPPED
+from runners.config.names import SHIPPED
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.rendering import use_template

@@ -26,7 +26,7 @@ from grpo_fn.policy import (
 )
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
-from runners.config.sections import SELF, SHIPPED
+from runners.config.names import SELF, SHIPPED
 from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors
 from runners.images.tower import tower_bytes

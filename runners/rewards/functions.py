@@ -11,7 +11,8 @@ import attrs
 
 from runners.answers.forms import AnswerForm
 from runners.config.loading import Config
-from runners.config.sections import REWARD_ARGUMENTS, JudgeConfig, judge_of
+from runners.config.names import REWARD_ARGUMENTS, judge_of
+from runners.config.sections import JudgeConfig
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.judges import Judge, build_judge

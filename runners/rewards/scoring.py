@@ -15,7 +15,7 @@ from typing import Any, Literal
 import attrs
 import numpy as np
 
-from runners.config.sections import REWARD_ARGUMENTS
+from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import RewardError, show
 from runners.judges import Judge
 from runners.rewards.calls import run, run_async

@@ -13,7 +13,7 @@ from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
 from runners.config.conditions import Condition
 from runners.config.loading import Config
-from runners.config.sections import REWARD_NAMES
+from runners.config.names import REWARD_NAMES
 from runners.data.curriculum import Estimates
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.difficulty import with_difficulty

@@ -12,7 +12,7 @@ import grpo_fn as g
 from grpo_fn.learner import Teacher, as_teacher_reads, can_share, round_up
 from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
-from runners.config.sections import SELF
+from runners.config.names import SELF
 from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.errors import UserError, show

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners.cli import run_command
-from runners.config import sections
+from runners.config import names, sections
 from runners.config.loading import KEYS, ConfigError
 from runners.config.reading import ANY_NAME, PRESET_FOLDER
 from runners.config.rules import is_text, is_within
@@ -22,7 +22,7 @@ def test_the_schema_names_what_the_core_has():
     from grpo_fn.policy import MODES, STORAGES
     from runners.rewards import builtin as rewards
 
-    assert set(sections.REWARD_NAMES) == set(rewards.REWARDS)
+    assert set(names.REWARD_NAMES) == set(rewards.REWARDS)
     assert get_args(sections.Aggregate) == AGGREGATES
     assert get_args(sections.Baseline) == tuple(BASELINES)
     assert get_args(sections.Scale) == tuple(SCALES)

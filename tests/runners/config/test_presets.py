@@ -7,8 +7,8 @@ import re
 import pytest
 
 from runners.config.loading import load_config
+from runners.config.names import SHIPPED
 from runners.config.reading import PRESET_FOLDER, preset_names
-from runners.config.sections import SHIPPED
 from runners.machine.startup import Platform
 from runners.memory import sizes
 from runners.memory.forecast import forecast

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.config.loading import load_config
-from runners.config.sections import REWARD_ARGUMENTS
+from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import UserError
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import Reward, Scorer, Scores

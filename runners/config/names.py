@@ -1,0 +1,47 @@
+"""Names that a config may use in place of files and functions: of models, data, rewards and judges."""
+
+EMBEDDED = "embedded"
+
+EMBEDDED_TOOLS = "embedded-tools"
+
+SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
+"""The names of the shipped models and data, for `model.path` and `data.source`."""
+
+SELF = "self"
+"""The name of the student itself, for `teacher.path`."""
+
+TASKS = "reasoning-gym:"
+
+TASK_SCORE = "runners.rewards.task_score:task_score"
+"""How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
+
+CALCULATOR = "calculator"
+"""The name of nanochat's environment, for `env.factory`."""
+
+REWARD_NAMES = (
+    "correctness_reward_func",
+    "int_reward_func",
+    "strict_format_reward_func",
+    "soft_format_reward_func",
+    "xmlcount_reward_func",
+)
+
+REWARD_ARGUMENTS = (
+    "completions",
+    "prompts",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+)
+"""The arguments that every reward may take besides the dataset's columns."""
+
+JUDGE_PREFIX = "judge."
+"""The prefix of a judge in `reward.functions`: the name of a table [judge.NAME] follows."""
+
+
+def judge_of(function: str) -> str | None:
+    """The NAME of the table [judge.NAME] if an entry of `reward.functions` means one, else None."""
+    is_judge = function.startswith(JUDGE_PREFIX) and ":" not in function
+    return function.removeprefix(JUDGE_PREFIX) if is_judge else None
