@@ -9,11 +9,11 @@ from grpo_fn.policy.caches import kv_caches
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
 from grpo_fn.policy.calibration import (
-    Carry,
+    Carries,
     Moments,
     added,
     block_width,
-    carry_of,
+    carries_of,
     input_moments,
     round_calibrated,
 )

@@ -8,6 +8,7 @@ kernels are mlx's affine ones: only which numbers are stored differs.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,11 +34,16 @@ Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each b
 
 @attrs.frozen(eq=False)
 class Carry:
-    """How errors are carried on, from the moments of one layer. Made once; each rounding uses it again."""
+    """How errors are carried on, from the moments of blocks. Made once; each rounding uses it again."""
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
+    inverse_nw: mx.array  # the places of the columns in this order
     share_nww: mx.array  # row k: what later columns take over of column k's error, in this order
     weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
+
+
+# Of each weight: the carry of all layers with blocks of that width, and its layer's first block there.
+Carries = Mapping[str, tuple[Carry, int]]
 
 
 def input_moments(
@@ -112,20 +118,39 @@ def _noted_inputs(
             layers[name].__class__ = kind
 
 
-def carry_of(moments_nww: mx.array) -> Carry:
+def carries_of(moments: Moments) -> Carries:
+    """The carries for layers with these moments. Layers that share their inputs share theirs."""
+    parts: dict[int, list[Carry]] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for found in moments.values():
+        if id(found) not in places:
+            alike = parts.setdefault(found.shape[-1], [])
+            places[id(found)] = found.shape[-1], sum(part.order_nw.shape[0] for part in alike)
+            alike.append(_carry_of(found))
+    stacks = {}
+    while parts:
+        width, alike = parts.popitem()
+        fields = zip(*(attrs.astuple(part, recurse=False) for part in alike), strict=True)
+        stacks[width] = Carry(*(mx.concatenate(list(arrays)) for arrays in fields))
+        materialize(stacks[width])
+    return {name: (stacks[places[id(m)][0]], places[id(m)][1]) for name, m in moments.items()}
+
+
+def _carry_of(moments_nww: mx.array) -> Carry:
     """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
     with mx.stream(mx.cpu):
         diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
         damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
         damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
         order_nw = mx.argsort(-diagonal_nw, axis=-1)
+        inverse_nw = mx.argsort(order_nw, axis=-1)
         ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)
         # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
         upper_nww = mx.linalg.cholesky(ordered_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
-        inverse_nww = mx.linalg.tri_inv(upper_nww, upper=True)
-        pivot_nw = mx.diagonal(inverse_nww, axis1=1, axis2=2)
-        weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), mx.argsort(order_nw, axis=-1), axis=-1)
-        carry = Carry(order_nw, inverse_nww / pivot_nw[..., None], weight_nw)
+        root_nww = mx.linalg.tri_inv(upper_nww, upper=True)
+        pivot_nw = mx.diagonal(root_nww, axis1=1, axis2=2)
+        weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), inverse_nw, axis=-1)
+        carry = Carry(order_nw, inverse_nw, root_nww / pivot_nw[..., None], weight_nw)
         materialize(carry)
     return carry
 
@@ -135,7 +160,7 @@ def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
 
 
 def round_calibrated(
-    weights: Mapping[str, mx.array], carries: Mapping[str, Carry], mode: QuantMode
+    weights: Mapping[str, mx.array], carries: Carries, mode: QuantMode
 ) -> dict[str, dict[str, mx.array]]:
     """Matrices [out,in] as packed weights, scales and biases, like `quantize`, with errors carried on.
 
@@ -149,106 +174,112 @@ def round_calibrated(
     for name, weight in weights.items():
         alike.setdefault((tuple(weight.shape), weight.dtype), []).append(name)
     result = {}
-    for (shape, dtype), names in alike.items():
+    for (shape, _), names in alike.items():
         step = max(1, PART // (shape[0] * shape[1]))
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
-            chosen = [carries[name] for name in some]
-            order_nw = mx.concatenate([carry.order_nw for carry in chosen])
-            share_nww = mx.concatenate([carry.share_nww for carry in chosen])
-            weight_n1w = mx.concatenate([carry.weight_nw for carry in chosen])[:, None]
-            stacked = mx.stack([weights[name] for name in some]).astype(mx.float32)
-            w_now = _blocks(stacked, order_nw.shape[-1])
-            ranges = _ranges(w_now, weight_n1w, mode, dtype)
-            scale_now, bias_now = (_in_order(array, order_nw // mode.group_size) for array in ranges)
-            w_now = _in_order(w_now, order_nw)
-            fast = find("round_columns")
-            few = _columns(mode.bits) if fast is None else functools.partial(fast, mode.bits)
-            codes_now, _ = _rounded(w_now, scale_now, bias_now, share_nww, few)
-            codes_now = _in_order(codes_now, mx.argsort(order_nw, axis=-1))
-            columns = [_joined(array, len(some)) for array in (codes_now, *ranges)]
-            packed = [pack_codes(columns[0], mode.bits), *(array.astype(dtype) for array in columns[1:])]
+            stack = carries[some[0]][0]
+            blocks = range(shape[1] // stack.order_nw.shape[-1])
+            rows = mx.array([carries[name][1] + block for name in some for block in blocks])
+            carry = Carry(*(array[rows] for array in attrs.astuple(stack, recurse=False)))
+            packed = _packed(mx.stack([weights[name] for name in some]), carry, mode)
             materialize(packed)
-            for place, name in enumerate(some):
-                parts = [array[place] for array in packed]
+            apart = (mx.split(array.flatten(0, 1), len(some)) for array in packed)  # views
+            for name, *parts in zip(some, *apart, strict=True):
                 result[name] = dict(zip(("weight", "scales", "biases"), parts, strict=True))
     return result
 
 
-def _blocks(x_lod: mx.array, width: int) -> mx.array:
-    layers, out, columns = x_lod.shape
-    x_lonw = x_lod.reshape(layers, out, columns // width, width)
-    return x_lonw.transpose(0, 2, 1, 3).reshape(-1, out, width)
+def _packed(w_loi: mx.array, carry: Carry, mode: QuantMode) -> list[mx.array]:
+    layers, out, columns = w_loi.shape
+    width = carry.order_nw.shape[-1]
+    w_lonw = w_loi.astype(mx.float32).reshape(layers, out, columns // width, width)
+    w_now = w_lonw.transpose(0, 2, 1, 3).reshape(-1, out, width)
+    ranges = (find("group_ranges") or _ranges)(mode.bits, mode.group_size, w_loi.dtype, SHRINK)
+    scale_nog, bias_nog = ranges(w_now, carry.weight_nw)
+    few = functools.partial((find("round_columns") or _columns)(mode.bits), scale_nog, bias_nog)
+    groups_nw = carry.order_nw // mode.group_size
+    codes_now, _ = _rounded(_in_order(w_now, carry.order_nw), groups_nw, carry.share_nww, few)
+    arrays = _in_order(codes_now, carry.inverse_nw), scale_nog, bias_nog
+    codes, *rest = (
+        x_now.reshape(layers, -1, *x_now.shape[1:]).transpose(0, 2, 1, 3).reshape(layers, out, -1)
+        for x_now in arrays
+    )
+    return [pack_codes(codes, mode.bits), *(array.astype(w_loi.dtype) for array in rest)]
 
 
-def _joined(x_now: mx.array, layers: int) -> mx.array:
-    blocks, out, width = x_now.shape
-    return x_now.reshape(layers, blocks // layers, out, width).transpose(0, 2, 1, 3).reshape(layers, out, -1)
-
-
-Columns = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+# (w [N,O,W], its columns' groups [N,W], their share [N,W,W]) -> codes, uint8, and errors [N,O,W]
+Columns = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
 @functools.cache
-def _columns(bits: int) -> Columns:
-    """`_rounded` of at most `TRACED` columns, as a program: thousands of small operations."""
+def _columns(bits: int) -> Callable[..., tuple[mx.array, mx.array]]:
+    """`Columns`, after scales and biases [N,O,G], as a program: thousands of small operations."""
 
     def one(
-        w_no1: mx.array, scale_no1: mx.array, bias_no1: mx.array, _: mx.array
+        scale_nog: mx.array, bias_nog: mx.array, w_no1: mx.array, groups_n1: mx.array, _: mx.array
     ) -> tuple[mx.array, mx.array]:
+        scale_no1, bias_no1 = (_in_order(array, groups_n1) for array in (scale_nog, bias_nog))
         codes_no1 = mx.clip(mx.round((w_no1 - bias_no1) / scale_no1), 0, 2**bits - 1)
-        return codes_no1, w_no1 - (codes_no1 * scale_no1 + bias_no1)
+        return codes_no1.astype(mx.uint8), w_no1 - (codes_no1 * scale_no1 + bias_no1)
 
-    return compiled(
-        lambda w, scale, bias, share: _rounded(w, scale, bias, share, one, 1),
-        fuse=bool(number("fuses_learner")),
+    return _program(
+        lambda scale, bias, w, groups, share: _rounded(
+            w, groups, share, functools.partial(one, scale, bias), 1
+        )
     )
 
 
+def _program(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function, fuse=bool(number("fuses_learner")))
+
+
 def _rounded(
-    w_now: mx.array,
-    scale_now: mx.array,
-    bias_now: mx.array,
-    share_nww: mx.array,
-    columns: Columns,
-    few: int = TRACED,
+    w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
     """Codes and errors of W columns; the left half leaves its error to the right. `columns` rounds few."""
     half = w_now.shape[-1] // 2
     if w_now.shape[-1] <= few:
-        return columns(w_now, scale_now, bias_now, share_nww)
-    scales, biases = (mx.split(x, [half], axis=-1) for x in (scale_now, bias_now))
-    left = _rounded(w_now[..., :half], scales[0], biases[0], share_nww[:, :half, :half], columns, few)
+        return columns(w_now, groups_nw, share_nww)
+    left = _rounded(w_now[..., :half], groups_nw[:, :half], share_nww[:, :half, :half], columns, few)
     rest_now = w_now[..., half:] - left[1] @ share_nww[:, :half, half:]
-    right = _rounded(rest_now, scales[1], biases[1], share_nww[:, half:, half:], columns, few)
+    right = _rounded(rest_now, groups_nw[:, half:], share_nww[:, half:, half:], columns, few)
     codes_now, errors_now = (mx.concatenate(list(both), axis=-1) for both in zip(left, right, strict=True))
     return codes_now, errors_now
 
 
+@functools.cache
 def _ranges(
-    w_now: mx.array, weight_n1w: mx.array, mode: QuantMode, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array]:
-    """Scale and bias of each group of columns: of its range, shrunk to the least weighted error."""
-    most = 2**mode.bits - 1
-    w_nogc, weight_n1gc = (mx.unflatten(x, -1, (-1, mode.group_size)) for x in (w_now, weight_n1w))
-    low, high = w_nogc.min(axis=-1, keepdims=True), w_nogc.max(axis=-1, keepdims=True)
-    best: list[mx.array] = []
-    for shrink in SHRINK:
-        scale = mx.maximum(shrink * (high - low) / most, 1e-7).astype(dtype).astype(mx.float32)
-        bias = (mx.round(shrink * low / scale) * scale).astype(dtype).astype(mx.float32)
-        rounded = mx.clip(mx.round((w_nogc - bias) / scale), 0, most) * scale + bias
-        error = (mx.square(w_nogc - rounded) * weight_n1gc).sum(axis=-1, keepdims=True)
-        found = [error, scale, bias]
-        best = [mx.where(error < best[0], a, b) for a, b in zip(found, best, strict=True)] if best else found
-    return best[1][..., 0], best[2][..., 0]
+    bits: int, group: int, dtype: mx.Dtype, shrinks: Sequence[float]
+) -> Callable[..., tuple[mx.array, mx.array]]:
+    """A function (w [N,O,W], weight [N,W]) -> scale and bias [N,O,G] of each group of columns.
+
+    They are those of the group's range, times the one of `shrinks` with the least weighted error, rounded to
+    this dtype.
+    """
+    most = 2**bits - 1
+
+    def ranges(w_now: mx.array, weight_nw: mx.array) -> tuple[mx.array, mx.array]:
+        w_nogc, weight_n1gc = (mx.unflatten(x, -1, (-1, group)) for x in (w_now, weight_nw[:, None]))
+        low, high = w_nogc.min(axis=-1, keepdims=True), w_nogc.max(axis=-1, keepdims=True)
+        best: list[mx.array] = []
+        for shrink in shrinks:
+            scale = mx.maximum(shrink * (high - low) / most, 1e-7).astype(dtype).astype(mx.float32)
+            bias = (mx.round(shrink * low / scale) * scale).astype(dtype).astype(mx.float32)
+            rounded = mx.clip(mx.round((w_nogc - bias) / scale), 0, most) * scale + bias
+            error = (mx.square(w_nogc - rounded) * weight_n1gc).sum(axis=-1, keepdims=True)
+            found = [error, scale, bias]
+            best = (
+                [mx.where(error < best[0], a, b) for a, b in zip(found, best, strict=True)] if best else found
+            )
+        return best[1][..., 0], best[2][..., 0]
+
+    return _program(ranges)
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Codes [...,n] of 3, 4, 6 or 8 bits as mlx packs them: a little-endian stream of bits, uint32."""
-    per_word = 24 // bits if bits in (3, 6) else 32 // bits
-    shift = mx.arange(per_word, dtype=mx.uint32) * bits
-    split = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, per_word)
-    words = mx.left_shift(split, shift).sum(axis=-1)
-    if bits not in (3, 6):
-        return words
-    three = mx.right_shift(words[..., None], mx.arange(3, dtype=mx.uint32) * 8).astype(mx.uint8)
-    return three.reshape(*codes.shape[:-1], -1).view(mx.uint32)
+    """Codes [...,n] of 2, 3, 4, 6 or 8 bits as mlx packs them: a little-endian stream of bits, uint32."""
+    count = math.lcm(bits, 8) // bits  # of codes that fill whole bytes
+    shifted = (codes[..., at::count].astype(mx.uint32) << bits * at for at in range(count))
+    filled = functools.reduce(mx.bitwise_or, shifted)
+    stream = mx.stack([(filled >> 8 * at).astype(mx.uint8) for at in range(bits * count // 8)], axis=-1)
+    return stream.reshape(*codes.shape[:-1], -1).view(mx.uint32)

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 
 from grpo_fn.checks import check_choice
 from grpo_fn.layers import parameters_replaced
-from grpo_fn.policy.calibration import Carry, Moments, carry_of, round_calibrated
+from grpo_fn.policy.calibration import Carries, Moments, carries_of, round_calibrated
 from grpo_fn.policy.head import HeadSplit
 from grpo_fn.policy.layers.learned_positions import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
@@ -117,7 +117,7 @@ def quantized_role(
             raise ValueError(
                 f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
             )
-        carries = _carries({each: moments[each] for each in modes if each in moments} if moments else {})
+        carries = carries_of({each: moments[each] for each in modes if each in moments} if moments else {})
 
         def transform(params: Tree) -> Tree:
             return _transformed(params, modes, carries, storage == "packed", policy.compute_dtype)
@@ -170,15 +170,6 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
     return inside and isinstance(module, nn.Linear | SwitchLinear)
 
 
-def _carries(moments: Moments) -> dict[str, Carry]:
-    """The carry of each weight; layers that share their inputs share it."""
-    made: dict[int, Carry] = {}
-    for found in moments.values():
-        if id(found) not in made:
-            made[id(found)] = carry_of(found)
-    return {name: made[id(found)] for name, found in moments.items()}
-
-
 def _packed_module(
     module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
@@ -208,7 +199,7 @@ def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit
 def _transformed(
     tree: Tree,
     modes: Mapping[str, QuantMode],
-    carries: Mapping[str, Carry],
+    carries: Carries,
     packed: bool,
     dtype: mx.Dtype | None,
 ) -> Tree:

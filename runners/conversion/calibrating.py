@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import grpo_fn as g
-from grpo_fn.policy import Carry, Moments, QuantMode, added, carry_of, input_moments, round_calibrated
+from grpo_fn.policy import Moments, QuantMode, added, carries_of, input_moments, round_calibrated
 from runners.data.prompt_files import read_prompts
 from runners.data.rendering import render
 
@@ -49,13 +49,9 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
 
 def pack_calibrated(module: nn.Module, weights: dict[str, mx.array], moments: Moments) -> None:
     """Rounds the module's packed layers again, from their full weights, with their inputs' moments."""
-    carries: dict[int, Carry] = {}
+    carries = carries_of(moments)
     for path, layer in module.named_modules():
         name = f"{path}.weight"
-        if name not in moments or not hasattr(layer, "bits"):
-            continue
-        if id(moments[name]) not in carries:
-            carries[id(moments[name])] = carry_of(moments[name])
-        mode = QuantMode(layer.mode, layer.bits, layer.group_size)
-        packed = round_calibrated({name: weights[name]}, {name: carries[id(moments[name])]}, mode)[name]
-        layer.update(packed)
+        if name in moments and hasattr(layer, "bits"):
+            mode = QuantMode(layer.mode, layer.bits, layer.group_size)
+            layer.update(round_calibrated({name: weights[name]}, carries, mode)[name])

@@ -23,6 +23,7 @@ _TYPES = {
     mx.bfloat16: "bfloat16",
     mx.int32: "int",
     mx.uint32: "unsigned int",
+    mx.uint8: "unsigned char",
 }
 # The numbers of 16 bits, rounded to nearest, and what C++ has from a header.
 _PRELUDE = """

@@ -8,7 +8,7 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from grpo_fn.backends.mechanisms import disabled, has_cuda
 from grpo_fn.policy import calibration
-from grpo_fn.policy.calibration import block_width, carry_of, input_moments, pack_codes, round_calibrated
+from grpo_fn.policy.calibration import block_width, carries_of, input_moments, pack_codes, round_calibrated
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, quantize
 from grpo_fn.policy.quantized_role import quantized_role
 from grpo_fn.trees import named_leaves
@@ -24,7 +24,7 @@ def skewed_inputs(columns, rows=512):
     return mx.random.normal((rows, columns), key=mx.random.key(2)) @ mixing / columns**0.5
 
 
-@pytest.mark.parametrize("bits", [3, 4, 6, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 def test_codes_are_packed_as_mlx_packs_them(bits):
     """The codes that mlx chose, packed again, are mlx's own words."""
     mode = QuantMode("affine", bits, 32)
@@ -39,11 +39,11 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
 def test_the_kernel_rounds_as_the_composed_form(bits):
     """Equal codes, but for ties and what comes after them in a row."""
     weight, x = mx.random.normal((300, 576), key=mx.random.key(3)), skewed_inputs(576, rows=2048)
-    given = {"w": weight}, {"w": carry_of((x.T @ x)[None])}, QuantMode("affine", bits, 64)
-    with disabled("round_columns"):
+    given = {"w": weight}, carries_of({"w": (x.T @ x)[None]}), QuantMode("affine", bits, 64)
+    with disabled("round_columns", "group_ranges"):
         want = round_calibrated(*given)["w"]
     found = round_calibrated(*given)["w"]
-    assert mx.array_equal(found["scales"], want["scales"])
+    assert (found["scales"] == want["scales"]).mean().item() > 0.99
     assert (found["weight"] == want["weight"]).mean().item() > 0.9
 
 
@@ -67,7 +67,7 @@ def test_errors_are_carried_on_column_by_column(columns, group):
     """The halving recursion equals the loop over columns; a few ties fall to the other side in float32."""
     mode, x = QuantMode("affine", 4, group), skewed_inputs(columns)
     weight, moments = mx.random.normal((24, columns), key=mx.random.key(3)), x.T @ x
-    packed = round_calibrated({"w": weight}, {"w": carry_of(moments[None])}, mode)["w"]
+    packed = round_calibrated({"w": weight}, carries_of({"w": moments[None]}), mode)["w"]
     scales, biases = np.array(packed["scales"]), np.array(packed["biases"])
     want = rounded_slowly(np.array(weight), np.array(moments), scales, biases, 4, group)
     found = np.array(dequantize(packed, mode, mx.float32))
@@ -79,10 +79,10 @@ def test_outputs_are_nearer_than_with_rounding_to_nearest(bits):
     """On the inputs it was calibrated for, by a factor; also for several layers at once, in several parts."""
     mode, x = QuantMode("affine", bits, 64), skewed_inputs(192)
     weights = {str(n): mx.random.normal((32, 192), key=mx.random.key(n)) for n in range(3)}
-    carry = carry_of((x.T @ x)[None])
-    found = round_calibrated(weights, dict.fromkeys(weights, carry), mode)
+    carries = carries_of(dict.fromkeys(weights, (x.T @ x)[None]))
+    found = round_calibrated(weights, carries, mode)
     for name, weight in weights.items():
-        alone = round_calibrated({name: weight}, {name: carry}, mode)[name]
+        alone = round_calibrated({name: weight}, carries, mode)[name]
         assert all(mx.array_equal(alone[part], found[name][part]) for part in alone)
 
         def error(packed, weight=weight):
