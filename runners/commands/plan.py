@@ -30,7 +30,7 @@ change.
 def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
     """Predict the memory that a run will take.
 
-    Shows, for every phase of a step, the bytes of weights, moments, activations, caches and logits, the peak
+    Shows, for every phase of a step, the bytes of weights, optimizer, activations and caches, the peak
     against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
     of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
     """

@@ -17,7 +17,16 @@ from runners.errors import UserError, gigabytes
 from runners.files.json_files import read_json
 from runners.machine.memory_readings import free_memory, read_memory, usable_memory
 from runners.machine.startup import Platform
-from runners.memory.forecast import Forecast, forecast, largest_batch, rows_that_fit, with_keys, within_limit
+from runners.machine.terminal import aligned
+from runners.memory.forecast import (
+    Forecast,
+    Phase,
+    forecast,
+    largest_batch,
+    rows_that_fit,
+    with_keys,
+    within_limit,
+)
 from runners.memory.sizes import ModelSizes, model_sizes
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
@@ -32,14 +41,13 @@ def make_plan(
 
     Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
     """
-    longest, held_out = data_shape(config)
-    config = _of_held_out(config, held_out)
+    longest = longest_prompt(config)
     prompt = config.data.max_prompt_length if longest is None else longest
     source = "data.max_prompt_length" if longest is None else "the longest prompt of the data"
     sizes = model_sizes(config, platform, ranks)
     found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes)
     best = largest_batch(found, platform)
-    problem = too_large_line(config, platform, found.total, sizes) or over_memory_line(found)
+    problem = too_large_line(config, found.total, sizes) or over_memory_line(found)
     if as_json:
         facts = {
             "model": config.model.path,
@@ -48,7 +56,8 @@ def make_plan(
             "prompt_tokens": prompt,
             "prompt_tokens_from": source,
             "phases": {
-                name: {"total": found.totals[name], "parts": found.phases[name]} for name in found.phases
+                name: {"total": each.total, "parts": attrs.asdict(each)}
+                for name, each in found.phases.items()
             },
             "peak": {"phase": found.peak, "bytes": found.nbytes},
             "floor": sizes.floor,
@@ -57,53 +66,37 @@ def make_plan(
             "largest_batch_size": best,
         }
         return json.dumps(facts, indent=1), problem
-    lines = [f"{'phase':<12}{'what':<24}{'bytes':>9}"]
-    for phase, parts in found.phases.items():
-        mark = "  ← peak" if phase == found.peak else ""
-        lines += ["", f"{phase:<12}{'in all':<24}{gigabytes(found.totals[phase]):>9}{mark}"]
-        largest_first = sorted(parts.items(), key=lambda part: -part[1])
-        lines += [f"{'':<12}{name:<24}{gigabytes(nbytes):>9}" for name, nbytes in largest_first]
-    of_them = [f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []
-    new = config.rollout.max_new_tokens
-    batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
-    if not best:
-        one = with_keys(config, "optim", batch_size=1)
-        least = forecast(one, platform, found.total, prompt=prompt, sizes=sizes)
-        cause = f"{least.peak} takes {gigabytes(least.nbytes)} with one prompt"
-        batch = f"none: {cause}; lower {_key_to_lower(least)}"
+    names = [field.name for field in attrs.fields(Phase)]
+    rows = [
+        [name, *map(gigabytes, (phase.total, *attrs.astuple(phase))), "← peak" * (name == found.peak)]
+        for name, phase in found.phases.items()
+    ]
     return "\n".join([
-        *lines,
+        *aligned([["phase", "in all", *names, ""], *rows], right=range(1, 2 + len(names))),
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
-        f"largest batch {batch}",
-        *of_them,
-        f"assumes       prompts of {prompt} tokens ({source}), completions of {new}",
+        f"largest batch optim.batch_size = {best} (now {config.optim.batch_size})",
+        *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),
+        f"assumes       prompts of {prompt} tokens ({source}), completions of full length",
         "time          grpo bench CONFIG measures some steps and says how long the run will take",
     ]), problem  # fmt: skip
 
 
-def data_shape(config: Config) -> tuple[int | None, int]:
-    """Tokens of the longest training prompt, and how many problems are held out.
+def longest_prompt(config: Config) -> int | None:
+    """Tokens of the longest training prompt; None unless data and tokenizer are on this machine.
 
-    None and `eval.samples` unless data and tokenizer are on this machine. Raises UserError for data or a
-    tokenizer that cannot be used.
+    Raises UserError for data or a tokenizer that cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
-        return None, config.eval.samples
+        return None
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     processor = processor_of(config.data, folder, read_json(folder / "config.json"))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     use_template(tokenizer, config.data.chat_template)
-    train, held_out = load_rows(config.data, config.folders)
+    train, _ = load_rows(config.data, config.folders)
     examples, _ = build_examples(train, config.data, tokenizer, processor=processor)
-    return max(len(example.tokens) for example in examples), len(held_out)
-
-
-def _of_held_out(config: Config, held_out: int) -> Config:
-    """The config with no more problems in an evaluation than there are; 0: their number is not known."""
-    samples = min(config.eval.samples or held_out, held_out) if held_out else config.eval.samples
-    return with_keys(config, "eval", samples=samples)
+    return max(len(example.tokens) for example in examples)
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
@@ -115,48 +108,44 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
-    if line := too_large_line(config, platform, read_memory().total, sizes):
+    if line := too_large_line(config, read_memory().total, sizes):
         raise UserError(line)
     return sizes
 
 
 def memory_outlook(
-    config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
+    config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with micro-batch and rollout.max_batch chosen, and notices.
 
-    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if not known.
-    What the config sets itself stays.
+    `prompt`: tokens of the longest prompt. What the config sets itself stays.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
         return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
-    total, rollout = usable_memory(config.system.memory_limit_gb), config.rollout
-    found = forecast(_of_held_out(config, held_out), platform, total, prompt=prompt, sizes=sizes)
+    limit = config.system.memory_limit_gb
+    found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes)
     line = over_memory_line(found)
-    notices, config = [f"memory: {line}"] if line else [], attrs.evolve(found.config, eval=config.eval)
-    if not rollout.max_batch:
-        free = read_memory().active + free_memory(config.system.memory_limit_gb)
-        rows = rows_that_fit(attrs.evolve(found, total=free))
-        asked = -(-config.optim.batch_size // sizes.ranks) * rollout.num_generations
+    notices, config = [f"memory: {line}"] if line else [], found.config
+    if not config.rollout.max_batch:
+        rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
+        asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
             config = with_keys(config, "rollout", max_batch=rows)
             notices.append(f"decoding: memory holds {rows:,} of {asked:,} rows together")
     return config, tuple(notices)
 
 
-def too_large_line(config: Config, platform: Platform, total: int, sizes: ModelSizes) -> str | None:
+def too_large_line(config: Config, total: int, sizes: ModelSizes) -> str | None:
     """One line if not even weights, moments and gradients fit into the memory; else None."""
     total = within_limit(config, total)
     if sizes.floor <= total:
         return None
-    advice = "take a smaller or a quantized model"
-    if config.model.tune == "full":
-        least = model_sizes(with_keys(config, "model", tune="lora"), platform).floor
-        advice = f'model.tune = "lora" needs {gigabytes(least)}' if least <= total else advice
+    advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
         f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for weights, "
-        f"moments and gradients alone, but there is only {gigabytes(total)}{_limit(config, total)}; {advice}"
+        f"moments and gradients alone, but there is only {gigabytes(total)}{_limit(config, total)}; take "
+        f"{advice}a smaller or a quantized model"
     )
 
 
@@ -164,19 +153,15 @@ def over_memory_line(found: Forecast) -> str | None:
     """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
     if found.fits:
         return None
-    name, nbytes = max(found.phases[found.peak].items(), key=lambda part: part[1])
+    config = found.config
+    alone = "rollout.num_generations" if config.optim.batch_size == 1 else "rollout.max_batch"
+    update = "model.tune" if config.model.tune == "full" else "model.path"
+    keys = {"gradient": "system.micro_batch_tokens", "update": update, "rollout": alone}
+    key = keys.get(found.peak, "rollout.max_batch")
     return (
-        f"the run is expected to take {gigabytes(found.nbytes)} at its peak ({found.peak}: {name} "
-        f"{gigabytes(nbytes)}), but there is only {gigabytes(found.total)}"
-        f"{_limit(found.config, found.total)}; lower {_key_to_lower(found)}"
+        f"the run is expected to take {gigabytes(found.nbytes)} at its peak ({found.peak}), but there is "
+        f"only {gigabytes(found.total)}{_limit(config, found.total)}; lower {key}"
     )
-
-
-def _key_to_lower(found: Forecast) -> str:
-    if found.peak in ("prompts", "rollout") and found.config.optim.batch_size == 1:
-        return "rollout.num_generations"
-    update = "model.tune" if found.config.model.tune == "full" else "model.path"
-    return {"gradient": "system.micro_batch_tokens", "update": update}.get(found.peak, "rollout.max_batch")
 
 
 def _limit(config: Config, total: int) -> str:

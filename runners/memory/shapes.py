@@ -50,21 +50,22 @@ class ModelShape:
     keys: int  # numbers in a position's keys, and in its values
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
-    gated: bool = False  # the MLP is silu(gate) · x
-    squared: bool = False  # the MLP is ReLU²
+    activation: str  # of the MLP
 
     @property
     def block_parameters(self) -> int:
         """About as many as a token is multiplied with in one block."""
         return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.intermediate)
 
+    @property
+    def saved(self) -> Counts:
+        """The arrays that one block saves for the backward pass."""
+        gated = number("gate_arrays") if self.activation in ("silu", "swish") else 0
+        return attrs.evolve(SAVED, intermediate=SAVED.intermediate + gated - (self.activation == "relu2"))
+
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json.
-
-    Raises:
-        KeyError: it lacks the number of layers, the width, the heads or the vocabulary size.
-    """
+    """The shape given by a model's config.json. KeyError if it lacks layers, width, heads or vocabulary."""
     config = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str, default: int | None = None) -> int:
@@ -82,10 +83,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         expert = first("moe_intermediate_size", default=wide)
         shared = first("n_shared_experts", default=0) * expert
         wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    usual = "relu2" if config.get("model_type") == "nanochat" else "silu"  # nanochat's config states none
     activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
-    activation = next((name for name in activations if name), "silu")
-    if config.get("model_type") == "nanochat":  # its config does not state it
-        activation = "relu2"
     return ModelShape(
         layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         hidden=hidden,
@@ -95,8 +94,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        gated=activation in ("silu", "swish"),
-        squared=activation == "relu2",
+        activation=next(filter(None, activations), usual),
     )
 
 
@@ -114,12 +112,6 @@ def block_bytes(
         + scores * tokens * shape.heads * attended
     )
     return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * shape.hidden
-
-
-def saved_arrays(shape: ModelShape) -> Counts:
-    """The arrays that one block saves for the backward pass."""
-    wide = SAVED.intermediate - shape.squared + (number("gate_arrays") if shape.gated else 0)
-    return attrs.evolve(SAVED, intermediate=wide)
 
 
 def logit_bytes(shape: ModelShape, targets: int, itemsize: int) -> tuple[float, float]:

@@ -48,44 +48,17 @@ class ModelSizes:
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
     trained: int  # number of trained parameters
     embedding: int  # of these, the embedding's
-    master: int  # of one master weight, which the optimizer changes
-    compute: int  # of a number in the computation
+    parameters: int  # about how many the model has
     dtype: str  # of the computation
-    moment: int  # of a number in one of the optimizer's two moments
-    frozen: int  # parameters that are not trained
-    vision: int  # a vision tower, which is not trained either
+    compute: int  # of a number in the computation
+    weights: int  # masters, weights that are not trained, and those of the reference and the teacher
+    moments: int  # of the optimizer
+    copy: int  # the weights in the compute dtype, 0 if the masters have it
     rollout: int  # a sampler with its own weights (quantized, or older)
-    reference: int  # a reference (beta > 0)
     decoding: int  # weights that are made for each rollout: `decode_weights`
-    calibration: int = 0  # inputs' moments for the rounding of roles, and what is made of them
-    teacher: int = 0  # weights of a teacher
-    teacher_shape: ModelShape | None = None  # None: there is none
-    ranks: int = 1  # number of ranks of the run
-    sharded: bool = False  # whether masters and moments are split over the ranks
-
-    @property
-    def held(self) -> dict[str, float]:
-        """What is in memory in every phase, by name."""
-        masters, part = self.trained * self.master, self.ranks if self.sharded else 1
-        return {
-            "weights": self.trained * self.compute + masters // part if self.sharded else masters,
-            "frozen weights": self.frozen,
-            "vision tower": self.vision,
-            "moments": 2 * self.trained * self.moment // part,
-            "reference weights": self.reference,
-            "teacher weights": self.teacher,
-            "calibration": self.calibration,
-        }
-
-    @property
-    def parameters(self) -> int:
-        """About how many the model has."""
-        return self.trained + self.frozen // self.compute
-
-    @property
-    def copy(self) -> int:
-        """The weights' copy in the compute dtype, 0 if the masters have that dtype."""
-        return 0 if self.sharded or self.compute == self.master else self.trained * self.compute
+    rounding: bool  # whether updates of masters are rounded at random
+    ranks: int  # number of ranks of the run
+    sharded: bool  # whether masters and moments are split over the ranks
 
     @property
     def gradients(self) -> int:
@@ -95,7 +68,7 @@ class ModelSizes:
     @property
     def floor(self) -> int:
         """The least that any batch setting needs: weights, moments and one set of gradients."""
-        return round(sum(self.held.values()) + self.gradients)
+        return self.weights + self.moments + self.gradients
 
 
 def model_sizes(
@@ -114,32 +87,37 @@ def model_sizes(
         module, stated = _unloaded(config, settings.path, "model.path", settings.loader)
     else:
         module = _from_config(stated)
-    shape = _shape(stated, settings.path)
+    try:
+        shape = model_shape(stated)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
+        raise UserError(f"{settings.path}: {reason}; its memory cannot be predicted") from error
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
         add_adapters(module, settings, config.run.seed)
     patch_layers(module)
     trained, frozen = split_leaves(module)
-    count = sum(leaf.size for leaf in trained.values())
-    master = getattr(mx, settings.master).size
-    lags = loss.sync_every > config.optim.gradient_accumulation_steps
+    count, master = sum(leaf.size for leaf in trained.values()), getattr(mx, settings.master).size
+    sharded = config.optim.shard and ranks > 1
+    part = ranks if sharded else 1
 
-    def role(quantization: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
-        if quantization == "none":
+    def role(name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
+        if name == "none":
             return unquantized
         if storage == "packed":
-            return _packed_bytes(config, module, leaves, compute, quantization)
+            return _packed_bytes(config, module, leaves, compute, name)
         return sum(leaf.size for leaf in leaves.values()) * compute.size
 
-    teacher, teacher_shape = 0, None
+    weights = count * master // part + (count * compute.size if sharded else 0) + _in_dtype(frozen, compute)
+    weights += tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0
+    weights += role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0
+    weights += _calibration_bytes(config, module)
     if config.teacher.path == SELF:
-        teacher, teacher_shape = count * compute.size, shape
+        weights += count * compute.size
     elif config.teacher.path:
-        other, told = _unloaded(config, config.teacher.path, "teacher.path")
-        teacher, teacher_shape = (
-            _in_dtype(named_leaves(other.parameters()), compute),
-            _shape(told, config.teacher.path),
-        )
+        teacher, _ = _unloaded(config, config.teacher.path, "teacher.path")
+        weights += _in_dtype(named_leaves(teacher.parameters()), compute)
+    lags = loss.sync_every > config.optim.gradient_accumulation_steps
     packed = rollout.quantization != "none" and rollout.storage == "packed"
     return ModelSizes(
         shape=shape,
@@ -150,20 +128,17 @@ def model_sizes(
         embedding=max(
             (x.size for x in trained.values() if x.ndim == 2 and x.shape[0] == shape.vocabulary), default=0
         ),
-        master=master,
-        compute=compute.size,
+        parameters=count + _in_dtype(frozen, compute) // compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
-        moment=getattr(mx, config.optim.moments).size,
-        frozen=_in_dtype(frozen, compute),
-        vision=tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0,
+        compute=compute.size,
+        weights=weights,
+        moments=2 * count * getattr(mx, config.optim.moments).size // part,
+        copy=0 if sharded or compute.size == master else count * compute.size,
         rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
-        reference=role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0,
-        calibration=_calibration_bytes(config, module),
         decoding=0 if packed else decode_weights_bytes(module, compute),
-        teacher=teacher,
-        teacher_shape=teacher_shape,
+        rounding=master < FLOAT,
         ranks=ranks,
-        sharded=config.optim.shard and ranks > 1,
+        sharded=sharded,
     )
 
 
@@ -173,15 +148,6 @@ def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
         leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
         for leaf in leaves.values()
     )
-
-
-def _shape(stated: dict[str, Any], path: str) -> ModelShape:
-    """The sizes that a config.json states. Raises UserError if it does not."""
-    try:
-        return model_shape(stated)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
-        raise UserError(f"{path}: {reason}; its memory cannot be predicted") from error
 
 
 def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[nn.Module, dict[str, Any]]:

@@ -228,8 +228,7 @@ def _expected(run: Run, machine: startup.Platform) -> int | None:
         return None
     longest = max(len(example.tokens) for example in run.data.train)
     total = usable_memory(run.config.system.memory_limit_gb)
-    found = forecast(run.config, machine, total, prompt=longest, sizes=sizes)
-    return max(nbytes for name, nbytes in found.totals.items() if name != "evaluation")
+    return forecast(run.config, machine, total, prompt=longest, sizes=sizes).nbytes
 
 
 def _learned(rollout: g.Rollout) -> int:
