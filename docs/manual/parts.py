@@ -73,8 +73,9 @@ def functions() -> str:
     """The public names of grpo_fn by subject, each with its docstring."""
     core = importlib.import_module("grpo_fn")
     found: dict[str, list[str]] = {heading: [] for heading in SUBJECTS.values()}
-    for name in core.__all__:
-        value = getattr(core, name)
+    for name, value in vars(core).items():
+        if name.startswith("_") or inspect.ismodule(value):
+            continue
         module = _home(name, value)
         heading = SUBJECTS.get(module.split(".")[1], SUBJECTS[""])
         found[heading].append(f"::: {module}.{name}")

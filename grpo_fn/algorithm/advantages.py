@@ -99,13 +99,11 @@ def group_advantages(
     return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
 
 
-def overlong_penalty(
-    lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0, *, saturate: bool = True
-) -> mx.array:
+def overlong_penalty(lengths_b: mx.array, max_length: int, buffer: int, factor: float = 1.0) -> mx.array:
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13), at most 0, float32 [B].
 
     0 up to `max_length − buffer` tokens, then falling linearly to −1 at `max_length`, times `factor`. Beyond
-    that it stays constant, or with `saturate=False` keeps falling, as in NeMo-RL.
+    that it stays constant.
 
     Raises:
         ValueError: the buffer is not within 1 … max_length.
@@ -114,7 +112,7 @@ def overlong_penalty(
         raise ValueError(f"buffer = {buffer}: expected 1 <= buffer <= max_length = {max_length}")
     free = max_length - buffer
     penalty_b = mx.minimum((free - lengths_b.astype(mx.float32)) / buffer, 0.0)
-    return factor * (mx.maximum(penalty_b, -1.0) if saturate else penalty_b)
+    return factor * mx.maximum(penalty_b, -1.0)
 
 
 def has_varied_rewards(rewards_pg: mx.array) -> mx.array:

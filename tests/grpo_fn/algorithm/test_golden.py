@@ -235,11 +235,9 @@ def test_overlong_penalty():
     """test_reward_shaping_with_penalties: limit 25, buffer 5, penalty 0.5 on lengths 10, 22, 25.
 
     Its fourth length, 30, is past the limit, which a sampler cannot reach: there NeMo-RL runs on along the
-    line, to −1.0 (reward −0.6), as `saturate=False` does; eq. 13 stops at −1 · 0.5 (reward −0.1).
+    line, to reward −0.6; eq. 13 stops at −1 · 0.5, reward −0.1.
     """
     lengths, rewards = mx.array([10, 22, 25, 30]), np.array([1.0, 0.8, 0.6, 0.4])
-    endless = np.array(g.overlong_penalty(lengths, 25, 5, 0.5, saturate=False))
-    np.testing.assert_allclose(rewards + endless, [1.0, 0.6, 0.1, -0.6], atol=1e-6)
     bounded = np.array(g.overlong_penalty(lengths, 25, 5, 0.5))
     np.testing.assert_allclose(rewards + bounded, [1.0, 0.6, 0.1, -0.1], atol=1e-6)
 
