@@ -144,7 +144,7 @@ def run_command(
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     how = {"resume": origin, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    command = _command(config, overrides)
+    command = _command()
     again = ["--overwrite"] if overwrite else ["--resume", *([resume] if resume not in (None, _LAST) else [])]
     again += ["--allow-config-change"] * allow_config_change
 
@@ -208,16 +208,17 @@ def main() -> None:
     """GRPO fine-tuning of language models on Apple's MLX."""
 
 
-def _command(config: str, overrides: Sequence[str]) -> str:
+def _command() -> str:
     """The command of this run without its other options, spelled as it was called."""
-    program = click.get_current_context().command_path
+    context = click.get_current_context()
+    program = context.command_path
     called = sys.argv[0]
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
         program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
     if "MLX_RANK" in os.environ:
         program = f"mlx.launch ... {program}"
-    settings = [word for override in overrides for word in ("--set", override)]
-    return f"{program} {shlex.join([config, *settings])}"
+    settings = [word for override in context.params["overrides"] for word in ("--set", override)]
+    return f"{program} {shlex.join([context.params['config'], *settings])}"
 
 
 def _show_resolved(name: str, overrides: Sequence[str]) -> None:

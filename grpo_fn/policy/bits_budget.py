@@ -77,7 +77,7 @@ def formats_within(
     chosen = dict.fromkeys(effects, 0)
     left = (budget - shared - levels[0]) * sum(sizes[name] for name in effects)
     if left < 0:
-        raise ValueError(f"a budget of {budget:g} bits: expected at least {levels[0] + shared:g}")
+        raise ValueError(f"budget: expected at least {levels[0] + shared:g} bits, found {budget:g}")
 
     def gain(name: str) -> float:
         now, then = levels[chosen[name]], levels[chosen[name] + 1]

@@ -53,6 +53,15 @@ _ONLY_WITH = {
     "teacher.hint": {"env.factory": "", "env.tools": ()},
 }
 
+# A key and its value ("": any) → keys that change nothing without it.
+_ONLY_IF = {
+    ("data.image", ""): ("data.image_max_pixels", "data.image_folder"),
+    ("data.curriculum", "static"): ("data.pass_rates",),
+    ("data.curriculum", "adaptive"): ("data.target_rate", "data.rate_decay", "data.explore"),
+    ("teacher.path", ""): ("teacher.form", "teacher.weight", "teacher.task_weight", "teacher.hint"),
+    ("sft.completions", ""): ("sft.min_reward",),
+}
+
 _CHATS_ONLY = (
     *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
     *("env.factory", "env.tools"),
@@ -302,8 +311,17 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         expect("model.tune", '"lora" or "dora" with model.adapters')
     if value("optim.shard") and mixes:
         expect("loss.ref_mixup", "1.0 with optim.shard = true")
+    unused = set()
+    for (cause, only), keys in _ONLY_IF.items():
+        state = value(cause)
+        for key in keys if state is not None and (state != only if only else not state) else ():
+            section, _, name = key.partition(".")
+            default = getattr(attrs.fields(type(built[section])), name).default
+            if value(key) != default:
+                unused.add(key)
+                expect(key, f"{show(default)}, or {cause}{f' = {show(only)}' if only else ''}")
     for cause, only in _ONLY_WITH.items():
-        for key, one in only.items() if value(cause) else ():
+        for key, one in only.items() if value(cause) and cause not in unused else ():
             if value(key) not in (one, None):
                 expect(key, f"{show(one)} with {cause} = {show(value(cause))}")
     for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
@@ -315,10 +333,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             expect("data.answer", f"a column, your own reward in reward.functions, {measured}")
         else:
             expect("reward.functions", f"at least one entry, {measured}")
-    for key in ("data.image_max_pixels", "data.image_folder") if value("data.image") == "" else ():
-        if value(key):
-            expect(key, f"{show(type(value(key))())}, or the column of images in data.image")
-    hint = value("teacher.hint")
+    hint = "" if "teacher.hint" in unused else value("teacher.hint")
     if value("teacher.path") == SELF and hint == "":
         expect(
             "teacher.hint", f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'

@@ -73,5 +73,5 @@ def test_bits_go_where_the_effect_is():
     sizes = {"a": 64, "b": 64}
     assert formats_within({"a": 1.0, "b": 1e-6}, sizes, 4, 64, 6.0) == {"a": "affine-8", "b": "affine-3"}
     assert formats_within({"a": 1.0, "b": 1.0}, sizes, 4, 64, 4.5) == dict.fromkeys("ab", "affine-4")
-    with pytest.raises(ValueError, match=r"a budget of 3 bits: expected at least 3\.5"):
+    with pytest.raises(ValueError, match=r"budget: expected at least 3\.5 bits, found 3"):
         formats_within({"a": 1.0}, sizes, 4, 64, 3.0)

@@ -173,17 +173,20 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
         (".venv/bin/grpo-run", False, ".venv/bin/grpo-run"),
     ],
 )
-def test_an_interrupted_run_shows_how_to_continue(invoke, training, monkeypatch, argv, on_path, program):
+@pytest.mark.parametrize("command", [cli.run_command, cli.sft_command], ids=["run", "sft"])
+def test_an_interrupted_run_shows_how_to_continue(
+    invoke, training, monkeypatch, argv, on_path, program, command
+):
     """The command as it was given, quoted where the shell needs that; with --resume once a state is saved."""
     monkeypatch.setattr(sys, "argv", [argv])
     monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
-    monkeypatch.setattr(cli.run_command, "name", "grpo-run")
+    monkeypatch.setattr(command, "name", "grpo-run")
     stop = 'rollout.stop=["</answer>"]'
     for saved, option in ((True, "--resume"), (False, "--overwrite")):
         stopped = Stopped(signal.SIGTERM)
         stopped.saved = saved
         training.fail_with(stopped)
-        result = invoke("train.toml", "--overwrite", "--set", stop)
+        result = invoke("train.toml", "--overwrite", "--set", stop, command=command)
         assert result.exit_code == 143
         line = f"to continue: {program} train.toml --set '{stop}' {option}"
         assert result.stderr.splitlines()[-2:] == ["interrupted", line]
