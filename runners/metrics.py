@@ -136,7 +136,7 @@ class Metric:
     """A line of the table."""
 
     section: str  # the heading above it
-    name: str  # {name}: a reward's or a judge's
+    name: str  # {name}: a reward's
     unit: str
     meaning: str
     normal: str
@@ -158,7 +158,7 @@ METRICS = _read(_TABLE)
 """name -> Metric, in the order of the page."""
 
 COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)
-"""Names that a condition of `stop.when` may use, besides `rewards/NAME/mean`, `rewards/NAME/std` and judges'."""
+"""Names that a condition of `stop.when` may use, besides `rewards/NAME/mean`, `rewards/NAME/std`."""
 
 
 def tables() -> dict[str, str]:

@@ -40,17 +40,6 @@ HARMLESS = (
     "system.collective_timeout",
     "system.check_model",
 )
-# Keys of a table [judge.NAME] that change no verdict.
-HARMLESS_OF_JUDGES = (
-    "api_key_env",
-    "concurrency",
-    "timeout",
-    "batch_timeout",
-    "retries",
-    "cache",
-    "price_in",
-    "price_out",
-)
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
@@ -125,12 +114,10 @@ def compare_config(config: Config, origin: Origin, note: Callable[[str], None], 
     found, matter = [], []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
-        if before == after or (before in LEFT_OPEN and after == resolved.get(key, before)):
+        if before == after or before == {} or (before in LEFT_OPEN and after == resolved.get(key, before)):
             continue
         found.append(f"{key} was {show(before)}, is {show(after)}")
-        section, _, rest = key.partition(".")
-        of_judge = section == "judge" and rest.rpartition(".")[2] in HARMLESS_OF_JUDGES
-        if not (of_judge or key in HARMLESS or section in HARMLESS):
+        if not (key in HARMLESS or key.partition(".")[0] in HARMLESS):
             matter.append(f"{key} (was {show(before)}, is {show(after)})")
     if found:
         note(f"the config differs from that of {origin.folder}: {', '.join(found)}")

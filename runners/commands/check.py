@@ -16,7 +16,6 @@ from runners.machine.terminal import aligned, echo
 if TYPE_CHECKING:
     from runners.evaluation.reward_check import RewardCheck
     from runners.evaluation.sampled_check import Sampled
-    from runners.judges import Exchange
 
 _NOTES = """\
 \b
@@ -28,9 +27,8 @@ Examples:
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
 form, the form without an answer, one cut off before the answer, and nothing. With answer.form = "none" they
-score the bare gold answer, and without gold answers neutral texts. A judge's first questions
-and answers are shown. An environment's first episode is begun. No weights are loaded, except a judge's, and
-with --sample the model's.
+score the bare gold answer, and without gold answers neutral texts. An
+environment's first episode is begun. No weights are loaded, except the model's with --sample.
 """
 
 
@@ -75,8 +73,6 @@ def _show(checked: RewardCheck, sample: int) -> None:
         _show_rewards(checked)
     elif checked.rewards:
         echo(f"no right completion is known{'' if sample else '; --sample 4 shows real ones'}")
-    for name, exchange in checked.exchanges:
-        _show_exchange(name, exchange)
     for warning in checked.warnings:
         echo(f"warning: {warning}")
 
@@ -105,19 +101,6 @@ def _show_rewards(checked: RewardCheck) -> None:
     ]
     for line in aligned([("", *checked.kinds), *rows], right=range(1, len(checked.kinds) + 1)):
         echo(f"  {line}")
-
-
-def _show_exchange(name: str, exchange: Exchange) -> None:
-    """Shows a judge's questions, its answers, and the rewards that follow from them."""
-    echo(f"{name} is asked")
-    for message in exchange.messages:
-        for line in f"{message['role']}: {message['content']}".split("\n"):
-            echo(f"  > {line}")
-    echo(f"{name} answers")
-    for line in (exchange.answer or "(nothing)").split("\n"):
-        echo(f"  < {line}")
-    values = [f"{each:.3g}" if isinstance(each, float) else "none" for each in exchange.verdicts]
-    echo(f"{name} rewards   {' '.join(values)}")
 
 
 def _mean(values) -> str:

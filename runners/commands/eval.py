@@ -176,11 +176,10 @@ def _measure_all(
     from runners.environments.own_code import load_code, start_worker
     from runners.evaluation.measurement import choose_problems, eval_rows, measure
     from runners.inference.inference_model import load_inference
-    from runners.rewards.functions import check_columns, check_judges
+    from runners.rewards.functions import check_columns
 
     worker = start_worker(config)
     rewards = load_code(config, worker)
-    check_judges(rewards)
     rows = eval_rows(config, whole=bool(values["data"]))
     config = with_answers_of(config, rows)
     columns = reward_columns(rows, with_answer=bool(config.data.answer))

@@ -12,7 +12,6 @@ import attrs
 
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
-from runners.config.judge_checks import check_judge, check_names
 from runners.config.names import (
     CALCULATOR,
     EMBEDDED,
@@ -21,7 +20,6 @@ from runners.config.names import (
     SHIPPED,
     TASK_SCORE,
     TASKS,
-    judge_of,
 )
 from runners.config.reading import PRESET_FOLDER, Settings
 from runners.config.user_functions import FUNCTION_FORMS
@@ -77,10 +75,6 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     for name in ("run", "model", "data", "reward", "teacher", "env", "sft"):
         if built[name] is not None:
             result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
-    for name, judge in (built["judge"] or {}).items():
-        check_judge(name, judge, found)
-    if built["judge"] is not None and built["reward"] is not None:
-        check_names(result["reward"], built["judge"], found)
     if all(built[name] is not None for name in ("answer", "data", "reward")):
         result |= paths.task(result["answer"], result["data"], result["reward"])
     _relations(result, found)
@@ -164,7 +158,7 @@ class _Paths:
         return {"functions": tuple(map(self._reward_function, functions))}
 
     def _reward_function(self, name: str) -> str:
-        if name in REWARD_NAMES or judge_of(name) is not None:
+        if name in REWARD_NAMES:
             return name
         hint = did_you_mean(name, REWARD_NAMES) or f"; built in are {', '.join(REWARD_NAMES)}"
         expected = f"a built-in reward, {FUNCTION_FORMS}"
@@ -284,9 +278,6 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             expect("rollout.first_stage", "less than rollout.num_generations")
         if value("env.factory") or value("env.tools"):
             expect("rollout.first_stage", "0 with [env]")
-        for name, judge in (built["judge"] or {}).items():
-            if judge.kind == "ranking":
-                expect("rollout.first_stage", f"0 with [judge.{name}], which ranks whole groups")
     if value("data.curriculum") == "static" and not value("data.difficulty"):
         expect("data.difficulty", 'a file of `grpo difficulty` with data.curriculum = "static"')
     modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import attrs
 
-from runners.config.names import judge_of
 from runners.config.rules import SIGNS
 from runners.errors import did_you_mean, show
 from runners.metrics import COMPARABLE
-
-JUDGE_METRICS: dict[str, Callable[[Sequence[float]], float]] = {
-    "requests": sum,  # sent requests, counting each try
-    "cached": sum,  # completions whose answer was known: from the cache, or from an equal completion
-    "failed": sum,  # completions without a verdict
-    "latency": lambda values: sum(values) / len(values),  # seconds of an answered request
-    "slowest": max,  # seconds
-    "tokens_in": sum,
-    "tokens_out": sum,
-    "cost": sum,
-    "total_cost": max,  # of this process
-}
-"""What a judge logs, as `judge/NAME/…`, and how an update combines its batch steps."""
 
 _FORM = '"METRIC < NUMBER" or "METRIC < NUMBER for READINGS", with <, <=, > or >='
 _CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(<=|>=|<|>)\s*([^\s<>=]+)(?:\s+for\s+(\d{1,9}))?\s*")
@@ -72,7 +58,6 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
         names = dict.fromkeys((name, name.rpartition(":")[2]))
         known += [f"rewards/{spelling}/{part}" for spelling in names for part in ("mean", "std")]
         known += [f"eval/rewards/{spelling}" for spelling in names]
-        known += [f"judge/{judge}/{part}" for part in JUDGE_METRICS if (judge := judge_of(name))]
     if condition.metric in known:
         return ""
     hint = did_you_mean(condition.metric, known)

@@ -8,7 +8,7 @@ import attrs
 
 from runners.config import rules
 from runners.config.loading import KEYS, SECTIONS
-from runners.config.reading import ANY_NAME, as_listed, key_hint
+from runners.config.reading import key_hint
 from runners.errors import ConfigError, spell
 
 
@@ -18,7 +18,7 @@ def tables() -> dict[str, str]:
     for section in SECTIONS:
         rows = ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
         rows += [
-            f"| `{'.'.join(part for part in path[1:] if part != ANY_NAME)}` | {' | '.join(_cells(field))} |"
+            f"| `{'.'.join(path[1:])}` | {' | '.join(_cells(field))} |"
             for path, field in KEYS.items()
             if path[0] == section
         ]
@@ -31,7 +31,7 @@ def explain(name: str) -> str:
 
     Raises ConfigError for an unknown one, with the nearest spelling.
     """
-    asked = as_listed(tuple(name.split(".")), KEYS)
+    asked = tuple(name.split("."))
     found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
     if not found:
         raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
@@ -39,8 +39,7 @@ def explain(name: str) -> str:
     for path, field in found.items():
         kind, default, within, meaning = (cell.replace("`", "") for cell in _cells(field))
         limits = f"; {within}" if within not in ("any", "–") else ""
-        spelled = ".".join(path).replace(ANY_NAME, "NAME")
-        parts.append(f"{spelled}: {kind}, default {default}{limits}\n  {meaning}")
+        parts.append(f"{'.'.join(path)}: {kind}, default {default}{limits}\n  {meaning}")
     return "\n".join(parts)
 
 

@@ -16,8 +16,6 @@ import attrs
 from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
 from runners.config.reading import (
-    ANY_NAME,
-    NAME,
     KeyPath,
     Settings,
     apply_override,
@@ -42,7 +40,6 @@ class Config:
     answer: sections.AnswerConfig = attrs.field(factory=sections.AnswerConfig)
     rollout: sections.RolloutConfig = attrs.field(factory=sections.RolloutConfig)
     reward: sections.RewardConfig = attrs.field(factory=sections.RewardConfig)
-    judge: dict[str, sections.JudgeConfig] = attrs.field(factory=dict, hash=False)  # by name
     loss: sections.LossConfig = attrs.field(factory=sections.LossConfig)
     teacher: sections.TeacherConfig = attrs.field(factory=sections.TeacherConfig)
     optim: sections.OptimConfig = attrs.field(factory=sections.OptimConfig)
@@ -119,18 +116,14 @@ class Config:
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        tables = self.to_dict()
-        judges = {f"judge.{name}": table for name, table in tables.pop("judge").items()}
-        return spell_tables(tables | judges)
+        return spell_tables(self.to_dict())
 
 
 SECTIONS: dict[str, Any] = {
-    field.name: sections.JudgeConfig if field.name == "judge" else field.type
+    field.name: field.type
     for field in attrs.fields(attrs.resolve_types(Config))
     if field.name not in ("notices", "settings")
 }
-NAMED = ("judge",)
-"""Sections that are tables of tables, each with a name that the user chooses."""
 
 
 def load_config(
@@ -221,21 +214,7 @@ def _check_complete(config: Config) -> None:
 
 def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
     """The possible values of a section's known keys; other keys are faults in `found.problems`."""
-    if name not in NAMED:
-        return _values(SECTIONS[name], raw, (name,), found)
-    if not isinstance(raw, Mapping):
-        found.fault((name,), f"expected tables [{name}.NAME], found {show(raw)}")
-        return {}
-    built = {}
-    for each, table in raw.items():
-        if not NAME.fullmatch(each):
-            found.fault((name, each), f"expected a name of letters, digits, - and _, found {show(each)}")
-        elif not isinstance(table, Mapping) and each in attrs.fields_dict(SECTIONS[name]):
-            expected = f"a table [{name}.NAME], each with its own name"
-            found.fault((name, each), f"expected {expected}, found {show(table)}")
-        else:
-            built[each] = _values(SECTIONS[name], table, (name, each), found)
-    return built
+    return _values(SECTIONS[name], raw, (name,), found)
 
 
 def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, Any]:
@@ -266,14 +245,10 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     if len(found.problems) > before:
         return None
-    if name in NAMED:
-        return {each: rules.structure(table, kind) for each, table in values.items()}
     return rules.structure(values, kind)
 
 
 def _plain(section: Any) -> dict[str, Any]:
-    if isinstance(section, Mapping):
-        return {name: _plain(table) for name, table in section.items()}
     return attrs.asdict(
         section,
         filter=lambda _, value: value is not None,
@@ -295,8 +270,6 @@ def _leaves(kind: Any, path: KeyPath) -> dict[KeyPath, attrs.Attribute]:
 
 
 KEYS: dict[KeyPath, attrs.Attribute] = {
-    path: field
-    for name, cls in SECTIONS.items()
-    for path, field in _leaves(cls, (name, ANY_NAME) if name in NAMED else (name,)).items()
+    path: field for name, cls in SECTIONS.items() for path, field in _leaves(cls, (name,)).items()
 }
-"""The field of every key, by its path; `ANY_NAME` stands for a table name that the user chooses."""
+"""The field of every key, by its path."""

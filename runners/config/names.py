@@ -1,4 +1,4 @@
-"""Names that a config may use in place of files and functions: of models, data, rewards and judges."""
+"""Names that a config may use in place of files and functions: of models, data and rewards."""
 
 EMBEDDED = "embedded"
 
@@ -36,12 +36,3 @@ REWARD_ARGUMENTS = (
     "environments",
 )
 """The arguments that every reward may take besides the dataset's columns."""
-
-JUDGE_PREFIX = "judge."
-"""The prefix of a judge in `reward.functions`: the name of a table [judge.NAME] follows."""
-
-
-def judge_of(function: str) -> str | None:
-    """The NAME of the table [judge.NAME] if an entry of `reward.functions` means one, else None."""
-    is_judge = function.startswith(JUDGE_PREFIX) and ":" not in function
-    return function.removeprefix(JUDGE_PREFIX) if is_judge else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +21,6 @@ PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 MAX_BYTES = 1 << 17  # the packaged configs have some 2,000
 
 KeyPath = tuple[str, ...]
-ANY_NAME = "*"
-"""In a key's path, stands for a table name that the user chooses."""
-NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Such a name."""
 
 
 @attrs.define
@@ -96,6 +91,8 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
         for key, value in table.items():
             if key in sections:
                 settings.put((key,), value, f"{label}: {key}")
+            elif (key, value) == ("judge", {}):  # an older version's table, of a run without judges
+                continue
             elif key != flat_keys.TABLE:
                 settings.fault((key,), f"unknown key{key_hint((key,), keys)}")
             elif isinstance(value, Mapping):
@@ -115,24 +112,16 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
         settings.problems.append(f"--set: expected section.key=value, found {override}")
         return
     path = tuple(key.split("."))
-    listed = as_listed(path, keys)
     if len(path) == 1 and key in flat_keys.FLAT_KEYS:
         value = _override_value(written, type(flat_keys.FLAT_KEYS[key].default))
         optim = settings.values.get("optim")
         before = optim if isinstance(optim, Mapping) else {}
         _take(settings, flat_keys.translate({key: value}, before), "--set: ")
-    elif any(known[: len(path)] == listed for known in keys):
-        kind = keys[listed].type if listed in keys else None
+    elif any(known[: len(path)] == path for known in keys):
+        kind = keys[path].type if path in keys else None
         settings.put(path, _override_value(written, kind), f"--set: {key}")
     else:
         settings.problems.append(f"--set: {key}: unknown key{key_hint(path, keys)}")
-
-
-def as_listed(path: KeyPath, keys: Iterable[KeyPath]) -> KeyPath:
-    """A key's path as in `keys`: with `ANY_NAME` in place of a table's name."""
-    if len(path) > 1 and any(known[:2] == (path[0], ANY_NAME) for known in keys):
-        return path[0], ANY_NAME, *path[2:]
-    return path
 
 
 def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
@@ -143,7 +132,7 @@ def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
         elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
-    parent, table = as_listed(path, keys)[:-1], ".".join(path[:-1])
+    parent, table = path[:-1], ".".join(path[:-1])
     if parent in keys:
         return f"; {table} is not a table"
     siblings = list(dict.fromkeys(known[len(parent)] for known in keys if known[: len(parent)] == parent))

@@ -147,39 +147,14 @@ class RolloutConfig:
 
 @attrs.frozen(kw_only=True)
 class RewardConfig:
-    """[reward]: functions (a name, package.module:function, file.py:function, judge.NAME), their weights."""
+    """[reward]: functions (a name, package.module:function, file.py:function), their weights."""
 
-    functions: tuple[str, ...] = key(REWARD_NAMES, 'those of `answer.form` if not set: all five with `xml`, else the first; a built-in name, `package.module:function`, `path/to/file.py:function`, or `"judge.NAME"` for a table below; see [rewards.md](rewards.md). `[]` only with an `env.factory` that has `get_reward`', "none twice")
+    functions: tuple[str, ...] = key(REWARD_NAMES, 'those of `answer.form` if not set: all five with `xml`, else the first; a built-in name, `package.module:function` or `path/to/file.py:function`; see [rewards.md](rewards.md). `[]` only with an `env.factory` that has `get_reward`', "none twice")
     weights: tuple[float, ...] = key((), "weight of each function, not all 0; empty: 1.0 each")
     aggregate: Aggregate = key("sum_then_normalize", "add the rewards, then take advantages; or normalise each reward in its group first (GDPO)")
     timeout: float = key(60.0, "seconds that a call of one reward may take; 0: no limit, in the run's own process", LONG)
     on_error: Literal["skip", "raise"] = key("skip", "a reward that fails is left out and reported, or ends the run")
     stop_if_all_fail: bool = key(True, 'with `on_error = "skip"`: a reward that fails for every completion of a batch step ends the run; see [faults.md](faults.md#rewards)')
-
-
-@attrs.frozen(kw_only=True)
-class JudgeConfig:
-    """[judge.NAME]: a model that rewards completions; `reward.functions` names it as "judge.NAME"."""
-
-    kind: Literal["score", "ranking"] = key("score", "whether the model marks a completion or ranks a group of them")
-    url: str = key("", "address (http or https, no password) of an API like OpenAI's, without `/chat/completions`; required")
-    model: str = key("", "the model's name there; empty: none is sent")
-    api_key_env: str = key("", "the variable of the environment that holds the key; empty: no key is sent")
-    criteria: str = key("The response answers the question correctly, and its working is sound.", "the criteria of the judgement")
-    system_prompt: str = key("", "the judge's system message; empty: none")
-    prompt: str = key("", "the question, in your own words, with [names in braces](judges.md#a-model-behind-an-api); empty: ours")
-    pattern: str = key("", "a regular expression with one group, which finds the mark in an answer; empty: `SCORE: number`, or a number alone")
-    scale: tuple[float, float] = key((0.0, 10.0), "worst and best mark", "0 <= low < high")
-    temperature: float = key(0.0, "the judge's sampling temperature", ">= 0")
-    max_tokens: int = key(512, "tokens of an answer", ">= 1")
-    extra: str = key("", "a JSON object that is added to the request; `null` removes a key")
-    concurrency: int = key(8, "requests at a time", "1 <= x <= 1024")
-    timeout: float = key(60.0, "seconds that a request may take", "0 < x <= 1e9")
-    batch_timeout: float = key(600.0, "seconds for all requests of a batch step; 0: no limit", LONG)
-    retries: int = key(3, "further tries of a request that fails for now", "0 <= x <= 100")
-    cache: bool = key(True, "keep answers in the user's cache folder")
-    price_in: float = key(0.0, "price of a million tokens that the judge reads, for the log", ">= 0")
-    price_out: float = key(0.0, "price of a million tokens that it writes", ">= 0")
 
 
 @attrs.frozen(kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import Config
-from runners.config.names import CALCULATOR, judge_of
+from runners.config.names import CALCULATOR
 from runners.config.sections import EnvConfig
 from runners.rewards.functions import Reward, rewards_of
 from runners.rewards.functions import loading as reward_loading
@@ -25,9 +25,9 @@ def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
 
 def start_worker(config: Config) -> Worker:
     """The process for the code that a config names. If there is some, it is started now, and imports it."""
-    worker = Worker([judge.api_key_env for judge in config.judge.values()])
+    worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
-        if ":" in name and judge_of(name) not in config.judge:
+        if ":" in name:
             worker.preload(*reward_loading(name, config.folders))
     if tools := loading(config.env, config.folders):
         worker.preload(*tools)

@@ -97,7 +97,6 @@ class Evaluator:
                 columns_of(batch.examples, size),
                 batch.rollout.completions(),
                 self.state,
-                group_size=size,
                 conversations=None if played is None else played.messages,
                 environments=None if played is None else played.environments,
             )

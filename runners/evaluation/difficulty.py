@@ -89,6 +89,6 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 def _measured(config: Config, samples: int) -> str:
     """A digest of what pass rates depend on besides the prompt."""
     told = config.to_dict()
-    facts = [told[name] for name in ("model", "answer", "reward", "judge", "rollout", "env") if name in told]
+    facts = [told[name] for name in ("model", "answer", "reward", "rollout", "env") if name in told]
     text = repr((samples, config.run.seed, config.data.nudge, config.data.pass_reward, facts))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]

@@ -13,7 +13,7 @@ import attrs
 from runners.answers.forms import FORMS
 from runners.checkpoints.own_runs import is_own
 from runners.config.loading import Config, load_config
-from runners.config.names import CALCULATOR, JUDGE_PREFIX, REWARD_NAMES
+from runners.config.names import CALCULATOR, REWARD_NAMES
 from runners.config.recorded import read_recorded, run_of
 from runners.errors import ConfigError, UserError, show
 
@@ -69,12 +69,6 @@ def _load(file: Path, overrides: Sequence[str], note: Callable[[str], None], own
         note(notice)
     given = {override.partition("=")[0].strip() for override in overrides}
     values, naming = recorded.only(_TAKEN), f"--config {file}"
-    asked = [text for text in overrides if text.partition("=")[0].strip() == "reward.functions"]
-    if judges := [text for text in asked if JUDGE_PREFIX in text]:
-        # Its table, which is not taken, has the address to which texts and a key would be sent.
-        raise UserError(
-            f"{file}: {show(judges[-1])} asks a judge, which needs you to name the config: {naming}"
-        )
     for key in ("data.transform", "model.loader", "env.tools", "env.factory", "answer.form"):
         section, _, name = key.partition(".")
         named = recorded.get(section, name)

@@ -24,10 +24,9 @@ from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
-from runners.judges import Exchange, Judge
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
-from runners.rewards.functions import Reward, check_columns, check_judges
+from runners.rewards.functions import Reward, check_columns
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder, encode
 
@@ -35,7 +34,6 @@ GOLD, BARE = "gold answer", "gold without form"
 NO_ANSWER = "no-such-answer"
 SENTENCE = "This is a sentence."
 _READ_ANSWERS = ("correctness_reward_func", "code_tests", "task_score")
-EXCHANGES = 2  # of each judge that are shown
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +51,6 @@ class RewardCheck:
     values_kan: np.ndarray  # [reward, kind of text, problem]; NaN: no reward
     knows_right: bool  # False: the form reads answers, but no right completion is known
     warnings: tuple[str, ...]
-    exchanges: tuple[tuple[str, Exchange], ...] = ()  # each judge's first questions and answers
     images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
 
 
@@ -71,10 +68,6 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     config = with_answers_of(config, *rows)
     columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
-    check_judges(rewards)
-    judges = {each.name: each.function for each in rewards if isinstance(each.function, Judge)}
-    for judge in judges.values():
-        judge.exchanges = []
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     use_template(tokenizer, config.data.chat_template)
@@ -112,7 +105,6 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         *(_judge(rewards, kinds, values_kan, read, tried) if right or read is None else []),
     ]
     images = [(each.name, processor.count_tokens(each)) for each in train[0].images] if processor else []
-    shown = [(name, each) for name, judge in judges.items() for each in (judge.exchanges or [])[:EXCHANGES]]
     return RewardCheck(
         tokenizer=f"{type(getattr(tokenizer, '_tokenizer', tokenizer)).__name__} of {path}",
         prompt=train[0].text,
@@ -125,7 +117,6 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         values_kan=values_kan,
         knows_right=bool(right) or read is None,
         images=tuple(images),
-        exchanges=tuple(shown),
         warnings=tuple(warnings),
     )
 
@@ -180,23 +171,18 @@ def _score(
     for example in examples:
         for kind, text in _answers(example, form, config.data.nudge).items():
             by_kind.setdefault(kind, []).append(text)
-    size, calls = 1, by_kind
-    if any(reward.grouped for reward in rewards):  # the answers to a problem are a group, as in a run
-        size = len(by_kind)
-        calls = {"": [text for group in zip(*by_kind.values(), strict=True) for text in group]}
     values, faults = [], list[str]()
-    for kind, texts in calls.items():
+    for kind, texts in by_kind.items():
         tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
         scores = scorer.score(
             [decoder.decode(each) for each in tokens],  # as a run would give them
-            [list(example.messages) for example in examples for _ in range(size)],
-            columns_of(examples, size),
+            [list(example.messages) for example in examples],
+            columns_of(examples),
             [list(each) for each in tokens],
-            group_size=size,
         )
-        values.append(scores.values_kb.reshape(len(rewards), len(examples), size))
-        faults += [f"{problem} ({kind})" if kind else problem for problem in scores.problems]
-    return list(by_kind), np.concatenate(values, axis=2).transpose(0, 2, 1), faults
+        values.append(scores.values_kb)
+        faults += [f"{problem} ({kind})" for problem in scores.problems]
+    return list(by_kind), np.stack(values, axis=1), faults
 
 
 def _judge(

@@ -11,11 +11,9 @@ import attrs
 
 from runners.answers.forms import AnswerForm
 from runners.config.loading import Config
-from runners.config.names import REWARD_ARGUMENTS, judge_of
-from runners.config.sections import JudgeConfig
+from runners.config.names import REWARD_ARGUMENTS
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
-from runners.judges import Judge, build_judge
 from runners.rewards.builtin import REWARDS, built_in
 from runners.rewards.calls import BY_NAME, resolved_function
 from runners.user_code.worker import Worker
@@ -52,11 +50,6 @@ class Reward:
     weight: float = 1.0
 
     @property
-    def grouped(self) -> bool:
-        """Whether it gets the number of completions of a prompt, as `group_size`."""
-        return isinstance(self.function, Judge) and self.function.grouped
-
-    @property
     def _parameters(self) -> list[inspect.Parameter]:
         function = self.function
         found = function.signature if isinstance(function, UserFunction) else inspect.signature(function)
@@ -84,25 +77,24 @@ def rewards_of(config: Config, worker: Worker) -> tuple[Reward, ...]:
     if not reward.functions:
         return ()
     form = config.answer_form
-    return resolve_rewards(reward.functions, reward.weights, config.folders, config.judge, place, form)
+    return resolve_rewards(reward.functions, reward.weights, config.folders, place, form)
 
 
 def resolve_rewards(
     names: Sequence[str],
     weights: Sequence[float] = (),
     base_dirs: Iterable[str | Path] = (),
-    judges: Mapping[str, JudgeConfig] | None = None,
     worker: Worker | None = None,
     form: AnswerForm | None = None,
 ) -> tuple[Reward, ...]:
-    """The rewards of a config, in order; without weights each has 1.0. `judges` are its tables [judge.NAME].
+    """The rewards of a config, in order; without weights each has 1.0.
 
     A reward's name in logs is its function's, or the full text if two share a name. Raises UserError for a
     reward that cannot be resolved.
     """
     dirs = tuple(base_dirs)
     rewards = [
-        resolve_reward(name, dirs, weight, judges, worker, form)
+        resolve_reward(name, dirs, weight, worker, form)
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
     ]
     short = [reward.name for reward in rewards]
@@ -116,19 +108,15 @@ def resolve_reward(
     name: str,
     base_dirs: Iterable[str | Path] = (),
     weight: float = 1.0,
-    judges: Mapping[str, JudgeConfig] | None = None,
     worker: Worker | None = None,
     form: AnswerForm | None = None,
 ) -> Reward:
-    """The reward for a name: a built-in one, ``package.module:function``, ``a/file.py:function``, or
-    ``judge.NAME``. The `worker`, or without one this process, loads what is not built in.
+    """The reward for a name: a built-in one, ``package.module:function``, or ``a/file.py:function``. The
+    `worker`, or without one this process, loads what is not built in.
 
     Raises UserError for an unknown name, as `resolve_function`, for a signature without `completions`, and as
     the function's `check_ready`, if it has one.
     """
-    judge, judges = judge_of(name), judges or {}
-    if judge is not None and judge in judges:
-        return Reward(name, build_judge(judge, judges[judge]), weight)
     if ":" not in name:
         if name in REWARDS:
             return Reward(name, built_in(form)[name], weight)
@@ -145,13 +133,6 @@ def resolve_reward(
 def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
     """The operation that loads a reward, for `Worker.preload`."""
     return "runners.rewards.calls:load", name, tuple(map(str, base_dirs))
-
-
-def check_judges(rewards: Iterable[Reward]) -> None:
-    """Raises UserError if a judge among the rewards does not answer or has no key."""
-    for reward in rewards:
-        if isinstance(reward.function, Judge):
-            reward.function.check()
 
 
 def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True) -> None:

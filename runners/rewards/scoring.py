@@ -17,7 +17,6 @@ import numpy as np
 
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import RewardError, show
-from runners.judges import Judge
 from runners.rewards.calls import run, run_async
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
@@ -71,11 +70,10 @@ class Scorer:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState = NO_RUN,
         *,
-        group_size: int = 1,
         conversations: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         environments: Sequence[Any] | None = None,
     ) -> Scores:
-        """Call every reward on B completions; those of one prompt are `group_size` in a row.
+        """Call every reward on B completions; those of one prompt follow one another.
 
         `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
         reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and those of
@@ -106,8 +104,6 @@ class Scorer:
         called = []
         for reward in self.rewards:
             arguments = reward.pick(given | {"trainer_state": trainer_state})
-            if reward.grouped:
-                arguments["group_size"] = group_size
             logs = list(reward.pick(dict.fromkeys(_LOGS)))
             called.append((arguments, logs, len(texts), reward.weight))
         log, problems = RewardLog(len(texts)), list[str]()
@@ -120,8 +116,6 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = Failed(notes[0], outcome.ended or (outcome.value or {}).get("exited", False))
             problems.extend(notes)
-        for reward in self.rewards:
-            problems += reward.function.take_notices() if isinstance(reward.function, Judge) else []
         for calls in self._calls.values():
             problems += calls.worker.notices
             calls.worker.notices.clear()

@@ -14,7 +14,7 @@ from runners.data.prompts import Example
 from runners.files.run_files import METRICS
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
-from runners.telemetry.run_statistics import combine_logged
+from runners.telemetry.run_statistics import mean_of
 
 
 def run_header(
@@ -73,7 +73,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
     advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(-1)
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
-    metrics = {name: combine_logged(name, values) for name, values in experience.logged.items()}
+    metrics = {name: mean_of(np.array(values)) for name, values in experience.logged.items()}
     for row, text in enumerate(experience.texts):
         if not experience.drawn_b[row]:
             continue

@@ -13,7 +13,6 @@ import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
 from runners.data.curriculum import rate_metrics
-from runners.judges import combined
 from runners.rewards.experience import Experience, is_varied, length_penalty
 
 
@@ -74,13 +73,13 @@ def rollout_metrics(
     for tally in tallies:
         for name, values in tally.logged.items():
             logged.setdefault(name, []).extend(values)
-    metrics = {name: combine_logged(name, values) for name, values in logged.items()} | {
-        "reward": _mean(rewards_pg),
-        "reward_std": _mean(np.array([_std(group) for group in rewards_pg])),
+    metrics = {name: mean_of(np.array(values)) for name, values in logged.items()} | {
+        "reward": mean_of(rewards_pg),
+        "reward_std": mean_of(np.array([_std(group) for group in rewards_pg])),
         "frac_reward_zero_std": float(np.mean(~varied)),
     }
     for name, values_b in zip(reward_names, values_kb, strict=True):
-        metrics[f"rewards/{name}/mean"] = _mean(values_b)
+        metrics[f"rewards/{name}/mean"] = mean_of(values_b)
         metrics[f"rewards/{name}/std"] = _std(values_b)
     metrics |= {
         "completions/mean_length": float(lengths.mean()),
@@ -172,13 +171,7 @@ def loss_metrics(
     return metrics | {name: getattr(stats, field).item() for name, field in fields.items()}
 
 
-def combine_logged(name: str, values: Sequence[float]) -> float:
-    """One number for the values that rewards logged under a name: the mean, or a judge's sum of counts."""
-    of_judge = combined(name, values)
-    return _mean(np.array(values)) if of_judge is None else of_judge
-
-
-def _mean(values: np.ndarray) -> float:
+def mean_of(values: np.ndarray) -> float:
     given = values[~np.isnan(values)]
     return float(given.mean()) if given.size else float("nan")
 

@@ -17,7 +17,6 @@ from runners.engines.settings import DEFAULT_ROWS
 from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
-from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.events import Evaluated, Status
 from runners.telemetry.progress import duration_text
@@ -84,7 +83,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
     evaluator = Evaluator(
         engine=engine,
-        scorer=_scorer_of_one(run.collector.scorer),
+        scorer=run.collector.scorer,
         form=config.answer_form,
         decoder=run.decoder,
         nudge=config.data.nudge,
@@ -126,14 +125,6 @@ def measures(session: Session) -> bool:
     return bool(
         session.run.collector.scorer.rewards or session.config.answer_form or session.run.environments
     )
-
-
-def _scorer_of_one(scorer: Scorer) -> Scorer | None:
-    """The scorer without judges that rank a group: a problem has one completion here."""
-    rewards = [reward for reward in scorer.rewards if not reward.grouped]
-    if len(rewards) == len(scorer.rewards):
-        return scorer
-    return attrs.evolve(scorer, rewards=rewards) if rewards else None
 
 
 def _few(session: Session, problems: int, limit: int) -> int:

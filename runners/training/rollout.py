@@ -215,7 +215,6 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
-            group_size=size,
             conversations=None if played is None else played.messages,
             environments=None if played is None else played.environments,
         )

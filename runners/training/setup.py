@@ -37,7 +37,7 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.functions import check_columns, check_judges
+from runners.rewards.functions import check_columns
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
@@ -102,7 +102,6 @@ def build_run(
         )
     spec = config.loss_spec()
     rewards = load_code(config, worker)
-    check_judges(rewards)
     say("reading the data")
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import threading
 import weakref
-from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Pipe
@@ -53,7 +52,7 @@ class Call:
 class _Process:
     """One process, with a thread that sends to it and one that receives."""
 
-    def __init__(self, hidden: Collection[str]) -> None:
+    def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
         self.dead = ""  # why it has ended
         self._owner = os.getpid()
@@ -66,7 +65,6 @@ class _Process:
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
                 pass_fds=[stdout],
-                env={name: value for name, value in os.environ.items() if name not in hidden},
                 start_new_session=True,
             )
         os.close(stdout)
@@ -152,10 +150,9 @@ class Worker:
     and the arguments. `notices` are lines on restarts, for whoever reports.
     """
 
-    def __init__(self, hidden: Collection[str] = ()) -> None:
-        """`hidden`: variables of the environment that the process does not get."""
+    def __init__(self) -> None:
+        """Nothing is started yet."""
         self.notices: list[str] = []
-        self._hidden = tuple(hidden)
         self._loads: dict[tuple[Any, ...], Call] = {}
         self._process: _Process | None = None
 
@@ -195,7 +192,7 @@ class Worker:
             self._process.kill(f"{MAX_HANGING} calls that took too long go on in it")
         if self._process is not None and not self._process.dead:
             return self._process
-        before, self._process = self._process, _Process(self._hidden)
+        before, self._process = self._process, _Process()
         weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(

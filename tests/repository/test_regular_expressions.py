@@ -1,4 +1,4 @@
-"""Every regular expression of the shell takes time linear in the text: models, judges and files write it."""
+"""Every regular expression of the shell takes time linear in the text: models and files write it."""
 
 import ast
 import collections
@@ -19,8 +19,7 @@ _OF_RE = {f"re.{name}" for name in _METHODS | {"compile"}}
 _LENGTH = 20_000  # characters of a text
 _BOUNDED = {"_NUMBER": 100}  # name: the most characters that its caller lets through
 _OF_THE_USER = {
-    "pattern",  # of regex_reward, whose docstring warns, and of a judge, which reads 10,000 characters
-    "judge.pattern",
+    "pattern",  # of regex_reward, whose docstring warns
     "argument",  # of answer.form = "regex:…", which a process with limits reads
     r"f'\\b{name}\\b'",  # a name of ours, in our own error
 }

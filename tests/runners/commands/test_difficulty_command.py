@@ -90,14 +90,6 @@ def test_the_page_as_it_stands(tmp_path, monkeypatch):
             ["rollout.first_stage=4", "loss.baseline=batch_mean", "loss.scale=none"],
             'expected 0 with loss.baseline = "batch_mean"',
         ),
-        (
-            [
-                "rollout.first_stage=4",
-                'judge.a={kind="ranking",url="http://localhost:1"}',
-                'reward.functions=["judge.a"]',
-            ],
-            "expected 0 with [judge.a], which ranks whole groups",
-        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, line):

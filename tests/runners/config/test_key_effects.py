@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from runners.config.loading import KEYS, load_config
-from runners.config.reading import ANY_NAME
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.data.curriculum import prompt_id
 from runners.data.prompts import Example
@@ -278,6 +277,6 @@ def test_every_key_is_shown_to_change_something():
                 names = [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
                 replayed |= {f"{section}.{name}" for name in names if key not in OF_SPEED}
     forgotten = {mutant.name.removeprefix("~") for mutant in MUTANTS if mutant.name.startswith("~")}
-    keys = {".".join(part for part in path if part != ANY_NAME) for path in KEYS}
+    keys = {".".join(path) for path in KEYS}
     assert keys == set().union(EFFECTS, SPEED, replayed, forgotten)
     assert not EFFECTS.keys() & (replayed | forgotten)

@@ -250,14 +250,12 @@ def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
     assert score(worker, folder, "ones")[0] == [[1.0, 1.0]]
 
 
-def test_the_process_inherits_no_key_and_loads_no_mlx(folder, monkeypatch):
-    """A judge's key is hidden from it; without need it is as small as it can be."""
-    monkeypatch.setenv("JUDGE_KEY", "secret")
+def test_the_process_loads_no_mlx(folder):
+    """Without need it is as small as it can be."""
     (folder / "looks.py").write_text(
-        "import os, sys\ndef looks(completions, **_):\n"
-        "    return [float('JUDGE_KEY' in os.environ), float('mlx.core' in sys.modules)]\n"
+        "import sys\ndef looks(completions, **_):\n    return [float('mlx.core' in sys.modules)] * 2\n"
     )
-    worker = Worker(["JUDGE_KEY"])
+    worker = Worker()
     reward = resolve_reward("looks.py:looks", [folder], worker=worker)
     assert Scorer([reward]).score(["a", "b"], [[]] * 2, {}).values_kb.tolist() == [[0.0, 0.0]]
     worker.close()
