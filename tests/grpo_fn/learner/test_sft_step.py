@@ -1,4 +1,4 @@
-"""The supervised step is cross-entropy on the completions' tokens: naive, mlx-lm's, transformers'."""
+"""The supervised step is cross-entropy on the completions' tokens: naive, mlx-lm's, TRL's."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +9,7 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import make_state, mean_gradient
+from tests.support.tiny_models import make_tokenizer
 from tests.support.tiny_policies import lora_policy, tiny_module, tiny_policy
 
 PROMPTS = [(5, 9, 2), (7,), (1, 2, 3, 4, 5, 6, 7), (11, 12)]
@@ -75,25 +76,34 @@ def test_the_step_is_that_of_mlx_lm_s_lora_trainer(packed):
 
 @pytest.mark.filterwarnings("ignore")  # of packages that are not ours
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_step_is_that_of_transformers(packed):
-    """A Llama of transformers with the same weights, its labels −100 on prompts and padding."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from transformers import LlamaConfig, LlamaForCausalLM
+def test_the_step_is_that_of_trl(packed, tmp_path):
+    """SFTTrainer on a Llama of transformers with the same weights: completions only, padded or packed."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    from datasets import Dataset
+    from torch import tensor
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     policy = tiny_policy("llama-untied")
     names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads rms_norm_eps"
     args = policy.module.args
     more = {"num_key_value_heads": args.num_key_value_heads, "rope_theta": args.rope_theta}
     config = {name: getattr(args, name) for name in names.split()} | more
-    model = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).float().eval()
-    weights = {name: torch.tensor(np.array(leaf)) for name, leaf in tree_flatten(policy.params)}
-    model.load_state_dict(weights)
-    width = max(len(p) + len(c) for p, c in zip(PROMPTS, GOLD, strict=True))
-    ids, labels = torch.zeros((4, width), dtype=torch.long), torch.full((4, width), -100)
-    for row, (prompt, gold) in enumerate(zip(PROMPTS, GOLD, strict=True)):
-        ids[row, : len(prompt) + len(gold)] = torch.tensor([*prompt, *gold])
-        labels[row, len(prompt) : len(prompt) + len(gold)] = torch.tensor(gold)
-    loss = model(input_ids=ids, labels=labels).loss
+    model = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).float()
+    model.load_state_dict({name: tensor(np.array(leaf)) for name, leaf in tree_flatten(policy.params)})
+    rows = [
+        {"input_ids": [*prompt, *gold], "completion_mask": [0] * len(prompt) + [1] * len(gold)}
+        for prompt, gold in zip(PROMPTS, GOLD, strict=True)
+    ]
+    settings = {"completion_only_loss": True, "max_length": 32, "per_device_train_batch_size": 4}
+    trainer = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(str(tmp_path), packing=packed, use_cpu=True, bf16=False, **settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), pad_token="<|im_end|>"),
+    )
+    (inputs,) = trainer.get_train_dataloader()
+    assert inputs["input_ids"].shape == ((1, 24) if packed else (4, 8))
+    loss = trainer.compute_loss(model, inputs)
     loss.backward()
     stats, gradient = learned(policy, packed=packed)
     assert_same_figures(stats, {"loss": mx.array(loss.item())})

@@ -78,6 +78,14 @@ CASES = {
         ],
         [("sampling", 2), ("learning", 1), ("step", 1)],
     ),
+    "a teacher that is the student at the start": (
+        ["teacher.path=self", "teacher.hint= It is {answer}.", "loss.sync_every=2"],
+        [("step", 2), ("learning", 1)],
+    ),
+    "a teacher in the loss of adapters": (
+        [*ADAPTERS, "teacher.path=self", "teacher.hint={answer}", "teacher.form=loss"],
+        [("step", 2), ("learning", 1)],
+    ),
     "with skipped updates": (["optim.learning_rate=1e39", "optim.max_bad_updates=0"], [("step", 4)]),
     "before it ends early": (['stop.when=["update >= 2 for 3"]'], [("sampling", 4)]),
 }
