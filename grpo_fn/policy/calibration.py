@@ -236,8 +236,8 @@ def _program(function: Callable[..., Any]) -> Callable[..., Any]:
 def _rounded(
     w_now: mx.array, groups_nw: mx.array, share_nww: mx.array, columns: Columns, few: int = TRACED
 ) -> tuple[mx.array, mx.array]:
-    """Codes and errors of W columns; the left half leaves its error to the right. `columns` rounds few."""
-    half = w_now.shape[-1] // 2
+    """Codes and errors of W columns; the left ones leave their error to the right. `columns` rounds few."""
+    half = max(w_now.shape[-1] // 2 // few, 1) * few
     if w_now.shape[-1] <= few:
         return columns(w_now, groups_nw, share_nww)
     left = _rounded(w_now[..., :half], groups_nw[:, :half], share_nww[:, :half, :half], columns, few)
