@@ -61,8 +61,8 @@ def sentence_tokenizer(texts: list[str], prefix: bool, size: int) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(stated))
 
 
-def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool) -> dict:
-    """config.json of a two-headed model of width 32."""
+def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool, **changes) -> dict:
+    """config.json of a two-headed model of width 32, but for `changes`."""
     config = {
         "model_type": arch,
         "vocab_size": vocab_size,
@@ -85,6 +85,7 @@ def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool) -> dict:
         config |= {"query_pre_attn_scalar": 16, "sliding_window": 8, "sliding_window_pattern": 2}
     if arch == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config |= changes
     if arch == "gemma3":  # the whole model's: the text model's stands inside
         text = {**config, "model_type": "gemma3_text"}
         return {"model_type": arch, "text_config": text, "vocab_size": vocab_size, "eos_token_id": 2}
@@ -104,6 +105,7 @@ def make_model_folder(
     special_tags: bool = False,
     chat_template: bool = True,
     quantize: dict | None = None,
+    **changes,
 ) -> Path:
     """Writes a model folder that `mlx_lm.load` opens, and returns it.
 
@@ -116,12 +118,13 @@ def make_model_folder(
         vocab_size, tokenizer_size: rows of the embedding, ids of the tokenizer; different to provoke errors.
         special_tags: the four XML tags are special tokens, which decoders like to leave out.
         quantize: e.g. {"group_size": 32, "bits": 4}: weights are packed as mlx-lm packs them.
+        changes: keys of config.json.
     """
     from mlx_lm.utils import _get_classes
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = make_config(arch, vocab_size=vocab_size, layers=layers, tie=tie)
+    config = make_config(arch, vocab_size=vocab_size, layers=layers, tie=tie, **changes)
     model_class, args_class = _get_classes(config)
     mx.random.seed(seed)
     module = model_class(args_class.from_dict(config))

@@ -13,7 +13,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -30,6 +30,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 from tests.support import gguf_files
 from tests.support.pages import ROOT
+from tests.support.properties.examples import examples
 from tests.support.tiny_models import make_model_folder, make_tokenizer, sentence_tokenizer
 
 TOKENS = [5, 9, 70, 31, 12]
@@ -64,17 +65,60 @@ def folder_of(tmp_path, arch, **more):
     return folder
 
 
-@pytest.mark.parametrize("tie", [True, False])
+SHAPES = st.fixed_dictionaries({
+    "num_hidden_layers": st.integers(2, 4), "hidden_size": st.sampled_from([32, 64]),
+    "intermediate_size": st.sampled_from([32, 96]), "num_attention_heads": st.sampled_from([2, 4]),
+    "num_key_value_heads": st.sampled_from([1, 2]), "head_dim": st.sampled_from([8, 16]),
+    "rms_norm_eps": st.sampled_from([1e-6, 1e-5]), "rope_theta": st.sampled_from([1e4, 5e5]),
+    "max_position_embeddings": st.sampled_from([64, 512]),
+})  # fmt: skip
+KINDS = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
+
+
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_every_family_goes_there_and_back(tmp_path, arch, tie):
-    """float32: the same logits, tokens, texts and ends; half precision to its rounding."""
+def test_every_family_goes_there_and_back(tmp_path_factory, arch):
+    """Any sizes: the weights' bits in float32, rounded once in half precision; sizes and logits with them.
+
+    A gemma's norms stand in GGUF with one added: they come back to the rounding of that sum.
+    """
     pytest.importorskip("gguf")
-    folder = folder_of(tmp_path, arch, tie=tie or arch.startswith("gemma"))
-    want = logits_of(folder)[0]
-    for kind, room in (("f32", 1e-5), ("f16", 0.01), ("bf16", 0.1)):
-        run("export", folder, "--gguf", tmp_path / "m.gguf", "--type", kind, "--force")
-        run("convert", tmp_path / "m.gguf", "--out", tmp_path / "back", "--force")
-        assert np.abs(logits_of(tmp_path / "back")[0] - want).max() <= room * np.abs(want).max()
+
+    @settings(max_examples=examples(5))
+    @given(SHAPES, st.sampled_from([*KINDS]), st.booleans(), st.booleans())
+    def same(sizes, kind, tie, biases):
+        place = tmp_path_factory.mktemp(arch)
+        if arch in ("qwen2", "phi3"):  # they have no other
+            sizes["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+        more = {"attention_bias": biases, "mlp_bias": biases} if arch == "llama" else {}
+        if gemma := arch.startswith("gemma"):
+            more = {"query_pre_attn_scalar": sizes["head_dim"]}
+        folder = folder_of(place, arch, tie=tie or gemma, **sizes, **more)
+        run("export", folder, "--gguf", place / "m.gguf", "--type", kind)
+        run("convert", place / "m.gguf", "--out", place / "back")
+        config = json.loads((place / "back" / "config.json").read_text())
+        assert sizes.items() <= config.items()
+        back = mx.load(str(place / "back" / "model.safetensors"))
+        for name, weight in mx.load(str(folder / "model.safetensors")).items():
+            found = back.pop(name.removeprefix("language_model."))
+            want = weight.astype(KINDS[kind])
+            if gemma and "norm" in name:
+                assert mx.allclose(found, want, rtol=2 * mx.finfo(want.dtype).eps, atol=2**-22), name
+            else:
+                assert found.dtype == want.dtype and mx.array_equal(found, want), name
+        assert not back
+        want = logits_of(folder)[0]
+        room = {"f32": 1e-5, "f16": 0.02, "bf16": 0.1}[kind]
+        assert np.abs(logits_of(place / "back")[0] - want).max() <= room * np.abs(want).max()
+
+    same()
+
+
+def test_a_tokenizer_goes_there_and_back(tmp_path):
+    """Its tokens, texts, ends and template."""
+    pytest.importorskip("gguf")
+    folder = make_model_folder(tmp_path / "m")
+    run("export", folder, "--gguf", tmp_path / "m.gguf")
+    run("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
     ours, theirs = (load_tokenizer(place) for place in (folder, tmp_path / "back"))
     assert ours.get_vocab() == theirs.get_vocab() and ours.eos_token_ids == theirs.eos_token_ids
     assert ours.chat_template == theirs.chat_template
