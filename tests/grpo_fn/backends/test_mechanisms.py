@@ -233,13 +233,3 @@ def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
     with disabled(name):
         assert not enabled(name) and disabled_names() == (name,) and not acts(name, monkeypatch)
     assert enabled(name) and disabled_names() == ()
-
-
-def test_inactive_rows_count_in_the_denominators_either_way():
-    """Left out or not, the update is the same."""
-    policy = tiny_policy()
-    wanted = gradient(policy)
-    with disabled("inactive_rows"):
-        found = gradient(policy)
-    assert_same_gradients(mean_gradient(found), mean_gradient(wanted))
-    assert found.accum_weight.item() == wanted.accum_weight.item() > 0

@@ -44,14 +44,16 @@ def of_the_whole(name):
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["all rows", "active rows"])
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("how", SPLITS)
 @pytest.mark.parametrize("name", ["grpo", "token_mean", "by token"])
-def test_any_split_gives_the_same_update(name, split, dropped):
+def test_any_split_gives_the_same_update(name, how, dropped):
     """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
     policy, whole, grad_step, (want, want_stats) = of_the_whole(name)
     spec = SPECS.get(name, SPECS["grpo"])
     state, stats = make_state(policy), []
-    for number, part in enumerate(split(whole)):
+    if dropped and "shared" in how:
+        whole = g.drop_inactive(whole, spec)
+    for number, part in enumerate(SPLITS[how](whole)):
         if dropped:
             parts = [part] if isinstance(part, g.Batch) else part
             part = [g.drop_inactive(p, spec) if p.prompt_index_b is None else p for p in parts]
@@ -83,15 +85,23 @@ def test_halves_are_smaller(shared):
     "name", ["llama", "qwen2", "qwen3", "phi3", "gemma2", "cohere", "nanochat", "smollm3", "gpt_neox"]
 )
 def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
-    """`can_share` says yes only to models for which it holds."""
+    """`can_share` says yes only to models for which it holds; each prompt is in the batch once."""
     policy = tiny_policy(name)
     if not can_share(policy.module):
         return
     whole = near_policy(make_batch(prompts=(4, 1, 7), generations=2, width=5), policy)
     grad_step = grad_step_of(policy, SPECS["grpo"], compile=False)
     want, _ = grad_step(make_state(policy), whole)
-    got, _ = grad_step(make_state(policy), g.split_batch(whole, max_tokens=1000, share_prompts=True))
+    (piece,) = g.split_batch(whole, max_tokens=1000, bucketed=False, share_prompts=True)
+    assert piece.tokens_bl.shape == (3, 7) and piece.prompt_index_b.shape == (6,)
+    got, _ = grad_step(make_state(policy), piece)
     assert_same_gradients(got.accum_grads, want.accum_grads)
+
+
+def test_windows_and_recurrent_states_cannot_be_shared():
+    """There are no keys and values of the whole prompt to attend to."""
+    assert not any(can_share(tiny_policy(name).module) for name in ("mamba", "gemma3"))
+    assert can_share(tiny_policy("llama").module)
 
 
 def test_a_batch_without_rows_counts_in_the_denominator():

@@ -4,17 +4,20 @@ from functools import cache, partial
 
 import attrs
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import grpo_fn as g
 from grpo_fn.backends import substituted
 from grpo_fn.backends.cuda.decoding import kernel_steps
+from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
+from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
 from grpo_fn.rollout.decode_step import CacheSteps
 from grpo_fn.rollout.generation import prefilled
 from grpo_fn.rollout.prefill import result_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
-from tests.support.kernels.in_place_kernel import InPlaceKernel
+from tests.support.kernels.in_place_kernel import InPlaceKernel, attention
 from tests.support.tiny_policies import tiny_policy, token_rows
 
 LAYERS = 2
@@ -98,3 +101,85 @@ def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):
     assert_step_for_step(ours, theirs, token_rows(6, 20))
     rooms = [4] * 4 + [8] * 4 + [16] * 8 + [18] * 2 + [21] * 2
     assert kernel.calls == [(6, room, n) for n, room in enumerate(rooms) for _ in range(LAYERS)]
+
+
+ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], 5
+needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
+
+
+@pytest.mark.parametrize("items, wanted", [(6, 8), (256, 8), (640, 2), (1280, 1), (9999, 1)])
+def test_warps_of_a_row(items, wanted):
+    """As many as run at a time, 16 on each of 132 multiprocessors; one where there are more rows."""
+    assert warps_of_row(items, 132 * 16) == wanted
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "width, heads, shared", [(64, 4, 2), (128, 2, 2), (128, 8, 1), (64, 7, 1), (32, 4, 4)]
+)
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(mx.float32, 1e-5), (mx.float16, 3e-3), (mx.bfloat16, 2e-2)], ids=str
+)
+def test_it_is_attention_and_keeps_the_new_token(dtype, tolerance, width, heads, shared):
+    """Prompts of two lengths, grouped heads, spare room in the rows' buffers, three dtypes."""
+    new, prompt, own = (6, shared, 1, width), (2, shared, 37, width), (6, shared, 16, width)
+    shapes = [(6, heads, 1, width), new, new, prompt, prompt, own, own]
+    arrays = [mx.random.normal(s, key=mx.random.key(n)).astype(dtype) for n, s in enumerate(shapes)]
+    mx.eval(arrays)
+    wanted = attention(*arrays, PROMPT_OF, LENGTHS, OWN, width**-0.5)
+    kept = [np.array(a.astype(mx.float32)) for a in arrays]
+    index, lengths = mx.array(PROMPT_OF, mx.int32), mx.array(LENGTHS, mx.int32)
+    found = append_and_attend(*arrays, index, lengths, mx.array(OWN, mx.int32), width**-0.5)
+    assert found.dtype == dtype
+    assert np.abs(np.array(found.astype(mx.float32)) - wanted).max() < tolerance
+    for before, appended, after in zip(kept[5:], kept[1:3], arrays[5:], strict=True):
+        before[:, :, OWN] = appended[:, :, 0]
+        assert np.array_equal(before, np.array(after.astype(mx.float32)))
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama", "qwen3", "nanochat"])
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_decoding_with_it_draws_as_with_copied_prompts(name, pipelined, monkeypatch):
+    """Buffers that are outgrown twice, rows that leave; and no new program for the same shapes."""
+    monkeypatch.setattr(kernel_steps, "FIRST_ROOM", 16)
+    monkeypatch.setattr(kernel_steps, "_ROOM_STEP", 8)
+    policy = tiny_policy(name, hidden_size=64, head_dim=32)
+    assert policy.supports_compiled_decode
+
+    def draw(seed, **options):
+        return g.generate(
+            policy,
+            policy.params,
+            [[5, 9, 11, 3], [7, 2], [4] * 9],
+            g.Sampling(num_generations=4, max_new_tokens=50, eos_ids=[1, 2, 3], temperature=0.7),
+            key=mx.random.key(seed),
+            decoding=g.Decoding(check_every=2, **options),
+        )
+
+    with_kernel, with_copies = draw(0, pipelined=pipelined), draw(0, share_prefix=False)
+    assert with_kernel.completions() == with_copies.completions()
+    assert np.abs(np.array(with_kernel.logp_bt) - np.array(with_copies.logp_bt)).max() < 5e-3  # TF32 products
+    traces = policy.compiled_programs["kernel_steps"].traces
+    assert traces
+    draw(0, pipelined=pipelined)
+    assert policy.compiled_programs["kernel_steps"].traces == traces
+
+
+@pytest.mark.parametrize(
+    "heads, shared, width, dtypes, message",
+    [
+        (4, 2, 48, ("float32", "float32"), "heads of 48: expected 32, 64 or 128"),
+        (9, 1, 64, ("float32", "float32"), "9 query heads share keys"),
+        (2, 2, 64, ("float16", "float32"), "dtypes .*: expected one"),
+    ],
+)
+def test_what_it_is_not_made_for_is_refused(heads, shared, width, dtypes, message):
+    """Widths, groups and dtypes: before anything is launched."""
+    one, other = (getattr(mx, name) for name in dtypes)
+    new, own = mx.zeros((2, shared, 1, width), other), mx.zeros((2, shared, 8, width), other)
+    with pytest.raises(ValueError, match=message):
+        append_and_attend(
+            mx.zeros((2, heads, 1, width), one), new, new, own, own, own, own, *[mx.array(0)] * 3, 1.0
+        )

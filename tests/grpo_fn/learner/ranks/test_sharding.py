@@ -61,13 +61,6 @@ def test_every_number_is_on_one_rank_and_the_rest_is_zero(shapes, ranks, bucket_
     assert sum(part.size for own in parts for part in own.values()) == flat.size + padding
 
 
-def test_small_leaves_are_joined_and_a_large_one_is_alone():
-    """60 + 30 numbers make a bucket of at most 100, the leaf of 250 has its own, 1 begins the next one."""
-    parts = masters_of(numbers((60,), (5, 6), (250,), (1,)), 2, bucket_bytes=BUCKET)
-    assert [part.size for part in parts[0].values()] == [45, 125, 1]
-    assert [part.tolist() for part in (parts[0]["2"], parts[1]["2"])] == [[341.0], [0.0]]
-
-
 def test_the_same_cut_for_every_dtype_of_the_computation():
     """Buckets are counted in numbers: masters in float32 and weights in bfloat16 are cut alike."""
     tree = numbers((60,), (5, 6), (250,), (1,))
