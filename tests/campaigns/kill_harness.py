@@ -29,6 +29,7 @@ from tests.campaigns import killed_conversions
 from tests.campaigns.killed_conversions import Conversions
 from tests.campaigns.killing import PATIENCE, ROOT, SAVING, Surroundings, Tally, wait
 from tests.support.resuming import LETTERS, embedded_config, outcome, saved, without_noise
+from tests.support.tiny_models import make_model_folder
 
 COMMON = ["optim.max_steps=10", "checkpoint.every=1", "eval.every=3", "rollout.max_new_tokens=10"]
 KINDS = {
@@ -39,6 +40,13 @@ KINDS = {
         "rollout.storage=packed",
         "loss.sync_every=2",
         "loss.correction=token_truncate",
+    ],
+    "experts": [
+        "model.path=mixtral",  # beside the config
+        "loss.router_replay=true",
+        "data.curriculum=adaptive",
+        "data.pass_reward=0.5",
+        "rollout.first_stage=2",
     ],
 }
 ALL = (*KINDS, *killed_conversions.KINDS)
@@ -54,6 +62,7 @@ class Harness:
         folder.mkdir(parents=True)
         (folder / "letters.py").write_text(LETTERS)
         (folder / "train.toml").write_text(embedded_config(folder))
+        make_model_folder(folder / "mixtral", "mixtral")
         around = self._surroundings("straight")
         started, saving = time.monotonic(), 0.0
         process = self._start(folder / "straight", [])

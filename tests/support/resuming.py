@@ -94,9 +94,9 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def _model() -> Path:
+def _model(arch: str = "qwen2") -> Path:
     """A random model of two blocks: what a run does around its steps is the same for all."""
-    return make_model_folder(Path(_scratch().name) / "model", "qwen2")
+    return make_model_folder(Path(_scratch().name) / arch, arch)
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def straight_run(*settings: str) -> RunResult:
 
 
 def config_in(folder, *overrides, text=TINY):
-    """The config of a tiny run in a folder."""
+    """The config of a tiny run in a folder; {mixtral} in an override is a model with experts."""
     folder.mkdir(parents=True, exist_ok=True)
     # One file for all runs of a test: its path is a part of the config.
     shared = folder.parent
@@ -115,6 +115,7 @@ def config_in(folder, *overrides, text=TINY):
     text = text.replace("{folder}", str(shared)).replace("{model}", str(_model()))
     text = text.replace("{problems}", str(PROBLEMS))
     (shared / "train.toml").write_text(text)
+    overrides = [each.replace("{mixtral}", str(_model("mixtral"))) for each in overrides]
     return load_config(str(shared / "train.toml"), [f"run.output_dir={folder}", *overrides])
 
 

@@ -86,6 +86,14 @@ CASES = {
         [*ADAPTERS, "teacher.path=self", "teacher.hint={answer}", "teacher.form=loss"],
         [("step", 2), ("learning", 1)],
     ),
+    "experts, whose choices are replayed": (
+        [
+            "model.path={mixtral}",
+            "loss={router_aux_coef=0.01, router_replay=true, sync_every=2}",
+            "optim.num_iterations=2",
+        ],
+        [("sampling", 2), ("learning", 1)],
+    ),
     "with skipped updates": (["optim.learning_rate=1e39", "optim.max_bad_updates=0"], [("step", 4)]),
     "before it ends early": (['stop.when=["update >= 2 for 3"]'], [("sampling", 4)]),
 }
