@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, TOOLS, TRUST, echo_all, option, options
+from runners.commands.options import SET, TRUST, echo_all, option, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -46,18 +46,7 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
     option("--batch", "Completions at a time [256].", click.IntRange(1)),
     option("--out=FILE", "Write every completion as a JSON line.", default=""),
     option("--json as json_file=FILE", "Write the numbers of the table as JSON.", default=""),
-    TOOLS,
-    option(
-        "--success-at",
-        "An episode is a success if the environment's own reward is at least this.",
-        float,
-        1.0,
-        show_default=True,
-    ),
     SET,
-    option(
-        "--loader=FUNCTION", "The function that opens the models [model.loader of the config].", default=""
-    ),
     TRUST,
 )
 @ends_with_a_line
@@ -118,7 +107,9 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool
         return load_config(values["config"], overrides), True
     # The Hub's configuration that a run names belongs to its own source.
     other = ['data.name=""'] if values["data"] else []
-    found = config_of_runs(models, [*other, *overrides], partial(echo, err=True))
+    found = config_of_runs(
+        models, [*other, *overrides], partial(echo, err=True), has_data=bool(values["data"])
+    )
     return found or load_config(None, overrides), found is not None
 
 
@@ -126,18 +117,11 @@ def _overrides(values: dict[str, Any]) -> list[str]:
     """The values of the command line in the form of --set; later ones win."""
     given = {
         "model.path": "embedded",  # not used: models are those of the command line
-        "model.loader": "" if values["loader"] else None,
         "data.source": values["data"] or None,
         "data.eval_split": values["split"] or None,
         "eval.samples": values["samples"],
         "eval.max_new_tokens": values["max_tokens"],
-        "env.max_turns": values["max_turns"],
-        "env.max_tool_calls": values["max_tool_calls"],
-        "env.max_observation_tokens": values["max_observation_tokens"],
-        "env.timeout": values["tool_timeout"],
     }
-    if values["tools"] or values["factory"]:
-        given |= {"env.tools": list(values["tools"]), "env.factory": values["factory"]}
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     return [*written, *values["overrides"]]
 
@@ -150,8 +134,9 @@ def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any
     from runners.config.loading import load_config
     from runners.inference.inference_model import model_prompt_settings
 
-    loader = values["loader"] or config.model.loader
-    found = {name: prompt for name in models if (prompt := model_prompt_settings(name, loader=loader))}
+    found = {
+        name: prompt for name in models if (prompt := model_prompt_settings(name, loader=config.model.loader))
+    }
     if not found:
         return config
     if len(set(found.values())) > 1:
@@ -190,7 +175,7 @@ def _measure_all(
         loaded = load_inference(
             name,
             machine,
-            loader=values["loader"] or config.model.loader,
+            loader=config.model.loader,
             folders=config.folders,
             trust_remote_code=values["trust_remote_code"],
             images=bool(config.data.image),
@@ -232,7 +217,6 @@ def _measure_all(
             ks=ks,
             rows=values["batch"] or 0,
             environments=environments,
-            success_at=values["success_at"],
             progress=progress,
         )
         measured.append(result)

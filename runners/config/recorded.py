@@ -5,7 +5,7 @@ Only the config's own keys with possible values are taken, as values. Anything e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ class Recorded:
     def get(self, section: str, key: str) -> Any:
         """The value of a key; None if it is not recorded."""
         return self.values.get(section, {}).get(key)
-
-    def only(self, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-        """The values of these keys."""
-        return {
-            section: {key: self.values[section][key] for key in names if key in self.values[section]}
-            for section, names in keys.items()
-            if self.values.get(section)
-        }
 
     @property
     def notices(self) -> list[str]:

@@ -57,7 +57,6 @@ class Evaluator:
     rows: int = 0  # completions at a time; 0: 256
     environments: Environments | None = None  # with them each problem is a conversation
     vision: VisionPart | None = None
-    success_at: float = SUCCESS
     state: TrainerState = NO_RUN  # for rewards that ask for it
     problems: dict[str, None] = attrs.field(factory=dict)  # faults so far, a line each
 
@@ -132,7 +131,7 @@ class Evaluator:
             if played is not None:
                 success = bool(right) and not played.faults[row]
                 if place is not None:
-                    success = bool(values_kb[place, row] >= self.success_at)
+                    success = bool(values_kb[place, row] >= SUCCESS)
                 counted = {name: played.counted[row][name] for name in ("turns", "calls", "failures")}
                 one = attrs.evolve(
                     one,

@@ -20,7 +20,7 @@ from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
 from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult
-from runners.evaluation.completions import SUCCESS, Completion, Evaluator, is_cut
+from runners.evaluation.completions import Completion, Evaluator, is_cut
 from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import InferenceModel
@@ -72,13 +72,12 @@ def measure(
     ks: Sequence[int] = (),
     rows: int = 0,
     environments: Environments | None = None,
-    success_at: float = SUCCESS,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ModelResult:
     """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in [rollout].
 
     With environments each completion is a conversation, which succeeds if the environment's own reward is at
-    least `success_at`; without one, if the last turn has the gold answer. pass@k for each of `ks` is of right
+    least 1; without one, if the last turn has the gold answer. pass@k for each of `ks` is of right
     answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
     config's). `progress` gets the kind of completions, how many problems are done, and of how many.
     """
@@ -91,7 +90,6 @@ def measure(
         rows=rows or config.rollout.max_batch,
         environments=environments,
         vision=model.vision,
-        success_at=success_at,
     )
     sampling = attrs.evolve(
         sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop)),

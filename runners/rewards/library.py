@@ -1,15 +1,9 @@
-"""Rewards to build custom ones from: mathematics, patterns, lengths, and functions of plain texts.
-
-`math_verify_reward` can be named directly; the others are made with your numbers, in a file of yours:
-
-    brevity = length_reward(0, 200, fade=100)     # then "rewards.py:brevity" in reward.functions
-"""
+"""Rewards to use or to build on: mathematics, and functions of plain texts."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +16,6 @@ from runners.rewards.builtin import answer_text
 from runners.user_code.host import is_async
 
 Rewards = list[float | None]
-RewardFunction = Callable[..., Rewards]
 
 
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
@@ -41,44 +34,6 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
         None if gold is None else compare(value_text(gold), extract_answer(text), text)
         for text, gold in zip(texts, answer, strict=True)
     ]
-
-
-def regex_reward(
-    pattern: str, value: float = 1.0, *, flags: int = re.DOTALL, whole: bool = False
-) -> RewardFunction:
-    """A reward of `value` for texts that contain the pattern (with `whole`: that match it), else 0.0.
-
-    A policy finds texts on which a pattern with nested repeats never ends, so use a simple pattern. Raises
-    ValueError for an invalid pattern.
-    """
-    try:
-        compiled = re.compile(pattern, flags)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-    test = compiled.fullmatch if whole else compiled.search
-
-    def reward(completions: Sequence[Any], **_: Any) -> Rewards:
-        return [value * (test(answer_text(completion)) is not None) for completion in completions]
-
-    return reward
-
-
-def length_reward(shortest: int, longest: int, value: float = 1.0, *, fade: int = 0) -> RewardFunction:
-    """A reward of `value` for completions of `shortest` to `longest` tokens, else 0.0.
-
-    On either side it falls in a straight line to 0 over `fade` tokens. Raises ValueError for an empty range.
-    """
-    if not 0 <= shortest <= longest or fade < 0:
-        raise ValueError(
-            f"shortest = {shortest}, longest = {longest}, fade = {fade}: expected 0 <= shortest <= longest "
-            "and fade >= 0"
-        )
-
-    def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> Rewards:
-        beyond = [max(shortest - len(ids), len(ids) - longest, 0) for ids in completion_ids]
-        return [value * max(0.0, 1 - n / fade if fade else float(n == 0)) for n in beyond]
-
-    return reward
 
 
 def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:

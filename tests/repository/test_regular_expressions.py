@@ -19,7 +19,7 @@ _OF_RE = {f"re.{name}" for name in _METHODS | {"compile"}}
 _LENGTH = 20_000  # characters of a text
 _BOUNDED = {"_NUMBER": 100}  # name: the most characters that its caller lets through
 _OF_THE_USER = {
-    "pattern",  # of regex_reward, whose docstring warns
+    "pattern",  # in what resolves a config's own
     "argument",  # of answer.form = "regex:…", which a process with limits reads
     r"f'\\b{name}\\b'",  # a name of ours, in our own error
 }

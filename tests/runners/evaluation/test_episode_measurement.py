@@ -139,8 +139,6 @@ def test_figures_of_an_environment(place, model):
     assert theirs == [*zip(*columns, strict=True)]
     logged = own.metrics
     assert logged["eval/success"] == 0.5 and logged["eval/reward"] == pytest.approx(np.nanmean(reward))
-    lower = measured(model, config_of(), success_at=0.5)
-    assert lower.metrics["success"].values.sum() == np.sum(reward >= 0.5)
 
 
 def test_samples_and_functions_without_a_class(place, model):
@@ -181,16 +179,26 @@ def test_results_of_several_ranks_are_in_the_problems_order():
 
 
 def test_the_command(place):
-    """A table with success first, JSON, and two models; code of a run's config has to be named."""
+    """A table with success first, and JSON."""
 
     def grpo(*arguments):
         return CliRunner().invoke(cli.main, ["eval", *map(str, arguments)])
 
     options = (
-        "--data", "rows.jsonl", "--split", "train", "--samples", 4, "--max-tokens", 30, "--max-turns", 2,
+        "--data", "rows.jsonl", "--split", "train", "--samples", 4, "--max-tokens", 30,
+        "--set", "env.max_turns=2", "--out", "rows.out", "--json", "scores.json",
         "--set", "reward.functions=[]", "--set", "rollout.stop=['e', '1']",
     )  # fmt: skip
-    result = grpo("embedded", "--env", "even.py:Even", *options, "--json", "scores.json", "--out", "rows.out")
+    result = grpo(
+        "embedded",
+        "--set",
+        "env.factory=even.py:Even",
+        *options,
+        "--json",
+        "scores.json",
+        "--out",
+        "rows.out",
+    )
     assert result.exit_code == 0, result.stderr
     lines = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
     assert lines[:4] == ["success", "exact match", "reward", "reward/Even"] and "failed calls" in lines
@@ -199,11 +207,5 @@ def test_the_command(place):
     assert {"messages", "success", "turns"} <= json.loads(
         (place / "rows.out").read_text().split("\n")[0]
     ).keys()
-    run = place / "run"
-    (run / "final").mkdir(parents=True)
-    content = {"model": {"path": "embedded"}, "env": {"factory": "even.py:Even"}, "reward": {"functions": []}}
-    (run / "config.resolved.json").write_text(json.dumps(content))
-    refused = grpo(run, *options)
-    assert refused.exit_code == 2 and 'env.factory = "even.py:Even" is code' in refused.stderr
     missing = grpo("embedded", *options)
     assert missing.exit_code == 2 and "reward.functions" in missing.stderr

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from grpo_fn.prng import EVALUATION, ROLLOUTS, fold_in
 from runners import cli
+from runners.checkpoints.own_runs import remember
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import build_examples
@@ -289,40 +290,20 @@ def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, pla
     assert rows_of(tmp_path) == rows
 
 
-def test_code_of_a_run_s_config_runs_only_if_the_config_is_named(grpo_eval, run, tmp_path):
-    """Of a config that nobody has trained with here: rewards are left out, which a line says, and no other
-    comes in their place; a transform or a loader ends the command."""
-    ran, config = run.parents[1] / "ran", run / "config.resolved.json"
+def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(grpo_eval, run, tmp_path):
+    """A config that nobody has trained with here may name code; other data needs none of it."""
+    ran = run.parents[1] / "ran"
     assert "reward/mine" in grpo_eval(str(run)).stdout and ran.exists()
     ran.unlink()
-    shutil.copytree(run, tmp_path / "theirs")
-    content = json.loads(config.read_text())
-    (tmp_path / "theirs" / "config.resolved.json").write_text(json.dumps(content))
-    run = tmp_path / "theirs"
-    quiet = grpo_eval(str(run))
-    assert (
-        quiet.exit_code == 0
-        and "reward/int_reward_func" in quiet.stdout
-        and "reward/mine" not in quiet.stdout
-    )
-    assert "rewards left out, as code runs only if you name the config" in quiet.stderr and not ran.exists()
-    content["reward"] |= {"functions": content["reward"]["functions"][:1], "weights": []}
-    (run / "config.resolved.json").write_text(json.dumps(content))
-    none = grpo_eval(str(run))
-    assert none.exit_code == 0, none.stderr
-    assert "reward" not in none.stdout and "exact match" in none.stdout
-    loud = grpo_eval(str(run), "--config", str(config))
-    assert loud.exit_code == 0 and "reward/mine" in loud.stdout and ran.exists()
+    config = shutil.copytree(run, tmp_path / "theirs") / "config.resolved.json"
+    config.write_text(json.dumps(json.loads(config.read_text())))
+    refused = grpo_eval("theirs")
+    assert refused.exit_code == 2 and "--config theirs/config.resolved.json measures" in refused.stderr
+    other = grpo_eval("theirs", "--data", str(PROBLEMS), "--split", "valid", "--samples", "2")
+    assert other.exit_code == 0 and "reward/mine" not in other.stdout and not ran.exists()
+    named = grpo_eval("theirs", "--config", str(config))
+    assert named.exit_code == 0 and "reward/mine" in named.stdout and ran.exists()
     ran.unlink()
-    for section, key in (("data", "transform"), ("model", "loader")):
-        copy = tmp_path / section
-        copy.mkdir()
-        content = json.loads(config.read_text())
-        content[section][key] = f"{ran.parent / 'mine.py'}:mine"
-        (copy / "config.resolved.json").write_text(json.dumps(content))
-        refused = grpo_eval(str(copy))
-        assert refused.exit_code == 2 and f"{section}.{key} = " in refused.stderr
-        assert f"--config {copy / 'config.resolved.json'}" in refused.stderr and not ran.exists()
 
 
 def test_what_is_given_replaces_a_part_of_the_run_s_config(grpo_eval, run, tmp_path):
@@ -357,6 +338,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, r
     content = json.loads((other / "config.resolved.json").read_text())
     content["data"]["nudge"] = "x"
     (other / "config.resolved.json").write_text(json.dumps(content))
+    remember(other / "config.resolved.json")
     result = grpo_eval(str(run), str(other))
     assert result.exit_code == 2 and 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
     assert grpo_eval(str(run), str(other), "--set", "data.nudge=").exit_code == 0

@@ -1,4 +1,4 @@
-"""Rewards to build on: mathematics by math-verify, patterns, lengths; all as the config names them."""
+"""The reward for mathematics, by math-verify."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.rewards import library
-from runners.rewards.library import length_reward, math_verify_reward, regex_reward
+from runners.rewards.library import math_verify_reward
 from runners.rewards.scoring import Scorer, resolve_rewards
 
 
@@ -96,36 +96,3 @@ def test_without_math_verify_the_extra_is_named(monkeypatch):
     # A config's rewards are resolved before its model is loaded.
     with pytest.raises(UserError, match="needs math-verify"):
         resolve_rewards(["runners.rewards.library:math_verify_reward"])
-
-
-def test_patterns():
-    """Found anywhere, or the whole text; over lines; no pattern is refused."""
-    texts = completions("a\nb 12", "12", "b")
-    assert regex_reward(r"a.b", 0.5)(texts) == [0.5, 0.0, 0.0]
-    assert regex_reward(r"\d+", whole=True)(texts) == [0.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="is no regular expression"):
-        regex_reward("(")
-
-
-def test_lengths():
-    """1 within, a line to 0 over `fade` tokens on either side."""
-    ids = [[0] * n for n in (0, 1, 2, 4, 5, 6, 8, 9)]
-    texts = completions(*"abcdefgh")
-    assert length_reward(2, 4, 2.0)(texts, completion_ids=ids) == [0, 0, 2, 2, 0, 0, 0, 0]
-    assert length_reward(2, 4, fade=4)(texts, completion_ids=ids) == [0.5, 0.75, 1, 1, 0.75, 0.5, 0, 0]
-    for numbers in ((3, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="expected 0 <= shortest"):
-            length_reward(*numbers)
-
-
-def test_library_rewards_work_from_a_users_file(tmp_path):
-    """As docs/rewards.md shows: made there, found by the file's name, called with what they need."""
-    (tmp_path / "mine.py").write_text(
-        "from runners.rewards.library import length_reward, regex_reward\n"
-        "brevity = length_reward(0, 3)\n"
-        "polite = regex_reward(r'please')\n"
-    )
-    rewards = resolve_rewards(["mine.py:brevity", "mine.py:polite"], base_dirs=[tmp_path])
-    scores = Scorer(rewards).score(["please", "no"], [[]] * 2, {}, [[1, 2], [1, 2, 3, 4]])
-    assert [reward.name for reward in rewards] == ["brevity", "polite"]
-    assert scores.values_kb.tolist() == [[1.0, 0.0], [1.0, 0.0]]
