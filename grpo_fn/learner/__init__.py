@@ -7,7 +7,7 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 from grpo_fn.learner.batch import Batch, as_teacher_reads, drop_inactive, make_batch, minibatches, take_rows
 from grpo_fn.learner.grad_step import SFT, GradStep, make_grad_step, make_sft_step
 from grpo_fn.learner.logprob_step import Teacher, make_logprob_step
-from grpo_fn.learner.logprobs.shared_prompts import can_share
+from grpo_fn.learner.logprobs.completion_states import can_share
 from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import (
     Head,

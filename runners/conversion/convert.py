@@ -17,7 +17,7 @@ from runners.conversion.vision import convert_vision
 from runners.errors import UserError
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
-from runners.images.families import has_vision
+from runners.images.processor import has_vision
 from runners.models.folders import copy_companions, resolve_model
 from runners.models.model_reader import load_module, read_model
 

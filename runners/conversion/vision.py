@@ -9,7 +9,7 @@ from pathlib import Path
 from runners.conversion.packing import QuantizationOptions
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
-from runners.images.families import mlx_vlm_module
+from runners.images.processor import mlx_vlm_module
 from runners.tokenization.prompt_settings import read_prompt, write_prompt
 
 # Exceptions of mlx-vlm for a folder that it cannot read.

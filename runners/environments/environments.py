@@ -14,6 +14,7 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
+from grpo_fn.trees import on_host
 from runners.config.names import CALCULATOR
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
@@ -23,7 +24,6 @@ from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
 from runners.environments.own_code import loading
-from runners.environments.regrouping import regrouped
 from runners.environments.tool_calls import CallReader, Tool
 from runners.errors import UserError, error_line
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS
@@ -301,3 +301,44 @@ def _check_follows(environments: Environments) -> None:
         raise
     except Exception as error:
         raise UserError(f"the tokenizer's chat template fails with tools: {error_line(error)}") from error
+
+
+def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
+    """A rollout of P·G prompts, one completion each, as P groups. A group's prompt is the shared start of its
+    prompts.
+
+    The rest of a prompt is put in front of its completion, as given tokens.
+    """
+    starts = range(0, len(rollout.prompts), num_generations)
+    groups = [rollout.prompts[start : start + num_generations] for start in starts]
+    shared = [_shared_length(group) for group in groups]
+    heads = [prompt[n:] for group, n in zip(groups, shared, strict=True) for prompt in group]
+    tokens = rollout.completions()
+    lengths = [len(head) + len(row) for head, row in zip(heads, tokens, strict=True)]
+    width = max(1, *lengths)
+
+    def padded(rows: Sequence[Sequence[Any]], dtype: mx.Dtype, before: Sequence[Sequence[int]]) -> mx.array:
+        """Rows [B,T] behind what stands before each, up to the common width."""
+        whole = [[*head, *row[: len(part)]] for head, row, part in zip(before, rows, tokens, strict=True)]
+        return mx.array([[*row, *[0] * (width - len(row))] for row in whole], dtype)
+
+    zeros = [[0] * len(head) for head in heads]
+    entropy = rollout.entropy_bt
+    return attrs.evolve(
+        rollout,
+        prompts=tuple(group[0][:n] for group, n in zip(groups, shared, strict=True)),
+        num_generations=num_generations,
+        tokens_bt=padded(tokens, mx.int32, heads),
+        lengths_b=mx.array(lengths, mx.int32),
+        logp_bt=padded(on_host(rollout.logp_bt), mx.float32, zeros),
+        entropy_bt=None if entropy is None else padded(on_host(entropy), mx.float32, zeros),
+        sampled_bt=padded(rollout.sampled(), mx.bool_, zeros),
+    )
+
+
+def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
+    """The number of tokens that all prompts share at their start."""
+    same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    if count := sum(1 for _ in same):
+        return count
+    raise UserError("the prompts of a group have no first token in common: a template begins with one")

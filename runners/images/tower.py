@@ -18,9 +18,15 @@ from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header
-from runners.images.families import check_family, mlx_vlm_module, mrope_sections
 from runners.images.image_files import ImageFile
-from runners.images.processor import Grid, ImageProcessor, load_processor
+from runners.images.processor import (
+    Grid,
+    ImageProcessor,
+    check_family,
+    load_processor,
+    mlx_vlm_module,
+    mrope_sections,
+)
 
 TOWER_PREFIX = "vision_tower."  # of its weights' names in mlx-vlm
 _PREFIXES = (TOWER_PREFIX, "visual.", "model.visual.", "model.vision_tower.")

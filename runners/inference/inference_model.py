@@ -20,8 +20,8 @@ from runners.engines.local import LocalEngine
 from runners.engines.settings import launched, usual_launch
 from runners.errors import UserError
 from runners.files.json_files import read_json
-from runners.images.families import check_family, mlx_vlm_module
 from runners.images.image_files import ImageFile
+from runners.images.processor import check_family, mlx_vlm_module
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import base_of, check_adapters, read_adapters
 from runners.models.dtypes import cast_floating, choose_dtype

@@ -14,7 +14,7 @@ from grpo_fn.trees import materialize_in_parts, named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.files.json_files import read_json
-from runners.images.families import check_family, has_vision
+from runners.images.processor import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import ADAPTER_CONFIG, add_adapters, check_base
 from runners.models.base_digest import base_digest

@@ -19,7 +19,7 @@ from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder
 from runners.files.json_files import read_json
 from runners.files.tensor_files import save_arrays
-from runners.images.families import with_text_keys
+from runners.images.processor import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
 from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel

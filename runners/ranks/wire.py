@@ -1,19 +1,68 @@
-"""The connection between the ranks: messages and arrays over MLX's collectives, guarded by a watchdog."""
+"""The connection between the ranks: messages and arrays over MLX's collectives, guarded by a watchdog.
+
+A message is bytes: plain values as JSON, and arrays behind them. It contains no code.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import numpy as np
 
 from runners.errors import UserError
-from runners.ranks.messages import RankMessage, decode_message, encode_message
+from runners.machine.signals import StopSignals
+from runners.ranks.rank_place import RankPlace
+from runners.ranks.scoreboard import WORKING, Scoreboard
 from runners.ranks.watchdog import EXIT_CODE, Watchdog
 
 if TYPE_CHECKING:
     from grpo_fn.learner import Collectives
+
+
+@attrs.frozen(eq=False)
+class RankMessage:
+    """One rank's message in an exchange."""
+
+    where: str  # the exchange, such as "rollout"; all ranks have to be at the same one
+    value: Any = None  # a plain JSON value
+    arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    error: str | None = None  # why the rank ends; None: it does not
+    code: int = 0  # its exit code
+    asked: int = 0  # the signal that has come to the rank; 0: none
+
+
+def encode_message(message: RankMessage) -> bytes:
+    """The inverse of `decode_message`. TypeError for a value that JSON cannot hold."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in message.arrays.items()}
+    head = {
+        "where": message.where,
+        "value": message.value,
+        "error": message.error,
+        "code": message.code,
+        "asked": message.asked,
+        "arrays": [[name, str(array.dtype), array.shape] for name, array in arrays.items()],
+    }
+    text = json.dumps(head).encode("ascii")
+    return b"".join([len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays.values())])
+
+
+def decode_message(data: bytes) -> RankMessage:
+    """The message from the bytes of `encode_message`."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    head = json.loads(data[8:end])
+    arrays = {}
+    for name, dtype, shape in head.pop("arrays"):
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        arrays[name] = np.frombuffer(data[end : end + size], dtype).reshape(shape)
+        end += size
+    return RankMessage(arrays=arrays, **head)
+
 
 _BLOCK = 4096  # bytes of each message in the first collective
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
@@ -130,3 +179,59 @@ class Wire:
             time.sleep(0.05)
         others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
         return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
+
+
+def connect(place: RankPlace, timeout: float, signals: StopSignals) -> tuple[Wire, list[str]]:
+    """The connection to the others of `place`, and every rank's host; waits for all of them.
+
+    `timeout`: seconds that this, or a collective, may take. A signal ends the process while it waits. The
+    ranks of one host see each other on a scoreboard.
+
+    Raises UserError if the ranks cannot connect.
+    """
+    import mlx.core as mx
+
+    from grpo_fn.learner import MlxCollectives
+
+    watchdog = Watchdog(place.rank, timeout, signals)
+    watchdog.start()
+    watchdog.begins("the start")
+    try:
+        with signals.ending_at_once():
+            group = mx.distributed.init(strict=True, backend=place.backend)
+    except RuntimeError as error:
+        watchdog.stop()
+        raise UserError(f"{watchdog.name} cannot join the others: {error}") from error
+    watchdog.ends()
+    on_cuda = place.backend == "nccl"
+    collectives = MlxCollectives(group, None if on_cuda else mx.Device(mx.cpu), scatters=on_cuda)
+    wire = Wire(collectives, watchdog)
+    return wire, _introduce(wire, place)
+
+
+def _introduce(wire: Wire, place: RankPlace) -> list[str]:
+    keys = wire.gather_values("the hosts' names", _host_key())
+    mine = [rank for rank, key in enumerate(keys) if key == keys[place.rank]]
+    own = Scoreboard.create(place.size) if mine[0] == place.rank else None
+    board = None
+    try:
+        paths = wire.gather_values("the scoreboards", own)
+        with suppress(OSError):  # two containers on one host treat each other as different hosts
+            board = Scoreboard(paths[mine[0]], place.size, place.rank)
+            board.write(WORKING)
+        opened = wire.gather_values("open scoreboards", board is not None)
+    finally:
+        if own:
+            Scoreboard.remove(own)
+    here = [rank for rank in mine if board and opened[rank] and rank != place.rank]
+    hosts = [key.rsplit("/", 1)[0] for key in keys]
+    wire.watchdog.see([f"rank {rank} ({host})" for rank, host in enumerate(hosts)], here, board)
+    return hosts
+
+
+def _host_key() -> str:
+    """The host's name, with what distinguishes two hosts or containers of the same name."""
+    boot = ""
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{os.uname().nodename}/{boot}"

@@ -1,11 +1,21 @@
-"""The states from which a batch's completion tokens are predicted: hidden ones, and those of routers."""
+"""The states from which a batch's completion tokens are predicted: hidden ones, and those of routers.
+
+With shared prompts a group's prompt is computed once, and its completions attend to it:
+
+    prompts [P,L] ─backbone→ keys, values of each layer        completions [B,T−1] ─backbone over them→ hidden
+
+The layers below replace caches and give mlx-lm's attention layers an offset, a mask, and keys and values to
+attend to. They hold traced arrays, so gradients flow from completions into prompts.
+"""
 
 from typing import cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from grpo_fn.learner.batch import Batch
-from grpo_fn.learner.logprobs.shared_prompts import hidden_after_shared_prompts
+from grpo_fn.policy.caches.kv_caches import plain_caches, shares_keys, takes_ragged
+from grpo_fn.policy.image_forward import Positions, forward_with_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree
 
@@ -73,3 +83,95 @@ def _taken(values_bnd: mx.array, column_bm: mx.array) -> mx.array:
 def _last(size: int) -> mx.array:
     """The last index as an array: a fused kernel contains each number, and would be compiled for each."""
     return mx.arange(size - 1, size)
+
+
+def can_share(module: nn.Module) -> bool:
+    """Whether every layer has its own plain cache of keys and values, and takes a mask for each row.
+
+    Sliding windows, recurrent states, and layers that use other layers' caches do not allow it.
+    """
+    from mlx_lm.models.cache import KVCache
+
+    plain = all(type(cache) is KVCache for cache in plain_caches(module))
+    return plain and not shares_keys(module) and takes_ragged(module)
+
+
+def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
+    """Hidden states [B,T,D] that predict the completions' tokens, for a batch that shares prompts."""
+    assert batch.prompt_index_b is not None
+    lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
+    images = batch.images
+    at = 0 if images is None else Positions(images.positions_r3l)
+    shift_p = None if images is None else images.shift_r
+    prompts = [_PromptLayer(at) for _ in plain_caches(policy.module)]
+    with policy.learning(params, frozen) as module:
+        backbone = policy.split.backbone(module)
+        if images is None:
+            hidden_pld = backbone(batch.tokens_bl, cache=prompts)
+        else:
+            hidden_pld = forward_with_images(backbone, batch.tokens_bl, images, prompts)
+        last_pd = hidden_pld[mx.arange(lengths_p.shape[0]), lengths_p - 1]
+        first_b1d = last_pd[index_b][:, None]  # predicts each completion's first token
+        if batch.targets_bt.shape[1] == 1:
+            return first_b1d
+        completions = [_CompletionLayer(layer, lengths_p, index_b, shift_p) for layer in prompts]
+        rest_btd = backbone(batch.targets_bt[:, :-1], cache=completions)
+    return mx.concatenate([first_b1d, rest_btd], axis=1)
+
+
+class _PromptLayer:
+    """Keeps a layer's keys and values of the prompts."""
+
+    def __init__(self, offset: int | Positions = 0) -> None:
+        self.offset = offset
+        self.keys = self.values = mx.zeros((0,))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        if return_array or window_size:
+            return _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
+        return "causal" if length > 1 else None
+
+
+class _CompletionLayer:
+    """Puts the row's prompt in front of a layer's keys and values of the completions."""
+
+    def __init__(
+        self, prompt: _PromptLayer, lengths_p: mx.array, index_b: mx.array, shift_p: mx.array | None = None
+    ) -> None:
+        self._prompt, self._index_b = prompt, index_b
+        self._length_b = lengths_p[index_b]
+        # position of each completion's first token
+        self.offset = self._length_b if shift_p is None else self._length_b + shift_p[index_b]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        prompt_keys, prompt_values = self._prompt.keys[self._index_b], self._prompt.values[self._index_b]
+        return mx.concatenate([prompt_keys, keys], axis=2), mx.concatenate([prompt_values, values], axis=2)
+
+    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """[B,1,T,L+T]: the prompt without its padding, and the completion up to the token itself."""
+        padded = self._prompt.keys.shape[2]
+        position = mx.arange(padded)[None, None, None]
+        offset = self._length_b[:, None, None, None]
+        back = offset + mx.arange(length)[:, None] - position  # the distance to each prompt token
+        in_prompt = (position < offset) & _causal(back, window_size)
+        causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
+        shape = (self._length_b.shape[0], 1, length)
+        return mx.concatenate(
+            [
+                mx.broadcast_to(in_prompt, (*shape, padded)),
+                mx.broadcast_to(causal[None, None], (*shape, length)),
+            ],
+            axis=-1,
+        )
+
+
+def _causal(back: mx.array, window_size: int | None) -> mx.array:
+    """True if a token may attend to the token `back` places before it."""
+    seen = back >= 0
+    return seen & (back < window_size) if window_size else seen

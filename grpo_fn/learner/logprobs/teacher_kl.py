@@ -4,8 +4,7 @@ import mlx.core as mx
 
 from grpo_fn.backends.composed import LEAST_LOG
 from grpo_fn.checks import check_rank, check_shape
-from grpo_fn.learner.logprobs.chunks import autodiff, in_chunks
-from grpo_fn.learner.logprobs.token_logprobs import chunk_rows
+from grpo_fn.learner.logprobs.token_logprobs import autodiff, chunk_rows, in_chunks
 from grpo_fn.policy.head import Head
 from grpo_fn.trees import Tree
 

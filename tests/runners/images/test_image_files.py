@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.images.families import check_family, mrope_sections
 from runners.images.image_files import ImageFile, image_fault, image_files, image_size, read_image
+from runners.images.processor import check_family, mrope_sections
 from runners.machine.startup import Platform
 from runners.training.setup import build_run
 from tests.support.tiny_models import make_model_folder

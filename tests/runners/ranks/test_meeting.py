@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals
-from runners.ranks.messages import RankMessage, decode_message, encode_message
 from runners.ranks.rank_place import RankPlace, read_rank_place, share_cores
 from runners.ranks.ranks import Ranks
 from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
 from runners.ranks.watchdog import Watchdog
-from runners.ranks.wire import RankError, Wire
+from runners.ranks.wire import RankError, RankMessage, Wire, decode_message, encode_message
 from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS
 from tests.support.resuming import config_in
