@@ -110,19 +110,11 @@ class Progress:
         return f"{line} {duration_text(max(left, 0.0))} left"
 
     @property
-    def headline(self) -> tuple[str, str, str]:
-        """Exact match, or the mean of the run's own rewards where there are no gold answers; its latest value
-        and its first one, "" if there is only one."""
-        label, values, spell = "exact match", self.scores, percent_text
+    def headline(self) -> tuple[str, str]:
+        """The latest exact match, or the mean of the run's own rewards where there are no gold answers."""
         if not self.scores and self.held_out:
-            label, values, spell = "held-out reward", self.held_out, number_text
-        first = spell(values[0]) if len(values) > 1 else ""
-        return label, spell(values[-1] if values else None), first
-
-
-def is_finite(value: Any) -> bool:
-    """Whether this is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+            return "held-out reward", number_text(self.held_out[-1])
+        return "exact match", percent_text(self.scores[-1] if self.scores else None)
 
 
 def number_text(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The display of a run: a live block on a terminal, plain lines elsewhere, or nothing."""
+"""The display of a run: plain lines, on a terminal with a live one below them, or nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PlainReport(Report):
                 self._line(self._progress.activity())
             case Updated():
                 if self._progress.done % self._every == 0 or self._progress.done == self._progress.total:
-                    self._line(step_line(self._progress))
+                    self._line(step_line(self._progress, self._columns))
             case Evaluated():
                 self._line(eval_line(event))
             case Note(text):
@@ -78,11 +78,17 @@ class PlainReport(Report):
     def __exit__(self, *error: object) -> None:
         self._stream.flush()
 
+    @property
+    def _columns(self) -> int:
+        return LINE_WIDTH
+
     def _note(self, text: str) -> None:
         if self.fault:
             echo(text, err=True)
             return
-        for line in textwrap.wrap(text, LINE_WIDTH, subsequent_indent="  ", break_long_words=False) or [""]:
+        for line in textwrap.wrap(text, self._columns, subsequent_indent="  ", break_long_words=False) or [
+            ""
+        ]:
             self._line(line)
 
     def _facts(self, rows: Mapping[str, Any]) -> None:
@@ -97,10 +103,10 @@ class PlainReport(Report):
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """A live block if `stream` (by default stdout) is a terminal that can move its cursor, else plain lines.
+    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its cursor.
 
-    NO_COLOR in the environment turns colours off, TERM=dumb the block. If standard output is closed, nothing
-    is shown.
+    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is closed,
+    nothing is shown.
     """
     output: TextIO | None = stream or sys.stdout
     if output is None or output.closed:
@@ -112,15 +118,15 @@ def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
     return PlainReport(output, every=every)
 
 
-def step_line(progress: Progress) -> str:
-    """One update in at most 100 columns; the least important parts are dropped first."""
+def step_line(progress: Progress, columns: int = LINE_WIDTH) -> str:
+    """One update in so many columns; the least important parts are dropped first."""
     metrics = progress.metrics
     small = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
     penalty = metrics.get("length_penalty")
     parts = [
         f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
         "" if penalty is None else f"length penalty {number_text(penalty)}",
-        "{} {}".format(*progress.headline[:2]).replace("exact match", "em"),
+        "{} {}".format(*progress.headline).replace("exact match", "em"),
         f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",
         gigabytes(progress.memory) if progress.memory else "",
         f"{duration_text(progress.seconds_left())} left",
@@ -128,6 +134,6 @@ def step_line(progress: Progress) -> str:
     ]
     line = f"update {progress.done:>{len(str(progress.total))}}/{progress.total}"
     for part in filter(None, parts):
-        if len(line) + 2 + len(part) <= LINE_WIDTH:
+        if len(line) + 2 + len(part) <= columns:
             line += f"  {part}"
     return line

@@ -1,6 +1,7 @@
 """Ctrl-C while the display is on: the screen stays in order, and says how to go on."""
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -51,25 +52,15 @@ def start(tmp_path):
     return start_run
 
 
-def blocks(lines):
-    """The blocks on a screen, each as its number of lines; AssertionError for half a block."""
-    tops = [n for n, line in enumerate(lines) if line.startswith("╭")]
-    ends = [n for n, line in enumerate(lines) if line.startswith("╰")]
-    inside = [n for n, line in enumerate(lines) if line.startswith("│")]
-    whole = [range(top + 1, end) for top, end in zip(tops, ends, strict=True)]
-    assert inside == [n for block in whole for n in block], "\n".join(lines)
-    return [len(block) for block in whole]
-
-
-def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start, tmp_path):
-    """The block is as wide as the terminal allows; the command is run as it was printed, to the end."""
+def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(start, tmp_path):
+    """Nothing of the current line; the command is run as it was printed, to the end."""
     with start() as session:
         session.read_until("update 2/4")
         session.type(CTRL_C)
         code, screen = session.finish()
     lines = [line for line in screen.lines if line]
     assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
-    assert len(blocks(lines)) == 1
+    assert len([line for line in lines if re.match(r"update +2/4", line)]) == 1
     assert any(line.startswith("interrupted: saved") for line in lines)
     advice = screen.lines[screen.lines.index("interrupted") + 1 :]  # a long line, which the terminal wraps
     said, _, command = "".join(advice).partition(": ")
@@ -88,7 +79,7 @@ def test_after_ctrl_c_one_whole_block_is_left_and_the_command_that_goes_on(start
     assert "resuming from" in done.stdout and "update 4/4" in done.stdout
 
 
-def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start, tmp_path):
+def test_after_a_second_ctrl_c_the_prompt_is_below_all_lines(start, tmp_path):
     """The process ends at once, though a reward goes on; the cursor is back, on a line of its own."""
     with start(settings={"timeout": 0}) as session:
         session.read_until("update 2/4")
@@ -96,9 +87,8 @@ def test_after_a_second_ctrl_c_the_block_is_whole_and_the_prompt_below_it(start,
             time.sleep(0.01)
         session.type(CTRL_C)
         session.read_until(ASKED)
-        session.read_until("╰")
         time.sleep(0.6)  # so soon it would be the same wish
         session.type(CTRL_C)
         code, screen = session.finish()
     assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
-    assert len(blocks(screen.lines)) == 1 and screen.lines[-1] == ""
+    assert screen.lines[-1] == ""
