@@ -17,7 +17,7 @@ from grpo_fn.policy.calibration import (
     input_moments,
     round_calibrated,
 )
-from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
+from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.image_forward import takes_images, use_multimodal_rope
 from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers

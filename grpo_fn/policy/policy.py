@@ -19,7 +19,7 @@ from grpo_fn.images import ImageRows
 from grpo_fn.layers import empty, parameters_replaced
 from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
 from grpo_fn.policy.caches.prefix_cache import shares_prefix
-from grpo_fn.policy.decoding.decode_weights import decode_weights, supports_compiled_decode
+from grpo_fn.policy.decode_weights import decode_weights, supports_compiled_decode
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.image_forward import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learned_positions import bound_positions

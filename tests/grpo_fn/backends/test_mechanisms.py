@@ -22,8 +22,7 @@ from grpo_fn.backends import (
 from grpo_fn.learner import optimizer
 from grpo_fn.learner.logprobs.token_logprobs import chunk_rows
 from grpo_fn.policy.caches import prefix_cache
-from grpo_fn.policy.decoding.merged_adapters import mergeable
-from grpo_fn.policy.decoding.unpacked_layers import unpackable
+from grpo_fn.policy.decode_weights import mergeable, unpackable
 from grpo_fn.policy.layers import gated_delta, patched_layers, quantized_layers
 from grpo_fn.rollout import decode_loop
 from grpo_fn.trees import map_arrays

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding
-from grpo_fn.policy.decoding.decode_weights import decode_weights
+from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
 from runners.config.loading import load_config

@@ -12,9 +12,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
 from grpo_fn.backends import substituted
-from grpo_fn.policy.decoding import merged_adapters as merging
-from grpo_fn.policy.decoding.decode_weights import decode_weights_bytes
-from grpo_fn.policy.decoding.merged_adapters import merged_adapters
+from grpo_fn.policy import decode_weights
+from grpo_fn.policy.decode_weights import decode_weights_bytes, merged_adapters
 from grpo_fn.trees import named_leaves
 from tests.support.generating import roll
 from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
@@ -61,7 +60,7 @@ def test_merged_adapters_compute_the_same_and_come_back(name, dora):
 
 def test_adapters_over_few_bits_are_left_alone(monkeypatch):
     """16 bits where a backend does not ask for it, and packed weights, which would have to be packed anew."""
-    monkeypatch.setattr(merging, "number", {"merged_16_bits": 0}.get)
+    monkeypatch.setattr(decode_weights, "number", {"merged_16_bits": 0, "unpack_rows": 4}.get)
     for change in (
         lambda module: module.set_dtype(mx.bfloat16),
         lambda module: nn.quantize(module, 32, 8, class_predicate=fits),
@@ -77,7 +76,7 @@ def test_adapters_over_few_bits_are_left_alone(monkeypatch):
 @pytest.mark.parametrize("dora", [False, True])
 def test_weights_of_16_bits_keep_a_young_adapter_on_average(dora, dtype, monkeypatch):
     """An adapter far below the dtype's steps moves the mean of the weights; one of zeros moves none."""
-    monkeypatch.setattr(merging, "number", lambda name: {"merged_16_bits": 1e9}[name])
+    monkeypatch.setattr(decode_weights, "number", lambda name: {"merged_16_bits": 1e9}[name])
     kind = DoRALinear if dora else LoRALinear
     linear = nn.Linear(256, 256, bias=True)
     linear.weight = (1.5 + 0.25 * mx.random.uniform(shape=(256, 256), key=mx.random.key(3))).astype(dtype)

@@ -7,9 +7,13 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
-from grpo_fn.policy.decoding import unpacked_layers as unpacking
-from grpo_fn.policy.decoding.decode_weights import decode_weights, decode_weights_bytes
-from grpo_fn.policy.decoding.unpacked_layers import unpackable, unpacked_weights
+from grpo_fn.policy import decode_weights as unpacking
+from grpo_fn.policy.decode_weights import (
+    decode_weights,
+    decode_weights_bytes,
+    unpackable,
+    unpacked_weights,
+)
 from grpo_fn.policy.layers import patched_layers as substitutes
 from grpo_fn.policy.layers import quantized_layers as packed
 from grpo_fn.policy.layers.quantized_layers import unpack_rows

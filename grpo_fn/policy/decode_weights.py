@@ -1,0 +1,169 @@
+"""A model's weights as used for decoding: the same function, with fewer products to launch.
+
+- Packed weights in full size, if they are small. A decoding step has tens of rows: too many for products with
+  packed weights, too few to unpack every weight again each time.
+- Adapters merged into the weights that they adapt:
+
+      y = x Wᵀ + s (x A) B   =   x (W + s (A B)ᵀ)ᵀ      (LoRA, arXiv 2106.09685, section 4.1)
+
+  In a small model, launching the three products is most of a decoding step. In a large model most of the time
+  is for reading weights, and merged weights would need memory in addition: it is not merged. Weights of 16
+  bits are rounded stochastically: rounding to nearest would remove a new adapter, which adds less than half
+  the distance between two such numbers. The random draws are the same each time.
+- On CUDA whole blocks as one kernel each; nothing is in memory twice.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends import enabled, find, number
+from grpo_fn.layers import NamedLayers, empty, is_linear, is_packed, replaced_layers
+from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.policy.layers.patched_layers import patch_layers
+from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize
+from grpo_fn.rounding import stochastic_round
+from grpo_fn.trees import named_leaves
+
+MOST_BYTES = 256e6  # of all unpacked weights of a model, and of all merged ones in float32
+
+
+@contextmanager
+def unpacked_weights(module: nn.Module, compute: mx.Dtype | None = None) -> Iterator[list[nn.Module]]:
+    """The module with plain layers in place of packed ones, until the end of the `with` block.
+
+    None are replaced if they would be large, or if products with packed weights are fast for many rows
+    (Metal). Nothing is computed yet. `compute` is the model's compute dtype; None: that of its leaves.
+
+    Yields the plain layers.
+    """
+    packed = unpackable(module, compute)
+    plain = [(path, _unpacked(layer, _dtype(layer, module, compute))) for path, layer in packed]
+    with replaced_layers(module, plain, packed):
+        yield [layer for _, layer in plain]
+
+
+def unpackable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
+    """The packed layers that `unpacked_weights` unpacks, by path; found from shapes."""
+    found = [(path, layer) for path, layer in module.named_modules() if is_packed(layer)]
+    nbytes = sum(_size(layer) * _dtype(layer, module, compute).size for _, layer in found)
+    pays = enabled("unpacked_weights") and number("unpack_rows") > 0
+    return found if pays and nbytes <= MOST_BYTES else []
+
+
+def _size(layer: Any) -> int:
+    return layer.weight.size * 32 // layer.bits
+
+
+def _dtype(layer: Any, module: nn.Module, compute: mx.Dtype | None) -> mx.Dtype:
+    if compute is not None or mx.issubdtype(layer.scales.dtype, mx.floating):
+        return compute or layer.scales.dtype
+    # Scales of the mx formats are integers.
+    leaves = named_leaves(module.parameters()).values()
+    return next((leaf.dtype for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)), mx.float32)
+
+
+def _unpacked(layer: Any, dtype: mx.Dtype) -> nn.Module:
+    """A plain layer with a packed layer's unpacked weights; not computed."""
+    kind = nn.Embedding if isinstance(layer, nn.QuantizedEmbedding) else nn.Linear
+    plain: Any = kind.__new__(kind)  # its constructor would draw from the global random state
+    nn.Module.__init__(plain)
+    plain.weight = dequantize(layer, QuantMode(layer.mode, layer.bits, layer.group_size), dtype)
+    if "bias" in layer:
+        plain.bias = layer.bias
+    plain.freeze()
+    patch_layers(plain)
+    return plain
+
+
+@contextmanager
+def merged_adapters(module: nn.Module) -> Iterator[None]:
+    """The module with plain layers in place of LoRA's and DoRA's, until the end of the `with` block.
+
+    Packed weights are not merged: they would have to be packed again.
+    """
+    adapted = mergeable(module)
+    merged = []
+    for place, (name, layer) in enumerate(adapted):
+        plain = _merged(layer, mx.random.key(place))
+        mx.eval(plain.parameters())  # one by one: each is float32 temporarily
+        merged.append((name, plain))
+    with replaced_layers(module, merged, adapted):
+        yield
+
+
+def mergeable(module: nn.Module, compute: mx.Dtype | None = None) -> NamedLayers:
+    """The adapters that `merged_adapters` merges, by path; `compute`: if the weights were cast to it."""
+    from mlx_lm.tuner.dora import DoRALinear
+    from mlx_lm.tuner.lora import LoRALinear
+
+    found = [
+        (name, layer, compute or layer.linear.weight.dtype)
+        for name, layer in module.named_modules()
+        if type(layer) in (LoRALinear, DoRALinear) and is_linear(layer.linear)  # not packed
+    ]
+    sizes = {dtype.size for _, _, dtype in found}
+    nbytes = sum(layer.linear.weight.size * dtype.size for _, layer, dtype in found)
+    most = number("merged_16_bits") if sizes == {2} else MOST_BYTES
+    if len(sizes) != 1 or nbytes > most or not enabled("merged_adapters"):
+        return []
+    return [(name, layer) for name, layer, _ in found]
+
+
+def _merged(layer: Any, key: mx.array) -> nn.Linear:
+    """A linear layer that computes what one with an adapter does."""
+    weight = layer.linear.weight
+    delta = (layer.scale * layer.lora_b.T).astype(mx.float32) @ layer.lora_a.T.astype(mx.float32)
+    whole = weight.astype(mx.float32) + delta
+    if "m" in layer:  # DoRA: a separate length for each row
+        whole = (layer.m / mx.linalg.norm(whole, axis=1))[:, None].astype(mx.float32) * whole
+    plain: Any = nn.Linear.__new__(nn.Linear)  # its constructor would draw from the global random state
+    nn.Module.__init__(plain)
+    plain.weight = whole if weight.dtype == mx.float32 else stochastic_round(whole, key, weight.dtype)
+    if "bias" in layer.linear:
+        plain.bias = layer.linear.bias
+    return plain
+
+
+@contextmanager
+def decode_weights(module: nn.Module, rows: int = 1) -> Iterator[nn.Module]:
+    """The module with these weights for that many rows at a time, until the end of the `with` block."""
+    with ExitStack() as stack:
+        plain = stack.enter_context(unpacked_weights(module))
+        stack.enter_context(merged_adapters(module))
+        present = {id(layer) for layer in module.modules()}
+        for layer in plain:
+            if id(layer) not in present:  # merged: the layer with adapters is kept until it is restored
+                empty(layer, {"weight": layer["weight"]})
+        mx.eval([layer.parameters() for layer in plain])
+        as_kernels = find("decode_blocks")
+        if as_kernels is not None:
+            stack.enter_context(as_kernels(module, rows))
+        yield module
+
+
+def decode_weights_bytes(module: nn.Module, compute: mx.Dtype | None = None) -> int:
+    """Bytes of these weights in addition to the module's own, for a model that computes in this dtype.
+
+    None: each weight's own dtype. Nothing is computed; the shapes are enough.
+    """
+    with unpacked_weights(module, compute) as plain:
+        layers = [layer.linear for _, layer in mergeable(module, compute)]
+        merged = {id(layer) for layer in layers}
+        layers += [layer for layer in plain if id(layer) not in merged]
+        return sum(layer.weight.size * (compute or layer.weight.dtype).size for layer in layers)
+
+
+def supports_compiled_decode(module: nn.Module, compute: mx.Dtype | None = None) -> bool:
+    """Whether this machine's compiled decoding steps support the model, which shares prefixes: by trying.
+
+    `compute` is its compute dtype; None: that of its weights.
+    """
+    program = find("kernel_steps")
+    if program is None:
+        return False
+    with unpacked_weights(module, compute):
+        return program.takes(module, plain_caches(module))
