@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.policy import Moments, QuantizedRole
-from grpo_fn.rollout import PREFILL_TOKENS, Column, Columns, Interrupted, decode, decode_after
+from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
 from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
+from runners.engines.meter import Meter
+from runners.errors import is_out_of_memory
 
 FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
     "affine-3": "affine-4",
@@ -105,11 +106,13 @@ class LocalEngine:
     ) -> g.Rollout:
         """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
 
+        If memory runs out, again with unused memory given back, then with half as many rows at a time.
+
         `agree(fault)` gives the fault of any rank: all call it after each rollout of quantized weights.
         Without prompts there is no row.
         """
         while True:
-            rollout = self._sampled(requests, sampling, key, should_stop)
+            rollout = self._fitting(requests, sampling, key, should_stop)
             if should_stop():
                 raise Cancelled(rollout)
             fault = None if self.quantization == "none" else agree(self._fault(rollout))
@@ -198,6 +201,27 @@ class LocalEngine:
         why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
         return {"rollout/quantization": self.quantization, **why}
 
+    def _fitting(
+        self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
+    ) -> g.Rollout:
+        """`_sampled`, again where memory runs out, if no replies were made: down to one prompt at a time."""
+        rows = len(requests.prompts) * sampling.num_generations
+        for attempt in itertools.count():
+            together = min(self.decoding.max_batch or rows, rows)
+            try:
+                return self._sampled(requests, sampling, key, should_stop)
+            except Exception as error:
+                last = attempt and together <= sampling.num_generations
+                if last or requests.replies is not None or not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            mx.clear_cache()  # outside the handler the failed rollout's arrays are free
+            if attempt:
+                together //= 2
+                self.decoding = attrs.evolve(self.decoding, max_batch=together)
+            self._events.append(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
+        raise AssertionError
+
     def _sampled(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
     ) -> g.Rollout:
@@ -281,50 +305,3 @@ def _empty(sampling: g.Sampling) -> g.Rollout:
         finished_b=mx.zeros((0,), mx.bool_),
         entropy_bt=none if sampling.with_entropy else None,
     )
-
-
-PAUSE = 0.2  # seconds between two reports
-
-
-class Meter:
-    """Counts prompt tokens until the first token is drawn, then the steps of decoding, all rows at once."""
-
-    def __init__(
-        self,
-        advance: Advance | None,
-        requests: Requests,
-        sampling: g.Sampling,
-        max_batch: int,
-        module: nn.Module,
-    ) -> None:
-        """`max_batch`, `module`: those of the decoding; without `advance` nothing is reported."""
-        together = max(max_batch // sampling.num_generations, 1) if max_batch else len(requests.prompts)
-        parts = -(-len(requests.prompts) // together)  # decoded one after the other
-        lengths = list(map(len, requests.prompts[:together]))
-        # A prefill gives control after each layer of each piece.
-        self._pieces = -(-max(lengths) // PREFILL_TOKENS) * max(len(getattr(module, "layers", ())), 1)
-        self._prompt_tokens, self._most = sum(lengths), sampling.max_new_tokens
-        self._advance, self._total = advance, parts * sampling.max_new_tokens
-        self._computed = self._steps = self._before = 0
-        self._rows: set[int] = set()  # that are decoded, or were
-        self._reported = 0.0
-
-    def count(self, column: Column | None) -> None:
-        """Takes what the decoding has given."""
-        if column is None:
-            self._computed += 1
-        elif column.rows[0] in self._rows:
-            self._steps += 1
-        else:  # the next part
-            self._before += self._most if self._rows else 0
-            self._rows.update(column.rows)
-            self._steps = 1
-        now = time.perf_counter()
-        if self._advance is None or now < self._reported + PAUSE:
-            return
-        self._reported = now
-        if self._rows:
-            self._advance("tokens", self._before + min(self._steps, self._most), self._total)
-        else:
-            share = min(self._computed / self._pieces, 1.0)
-            self._advance("prompt tokens", round(self._prompt_tokens * share), self._prompt_tokens)

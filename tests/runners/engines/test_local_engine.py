@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from runners.engines import local
+from runners.engines import meter
 from runners.engines.engine import Cancelled, Requests
 from runners.engines.local import LocalEngine
 from tests.support.generating import EOS, RAGGED, roll
@@ -48,6 +48,31 @@ def test_loaded_weights_are_the_learner_s_arrays_until_they_are_freed():
     assert engine.sampler[1] is None and engine.version == 1
 
 
+@pytest.mark.parametrize("fits", [9, 3, 0])
+def test_a_rollout_that_runs_out_of_memory_is_sampled_again_in_smaller_parts(fits):
+    """First with the same rows, then half of them, down to one prompt's: the same completions, or it ends."""
+    policy = tiny_policy()
+    engine = engine_of(policy)
+    sampled, tries = engine._sampled, []
+
+    def short(*rest):
+        tries.append(engine.decoding.max_batch)
+        if len(tries) == 1 or (engine.decoding.max_batch or 9) > fits:
+            raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
+        return sampled(*rest)
+
+    engine._sampled = short
+    if not fits:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+        assert tries == [0, 0, 4, 2]
+        return
+    found = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+    assert found.completions() == roll(policy, eos_ids=EOS).completions()
+    assert tries == {9: [0, 0], 3: [0, 0, 4, 2]}[fits]
+    assert len(engine.events()) == len(tries) - 1 and not engine.events()
+
+
 class Slow:
     """Makes each call of a model take a while."""
 
@@ -82,7 +107,7 @@ def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
 def test_a_rollout_reports_how_far_it_has_come(monkeypatch):
     """First the tokens of the prompts, then the steps of decoding; the parts of a rollout add up."""
     policy, reports = tiny_policy("llama"), []
-    monkeypatch.setattr(local, "PAUSE", 0.0)
+    monkeypatch.setattr(meter, "PAUSE", 0.0)
     engine = LocalEngine(policy, g.Decoding(max_batch=2), advance=lambda *report: reports.append(report))
     engine.load(policy.params, 0)
     prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 4], [4, 5, 1]]
