@@ -1,8 +1,7 @@
 """What saving and resuming cost: the quickstart's share, how long a save holds the run up, the first step.
 
-The quickstart with `checkpoint.every = 10`; a model of 33 million weights, 400 MB of weights and moments,
-whose completions are too short to hide a save behind; and the time to the first rollout, fresh and resumed.
-*Held up by saving* is the log's `time/checkpoint`; *writing* goes on in a thread.
+The quickstart with `checkpoint.every = 10`; a model of 33 million weights, 400 MB of weights and moments;
+and the time to the first rollout, fresh and resumed. *Held up by saving* is the log's `time/checkpoint`.
 
 **What limits it.** Small states: flushes. Large ones: the disk.
 """
@@ -12,13 +11,12 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import runners.checkpoints.saving
 from benchmarks.harness.command import benchmark, say
 from benchmarks.harness.record import Figure
 from benchmarks.memory import CASES, Case, write_case
@@ -26,7 +24,7 @@ from grpo_fn.trees import arrays_of
 from runners.config.loading import Config, load_config
 from runners.telemetry.events import Event, Status
 from runners.telemetry.report import Quiet
-from runners.training.train import RunResult, run_training
+from runners.training.train import run_training
 
 SHARE = 3.0  # per cent of the quickstart's time at most
 EVERY = 10
@@ -55,42 +53,10 @@ class Until(Quiet):
                 raise Reached
 
 
-class Writes:
-    """Within the block, the seconds of each checkpoint's writing."""
-
-    def __enter__(self) -> list[float]:
-        seconds: list[float] = []
-        self._write: Callable[..., Any] = runners.checkpoints.saving.write_checkpoint
-
-        def timed(*args: Any, **options: Any) -> Path:
-            started = time.perf_counter()
-            path = self._write(*args, **options)
-            seconds.append(time.perf_counter() - started)
-            return path
-
-        runners.checkpoints.saving.write_checkpoint = timed
-        return seconds
-
-    def __exit__(self, *_: object) -> None:
-        runners.checkpoints.saving.write_checkpoint = self._write
-
-
 def standstill(folder: Path) -> list[float]:
     """Seconds in each update of a run for which saving held it up."""
     lines = (folder / "training_log.jsonl").read_text().splitlines()
     return [line["time/checkpoint"] for line in map(json.loads, lines) if "loss" in line]
-
-
-def copy_seconds(result: RunResult) -> float:
-    """Seconds to copy a run's state to NumPy arrays, the best of three."""
-    arrays = list({id(array): array for array in arrays_of(result.state)}.values())
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        for array in arrays:
-            np.array(array)
-        times.append(time.perf_counter() - started)
-    return min(times)
 
 
 def share_of_quickstart(folder: Path, quick: bool) -> list[Figure]:
@@ -98,48 +64,34 @@ def share_of_quickstart(folder: Path, quick: bool) -> list[Figure]:
     less = ["optim.max_steps=4", *SMALL] if quick else []
     every = 2 if quick else EVERY
     config = load_config("quickstart", [f"run.output_dir={folder}", f"checkpoint.every={every}", *less])
-    with Writes() as writes:
-        result = run_training(config, report=Quiet())
-    held = sum(standstill(result.folder))
-    target = None if quick else SHARE
-    note = f"{len(writes)} checkpoints in {result.seconds:.1f} s"
+    result = run_training(config, report=Quiet())
+    held = standstill(result.folder)
+    note = f"{sum(map(bool, held))} checkpoints in {result.seconds:.1f} s"
     return [
         Figure(
             name="quickstart: held up by saving",
-            value=100 * held / result.seconds,
+            value=100 * sum(held) / result.seconds,
             unit="%",
-            at_most=target,
+            at_most=None if quick else SHARE,
             note=note,
         ),
-        Figure(
-            name="quickstart: writing, were it to hold the run up",
-            value=100 * sum(writes) / result.seconds,
-            unit="%",
-            at_most=target,
-        ),
-        Figure(name="quickstart: writing one checkpoint", value=1e3 * float(np.median(writes)), unit="ms"),
     ]
 
 
 def large_state(folder: Path, quick: bool) -> list[Figure]:
-    """A state of 400 MB, whose rollouts are much shorter than its saves."""
+    """A state of 400 MB."""
     case = Case(model=_smaller(CASES[LARGE].model)) if quick else CASES[LARGE]
     write_case(folder, case)
     config = _case_config(folder, case)
-    with Writes() as writes:
-        result = run_training(config, report=Quiet())
-    copy = copy_seconds(result)
+    result = run_training(config, report=Quiet())
     size = sum(array.nbytes for array in {id(a): a for a in arrays_of(result.state)}.values())
     return [
         Figure(name="large state: bytes", value=size / 1e6, unit="MB"),
-        Figure(name="large state: copy to host memory", value=1e3 * copy, unit="ms"),
         Figure(
             name="large state: a save holds the run up for",
             value=1e3 * max(standstill(result.folder)),
             unit="ms",
-            at_most=None if quick else 1e3 * copy,
         ),
-        Figure(name="large state: writing one checkpoint", value=1e3 * float(np.median(writes)), unit="ms"),
     ]
 
 
@@ -152,7 +104,7 @@ def first_step(folder: Path, quick: bool) -> list[Figure]:
         for name, resume in (("fresh", False), ("resumed", True)):
             until = Until(2)
             try:
-                run_training(config, report=until, resume=resume)
+                run_training(config, report=until, resume=resume, overwrite=not resume)
             except Reached:
                 times[name].append(until.first)
     fresh, resumed = (float(np.median(found)) for found in times.values())

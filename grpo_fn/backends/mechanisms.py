@@ -49,7 +49,6 @@ SWITCHES = {
     "inactive_rows": "completions without a gradient are left out of the learner's batch",
     "chunked_gated_delta": "the gated delta rule of whole sequences is computed a chunk of tokens at a time",
     "leafwise_update": "the optimizer updates leaf after leaf, not all leaves at once",
-    "background_saving": "a checkpoint is written while training goes on",
     "programs_ahead": "programs for CUDA, and their header for a CPU, are compiled while a model is loaded",
 }
 # The constants of a device for which none was measured.

@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 
 import grpo_fn  # noqa: F401 (before MLX: it loads the BLAS)
-from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
+from runners.checkpoints.run_folder import interrupted
 from runners.config.recorded import recorded_in
 from runners.errors import UserError
 from runners.files.json_files import whole_number
@@ -27,14 +27,9 @@ class RunSummary:
     folder: str
     state: str  # running; finished; interrupted: has a checkpoint to resume from; stopped: has none
     update: int  # the last one in the log
-    batch_steps: int | None  # planned ones, if optim.max_steps gives them
-    batch_step: int
-    first_em: float | None  # exact match, 0 to 1
-    last_em: float | None
-    first_eval_reward: float | None  # the run's own rewards on held-out problems
-    last_eval_reward: float | None
+    em: float | None  # of the last evaluation: exact match, 0 to 1
+    eval_reward: float | None  # the run's own rewards on held-out problems
     reward: float | None  # of the last update
-    seconds: float  # spent in updates and evaluations
     changed: float  # when its log was written last, seconds since 1970
     go_on: str  # a command; "" while it runs
 
@@ -54,31 +49,17 @@ def summarize(folder: Path) -> RunSummary:
         state = "interrupted"
     elif state != "running" and (folder / "final" / "config.json").is_file():
         state = "finished"
-    known = {
-        name: [value for value in values if value is not None] for name, values in record.columns.items()
-    }
-    em, measured = known.get("em") or [None], known.get("eval/reward") or [None]
-    updates, seconds = [0, *known.get("update", [])], sum(known.get("time/eval", []))
-    for value, before, after in zip(record.columns.get("step_time", []), updates, updates[1:], strict=False):
-        # With log.every above 1 a line also counts for the updates before it.
-        seconds += (value or 0.0) * max(after - before, 1)
-    states = [path / TRAINER_STATE for path in checkpoint_folders(folder).values()]
     changed = 0.0
-    for path in (folder / METRICS, folder / RESOLVED, *states):
+    for path in (folder / METRICS, folder / RESOLVED):
         with suppress(OSError):
             changed = max(changed, path.stat().st_mtime)
     return RunSummary(
         folder=str(folder),
         state=state,
-        update=whole_number(max(updates)),
-        batch_steps=whole_number(recorded_in(folder).get("optim", "max_steps")) or None,
-        batch_step=whole_number(max(known.get("batch_step", [0]))),
-        first_em=em[0],
-        last_em=em[-1],
-        first_eval_reward=measured[0],
-        last_eval_reward=measured[-1],
+        update=whole_number(record.last("update")),
+        em=record.last("em"),
+        eval_reward=record.last("eval/reward"),
         reward=record.last("reward"),
-        seconds=seconds,
         changed=changed,
         go_on=_advice(folder, state),
     )

@@ -98,8 +98,6 @@ def pack_state(
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Arrays and metadata of the state's file: the whole state but for the arrays of the weights' file.
 
-    The arrays are computed and contiguous, so that another thread can write them.
-
     Args:
         state: to be saved.
         weights: the arrays of that file by name; the state's arrays among them are only referred to.
@@ -112,8 +110,6 @@ def pack_state(
         "state": {name: pack(getattr(state, name), name, arrays, known) for name in names},
         "loop": {name: pack(tree, f"loop.{name}", arrays, known) for name, tree in loop.items()},
     }
-    arrays = {name: mx.contiguous(array) for name, array in arrays.items()}
-    mx.eval(arrays)
     return arrays, {"format": STATE_FORMAT, "version": STATE_VERSION, "structure": json.dumps(shapes)}
 
 

@@ -28,9 +28,9 @@ its first checkpoint).
 def runs_command(folder: str, as_json: bool) -> None:
     """List the runs of a folder [outputs].
 
-    Shows each run's state, updates, exact match at its first and last evaluation (the rewards there, if its
-    data has no gold answers), last reward, time, and the command that continues it. The run that changed last
-    comes first. Nothing is changed.
+    Shows each run's state, updates, exact match at its last evaluation (the reward there, if its data has no
+    gold answers), last reward, and the command that continues it. The run that changed last comes first.
+    Nothing is changed.
     """
     from pathlib import Path
 
@@ -55,33 +55,15 @@ def runs_command(folder: str, as_json: bool) -> None:
 
 
 def _lines(runs: Sequence[RunSummary]) -> list[str]:
-    from runners.telemetry.progress import duration_text, number_text
+    from runners.telemetry.progress import number_text, percent_text
 
-    rows = [("run", "state", "updates", "evaluation", "reward", "time", "last change")]
+    rows = [("run", "state", "updates", "evaluation", "reward", "last change")]
     for run in runs:
-        rows.append(
-            (
-                run.folder,
-                run.state,
-                str(run.update),
-                _evaluated(run),
-                number_text(run.reward),
-                duration_text(run.seconds),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
-            )
-        )
+        measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
+        rows.append((run.folder, run.state, str(run.update), measured, number_text(run.reward), when))
     lines = aligned(rows)
     for run, place in zip(reversed(runs), range(len(runs), 0, -1), strict=True):
         if run.go_on:
             lines.insert(place + 1, f"  {run.go_on}")
     return lines
-
-
-def _evaluated(run: RunSummary) -> str:
-    """The first and the last exact match; of a run without gold answers the mean rewards."""
-    from runners.telemetry.progress import number_text, percent_text
-
-    first, last, text = run.first_em, run.last_em, percent_text
-    if first is None:
-        first, last, text = run.first_eval_reward, run.last_eval_reward, number_text
-    return "-" if first is None else f"{text(first)} → {text(last)}"

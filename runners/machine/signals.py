@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
-_MOMENT = 0.1  # seconds to the line that answers a signal: a run may end faster
 _SAME = 0.5  # seconds in which another signal belongs to the first
 # The cursor is at the end of the display's last line.
 _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
@@ -122,7 +121,7 @@ class StopSignals(Interrupts):
         super().__init__()
         self._say = say
         self._deferrals, self._raised = 0, False
-        self._at_once = self._ended = False
+        self._at_once = False
         self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
@@ -133,8 +132,8 @@ class StopSignals(Interrupts):
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            self._before[signal.SIGCONT] = signal.signal(signal.SIGCONT, self._receive)  # see `ask`
-            _thread(self._watch)
+            self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+            self._watcher.start()
         return self
 
     @contextmanager
@@ -171,37 +170,27 @@ class StopSignals(Interrupts):
 
     def ask(self, number: int) -> None:
         """As if this signal had come; another thread may call it."""
-        if not self.received:
-            self._answer(number)
-            if self._before:
-                os.kill(os.getpid(), signal.SIGCONT)  # wakes the main thread, and does nothing else
+        if self.received:
+            return
+        if self._before:
+            os.kill(os.getpid(), number)
+        else:  # in a thread other than the main one
+            self.received = number
 
     def _restore(self) -> None:
-        self._ended = True
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writer)  # ends the thread
+        self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
         super()._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGCONT:
-            self.received = self.received or number
+        self.received = self.received or number
         self._raise()
 
     def _raise(self) -> None:
         if self.received and not (self._deferrals or self._raised or self.stopping):
             self._raised = True
             raise Stopped(self.received)
-
-    def _answer(self, number: int) -> None:
-        self.received = self.received or number  # no handler runs while a collective waits
-        # A blocked display, as after Ctrl-S, must not keep the second signal from being read.
-        _thread(self._show)
-
-    def _show(self) -> None:
-        say = self._say
-        time.sleep(_MOMENT)
-        if not self._ended:
-            say(ASKED)
 
     def _watch(self) -> None:
         first = 0.0  # the time of the first signal
@@ -212,11 +201,8 @@ class StopSignals(Interrupts):
                 _exit(number[0], "interrupted before all ranks had joined")
             if not first:
                 first = time.monotonic()
-                self._answer(number[0])
+                self.received = self.received or number[0]  # no handler runs while a collective waits
+                self._say(ASKED)
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
                 _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
-
-
-def _thread(target: Callable[[], None]) -> None:
-    threading.Thread(target=target, name="signals", daemon=True).start()

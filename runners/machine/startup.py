@@ -106,14 +106,14 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     elif sys.platform == "linux":
         notices = _cpu_notices(found)
     if backend == "cuda":
-        notices = keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
+        keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
     device = str(info.get("device_name", "")) or backend
     programs = config and compile_early(config, backend, read_memory().total, _cores())
-    _import_transformers_without_torch()
+    import_transformers_without_torch()
     return Platform(backend, found.library, device, _cores(), notices, programs)
 
 
-def _import_transformers_without_torch() -> None:
+def import_transformers_without_torch() -> None:
     """Where PyTorch is installed, transformers would import it, for seconds, and never use it here.
 
     `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to transformers,

@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.saving import Saver
-from runners.checkpoints.snapshot import Snapshot, take_snapshot
+from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
-from runners.machine.memory_readings import free_memory, swap_used
+from runners.files.durable import disk_errors, flush
+from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_final
 from runners.ranks.wire import RankError
@@ -42,17 +42,18 @@ class Session:
         *,
         log: MetricsLog,
         shown: Diary,
-        saver: Saver,
         facts: Mapping[str, Any],
     ) -> None:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
         self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
-        self.log, self.shown, self.saver = log, shown, saver
+        self.log, self.shown = log, shown
         self.steps = TrainSteps(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
+        self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
+        self._saving = 0.0  # seconds that checkpoints took
         self._lost: str | None = None  # why rank 0's display has no reader
         self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
         self._started = time.perf_counter()
@@ -86,10 +87,6 @@ class Session:
         """Replaces fields of the state; within `committing`."""
         self.state = attrs.evolve(self.state, **changes)
 
-    def wait_for_memory(self) -> None:
-        """Before new weights are made: waits for a checkpoint if memory cannot hold both."""
-        self.saver.wait_for_memory(lambda: free_memory(self.config.system.memory_limit_gb))
-
     # saves
 
     def save_if_due(self) -> None:
@@ -102,18 +99,17 @@ class Session:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
         with self.ranks.committing("the checkpoint"):
             whole = self.steps.whole(self.state)
-            place = (self.state.batch_step, self.state.update)
-            self.saver.save(lambda: self._snapshot(whole), place, why, strict=strict)
+            if self.ranks.is_rank_zero:
+                self._write(whole, why, strict)
             if strict:
                 # A rank that ends earlier would end the others too.
                 self.ranks.all_gather_object("the save")
 
     def save_to_stop(self, why: str) -> bool:
         """Saves before the run ends early, unless the last checkpoint is current; whether there is one."""
-        self.saver.wait()
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
-        missing = begun and self.saver.done != (state.batch_step, state.update)
+        missing = begun and self._saved != (state.batch_step, state.update)
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")
             self.save(why, strict=True)
@@ -141,20 +137,49 @@ class Session:
             raise fault
         return final
 
-    def _snapshot(self, whole: g.TrainState) -> Snapshot:
-        """The complete state of the run. Raises UserError if the log is not yet on the disk up to here."""
+    def _write(self, whole: g.TrainState, why: str, strict: bool) -> None:
+        """Writes the complete state of the run, once its logs are on the disk up to here."""
+        started, folder, keep = time.perf_counter(), self.run.folder, self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
-        facts = {
-            **self._facts,
-            "em": state.em,
-            "eval_reward": state.eval_rewards[-1] if state.eval_rewards else None,
-            "reward": state.reward,
-            "logs": self.log.positions(),
-            "loop": state.plain(),
-        }
-        return take_snapshot(
-            state.batch_step, whole, self.run.loaded, facts, state.trees(), prompt=self._prompt
-        )
+        try:
+            facts = {
+                **self._facts,
+                "em": state.em,
+                "eval_reward": state.eval_rewards[-1] if state.eval_rewards else None,
+                "reward": state.reward,
+                "logs": self.log.positions(),
+                "loop": state.plain(),
+            }
+            with disk_errors(f"{folder}: checkpoint-{state.batch_step} cannot be saved"):
+                for log in self.log.names:
+                    flush(folder / log)
+                path = write_checkpoint(
+                    folder,
+                    state.batch_step,
+                    whole,
+                    self.run.loaded,
+                    facts,
+                    state.trees(),
+                    prompt=self._prompt,
+                )
+                prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        except UserError as error:
+            self.failed(error, strict)
+        else:
+            self._saved = (state.batch_step, state.update)
+            self.shown.note(f"{why}saved {path}")
+        self._saving += time.perf_counter() - started
+
+    def failed(self, error: UserError, strict: bool = False) -> None:
+        """Reports the error and continues, or raises it, as checkpoint.on_error says."""
+        if strict or self.config.checkpoint.on_error == "stop":
+            raise error
+        self.shown.note(f"{error}; the run goes on (checkpoint.on_error)")
+
+    def saving_seconds(self) -> float:
+        """Seconds that checkpoints have taken since the last call."""
+        seconds, self._saving = self._saving, 0.0
+        return seconds
 
     # ends
 
@@ -200,5 +225,5 @@ class Session:
         """Reports once that a line of the log cannot be written; it is written when there is space."""
         fault = self.log.fault()
         if fault and fault != self._log_fault:
-            self.saver.failed(UserError(fault))
+            self.failed(UserError(fault))
         self._log_fault = fault

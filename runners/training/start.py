@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from runners.checkpoints.resume import (
 )
 from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
-from runners.checkpoints.saving import Saver, final_size
+from runners.checkpoints.writing import final_size, prune_checkpoints
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
@@ -93,13 +93,11 @@ def start_or_resume(
             formats = None if state.sampler_format else state.formats
             run.learner.engine.round_as(state.sampler_format, state.moments, formats)
         run.learner.engine.load(state.train.old_params, state.version)
-        log, saver = _files(run, state, folder, origin, shown, wanted)
-        stack.enter_context(log)
-        stack.enter_context(saver)
+        log = stack.enter_context(_files(run, state, folder, origin, shown, wanted))
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
-        session = Session(run, state, log=log, shown=shown, saver=saver, facts=facts)
+        session = Session(run, state, log=log, shown=shown, facts=facts)
         del state
 
         with shown.ending():
@@ -170,8 +168,8 @@ def _state(
 
 def _files(
     run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary, wanted: list[bool]
-) -> tuple[MetricsLog, Saver]:
-    """The log and what saves, in a folder that has only files of this run; the run's notices."""
+) -> MetricsLog:
+    """The log, in a folder that has only files of this run; the run's notices."""
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
     final = final_size(run.loaded) if writes else 0
     where = config.where("run.name")
@@ -195,8 +193,10 @@ def _files(
     for notice in run.notices:
         shown.note(notice)
     wanted.append(True)  # from now on there is something to report
-    log = MetricsLog(
+    with suppress(OSError):  # a run that was killed before it pruned may have nothing left to save
+        prune_checkpoints(
+            folder, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        )
+    return MetricsLog(
         folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
     )
-    saver = Saver(folder, config.checkpoint, log.names, shown.note, writes=writes)
-    return log, saver

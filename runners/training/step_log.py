@@ -100,7 +100,7 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     sampled = sum(tally.sampled_tokens for tally in state.tallies)
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
     experts = steps.expert_metrics(state)  # its time counts for the step
-    steps.times.add("checkpoint", session.saver.stopped_seconds())
+    steps.times.add("checkpoint", session.saving_seconds())
     times = steps.times.take()
     metrics = {
         **session.place(),

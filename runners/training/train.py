@@ -88,7 +88,6 @@ def train(session: Session) -> RunResult:
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
     while not session.finished:
-        session.saver.poll()
         if session.steps.update_due(session.state):
             take_update(session)
         else:
@@ -122,7 +121,6 @@ def take_update(session: Session) -> None:
     session.shown.handle(Status("learning", expected=steps.expected_seconds(session.state)))
     session.state = steps.free_sampler(session.state)
     sums = steps.gradients(session.state)  # Σ over the micro-batches that wait
-    session.wait_for_memory()
     with session.committing("the update"):
         session.change(train=None)  # MLX writes the new weights in the place of the old ones
         session.state, stats, update = steps.update(sums)
@@ -137,7 +135,6 @@ def finish(session: Session) -> RunResult:
         session.shown.note(f"the run ends early: {state.seen.reached}")
     if state.evaluated_at != state.update:
         evaluate(session, "at the end")
-    session.saver.wait()
     session.shown.status("saving the final model")
     whole = session.steps.whole(session.state)
     final, scores = session.save_final(whole), session.state.scores

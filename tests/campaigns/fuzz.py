@@ -200,9 +200,9 @@ class Checkpoint(FolderTarget):
     def read(self) -> None:
         from runners.checkpoints.resume import find_origin
         from runners.checkpoints.run_folder import list_checkpoints
-        from runners.checkpoints.snapshot import prune_checkpoints
         from runners.checkpoints.state_files import load_trees
         from runners.checkpoints.trainer_state import read_trainer_state
+        from runners.checkpoints.writing import prune_checkpoints
         from runners.training.run_state import restore_state
 
         prune_checkpoints(self.folder / "run", keep_last=1, keep_best=1)

@@ -48,8 +48,7 @@ STAGES = {
     "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
     "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
     "its scoring": ("runners.answers.forms:AnswerForm.agree", 3, LONG, 2),
-    "a snapshot": ("runners.training.session:take_snapshot", 1, SHORT, 2),
-    "the writing of a checkpoint": ("runners.checkpoints.saving:write_checkpoint", 1, SHORT, 3),
+    "the writing of a checkpoint": ("runners.training.session:write_checkpoint", 1, SHORT, 2),
     "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),
     "the final model": ("runners.training.session:save_final", 1, LONG, 3),
     "the report": ("runners.report.end_report:write_report", 1, LONG, None),
@@ -123,9 +122,6 @@ def test_a_signal_in(place, stage, number, request):
         assert (folder / "final").is_dir()
         return
     begun = steps > 0 or stage == "the first rollout"  # which an evaluation precedes
-    if stage == "the writing of a checkpoint":  # meanwhile step 3 goes on, and may or may not be done
-        steps = max(checkpoint_folders(folder), default=0)
-        assert steps in (2, 3), shown
     assert sum("saved " in line for line in lines) == begun + (steps > 2), shown
     assert max(checkpoint_folders(folder), default=0) == steps, shown
     said, _, again = lines[-1].partition("grpo-run ")

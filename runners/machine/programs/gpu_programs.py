@@ -37,36 +37,29 @@ for name in sys.argv[1:]:
 """
 
 
-def keep_programs(mlx_version: str, architecture: str) -> tuple[str, ...]:
+def keep_programs(mlx_version: str, architecture: str) -> None:
     """Sets the folder where MLX keeps its compiled programs from now on; a setting of the user stays.
 
     The folder belongs to this process. It starts with copies of the programs in the user's cache, and at the
     end new programs are copied to the cache. MLX writes its files in place and uses every file that it finds.
     In a shared folder a process could read a half-written file, and an incomplete file would stop every later
     run. Each version and each GPU has its own part of the cache, because home folders may be shared.
-
-    Returns:
-        A line if the cache cannot be read.
     """
     given = os.environ.get(_VARIABLE, "")
     if given and (Path(given) in _cache_of or not Path(given).name.startswith(_PREFIX)):
-        return ()  # set by an earlier call or by the user; with the prefix it is a parent process's
+        return  # set by an earlier call or by the user; with the prefix it is a parent process's
     cache = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
     try:
         scratch = tempfile.TemporaryDirectory(prefix=_PREFIX)
     except OSError:  # no space: MLX compiles without keeping programs
         os.environ.pop(_VARIABLE, None)
-        return ()
+        return
     own = Path(scratch.name)
     _cache_of[own] = cache
     os.environ[_VARIABLE] = str(own)
-    fault = ""
-    try:
+    with contextlib.suppress(OSError):  # programs are compiled again
         _copy(cache, own, _programs(cache))
-    except OSError as error:
-        fault = f"GPU programs are compiled again: {cache}: {error.strerror or error}"
     _at_exit(_end, scratch, cache, _programs(own))
-    return (fault,) if fault else ()
 
 
 def _programs(folder: Path) -> list[Path]:
@@ -162,11 +155,9 @@ class Compilation:
             f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(self._faults)
         ]
         for folder in filter(None, (self.folder, _cache_of.get(self.folder))):
-            try:
+            with contextlib.suppress(OSError):
                 for part in self._parts:
                     _copy(part, folder, _programs(part))
-            except OSError as error:
-                lines.append(f"some GPU programs were not kept: {folder}: {error.strerror or error}")
         return lines
 
 

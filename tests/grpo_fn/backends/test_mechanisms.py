@@ -219,7 +219,7 @@ def acts(name, monkeypatch):
 
 
 # Those of the shell have their tests beside their code.
-OF_THE_SHELL = {"background_saving", "programs_ahead"}
+OF_THE_SHELL = {"programs_ahead"}
 BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a CPU and CUDA do
 
 

@@ -9,14 +9,14 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints import snapshot
+from runners.checkpoints import writing
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import list_checkpoints, locked
 from runners.checkpoints.state_files import load_trees
+from runners.checkpoints.writing import write_checkpoint
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
-from tests.support.files.checkpoints import save_checkpoint
 from tests.support.resuming import config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
@@ -74,16 +74,16 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
     old, new = make_state(llama, seed=1), make_state(llama, seed=2)
     codes = (errno.ENOSPC, errno.EIO, errno.EROFS)
     with faulty(monkeypatch, 0, 0) as count:
-        save_checkpoint(tmp_path / "dry", step, new, llama, {})
-        save_checkpoint(tmp_path / "dry", step, new, llama, {})
+        write_checkpoint(tmp_path / "dry", step, new, llama, {})
+        write_checkpoint(tmp_path / "dry", step, new, llama, {})
     calls, silent = count[0] // 2 + 2, []
-    save_checkpoint(tmp_path / "before", 5, old, llama, {})
+    write_checkpoint(tmp_path / "before", 5, old, llama, {})
     for at in range(1, calls + 1):
         run, code = tmp_path / str(at), codes[at % len(codes)]
         shutil.copytree(tmp_path / "before", run)
         with faulty(monkeypatch, code, at) as count:
             try:
-                save_checkpoint(run, step, new, llama, {})
+                write_checkpoint(run, step, new, llama, {})
                 silent.append(count[1])
             except UserError as error:
                 assert "cannot be written: " + os.strerror(code) in str(error) and "\n" not in str(error)
@@ -94,7 +94,7 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
             assert_whole(run / "checkpoint-5", old)
         check_manifest(found[-1])
         assert same_bits(load_trees(found[-1])[0], old) or same_bits(load_trees(found[-1])[0], new)
-        save_checkpoint(run, step, new, llama, {})
+        write_checkpoint(run, step, new, llama, {})
         assert_whole(run / f"checkpoint-{step}", new)
         assert not [path for path in run.glob(".*/*")]  # a folder whose removal fails stays, empty
         shutil.rmtree(run)
@@ -132,7 +132,7 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
     """
     settings = ["optim.max_steps=4"]
     straight = straight_run(*settings)
-    write, left = snapshot.write_trained, [2]
+    write, left = writing.write_trained, [2]
 
     def full(*args):  # a checkpoint's weights; those of the final model are written elsewhere
         left[0] -= 1
@@ -140,7 +140,7 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
-    monkeypatch.setattr(snapshot, "write_trained", full)
+    monkeypatch.setattr(writing, "write_trained", full)
     notes = Notes()
     result = run_training(config_in(tmp_path / "b", *settings), report=notes)
     assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)

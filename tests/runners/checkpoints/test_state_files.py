@@ -13,10 +13,10 @@ from grpo_fn.learner.update_step import make_update_step
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of, map_arrays, structure_of
 from runners.checkpoints.state_files import load_trees, pack, unpack
+from runners.checkpoints.writing import write_checkpoint
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
 from runners.files.tensor_files import load_arrays, save_arrays
-from tests.support.files.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import load, make_state, moved, same_bits
 
@@ -36,14 +36,14 @@ def test_the_state_comes_back_bit_for_bit(llama, tmp_path, changes, reference):
     """Every field, its containers and its dtypes; layers without adapters stay empty places in their list."""
     loaded = load(llama.path, **changes)
     state = make_state(loaded, reference=reference)
-    folder = save_checkpoint(tmp_path, 40, state, loaded, {})
+    folder = write_checkpoint(tmp_path, 40, state, loaded, {})
     assert same_bits(load_trees(folder)[0], state)
 
 
 def test_shared_roles_come_back_shared_and_are_stored_once(llama, tmp_path):
     """old = params right after a sync: one set of weights in memory and on disk, in the weights file."""
     state = sync_old(make_state(llama, reference=False))
-    folder = save_checkpoint(tmp_path, 1, state, llama, {})
+    folder = write_checkpoint(tmp_path, 1, state, llama, {})
     back = load_trees(folder)[0]
     assert all(a is b for a, b in zip(arrays_of(back.params), arrays_of(back.old_params), strict=True))
     stored = mx.load(str(folder / "optimizer.safetensors"))
@@ -54,14 +54,14 @@ def test_a_gradient_that_is_not_finite_comes_back(llama, tmp_path):
     """A sum that waits for its update: the update is skipped, as without a stop."""
     state = make_state(llama)
     state = attrs.evolve(state, accum_grads=map_arrays(lambda a: a * math.nan, state.accum_grads))
-    assert same_bits(load_trees(save_checkpoint(tmp_path, 1, state, llama, {}))[0], state)
+    assert same_bits(load_trees(write_checkpoint(tmp_path, 1, state, llama, {}))[0], state)
 
 
 def test_gradients_of_nothing_but_zeros_take_no_space(llama, tmp_path):
     """Between updates the accumulated gradients are zeros; they come back without having been written."""
     params = make_state(llama).params
     state = init_state(params, adamw(1e-3), key=mx.random.key(0))
-    folder = save_checkpoint(tmp_path, 1, state, llama, {})
+    folder = write_checkpoint(tmp_path, 1, state, llama, {})
     assert not [name for name in mx.load(str(folder / "optimizer.safetensors")) if "accum_grads" in name]
     assert same_bits(load_trees(folder)[0], state)
 
@@ -77,7 +77,7 @@ def test_weights_that_are_rounded_at_random_go_on_bit_for_bit(llama, tmp_path):
         return update(attrs.evolve(state, accum_grads=grads, accum_weight=mx.array(1.0)))[0]
 
     state = updated(state)
-    folder = save_checkpoint(tmp_path, 1, state, loaded, {})
+    folder = write_checkpoint(tmp_path, 1, state, loaded, {})
     assert {leaf.dtype for leaf in arrays_of(load_trees(folder)[0].params)} == {mx.bfloat16}
     assert same_bits(updated(load_trees(folder)[0]), updated(state))
     other = attrs.evolve(updated(attrs.evolve(state, key=mx.random.key(4))), key=state.key)
@@ -153,7 +153,7 @@ def spoil(file, part):
 )
 def test_a_damaged_state_is_named(llama, tmp_path, damage, message):
     """Missing, cut off, of a later format, not finite: one line that says which."""
-    folder = save_checkpoint(tmp_path, 1, make_state(llama), llama, {})
+    folder = write_checkpoint(tmp_path, 1, make_state(llama), llama, {})
     damage(folder)
     with pytest.raises(UserError, match=message):
         load_trees(folder)[0]

@@ -1,4 +1,4 @@
-"""`grpo runs`: each state, how far, how well, how long, and commands that do go on with a run."""
+"""`grpo runs`: each state, how far, how well, and commands that do go on with a run."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def runs(*arguments):
 
 
 def test_every_run_is_listed_with_its_state(outputs):
-    """Once, those in folders below too; exact match, updates and time are the log's."""
+    """Once, those in folders below too; exact match and updates are the log's."""
     found = {os.path.relpath(run.folder, outputs): run for run in find_runs(outputs)}
     assert {name: run.state for name, run in found.items()} == {
         "done": "finished",
@@ -53,12 +53,8 @@ def test_every_run_is_listed_with_its_state(outputs):
         "broken": "stopped",
     }
     done, broken = found["done"], found["broken"]
-    assert (done.update, done.batch_step, done.batch_steps) == (2, 2, 2)
-    assert done.first_em is not None and done.last_em is not None and done.reward is not None
-    lines = lines_of(outputs / "done/training_log.jsonl")
-    spent = sum(line.get("step_time", 0) + ("em_subset" in line) * line.get("time/eval", 0) for line in lines)
-    assert done.seconds == pytest.approx(spent)
-    assert (broken.update, broken.reward, broken.last_em) == (3, 0.5, None)
+    assert done.update == 2 and done.em is not None and done.reward is not None
+    assert (broken.update, broken.reward, broken.em) == (3, 0.5, None)
 
 
 def test_the_commands_go_on_with_a_run(outputs, tmp_path):

@@ -102,14 +102,16 @@ def test_programs_in_folders_are_kept_and_parts_of_one_are_not_taken(cache):
     assert found == {"long/name.ptx", "long/name.txt"}
 
 
-def test_a_cache_that_cannot_be_read_is_a_line(cache, monkeypatch):
-    """The process has an empty folder of its own all the same, and its end is quiet where that is gone."""
+def test_a_cache_that_cannot_be_read_or_written_is_no_fault(cache, monkeypatch):
+    """The process has its own folder all the same, with what was compiled ahead; its end is quiet."""
     kept, ends = cache
-    monkeypatch.setattr(gpu_programs, "_copy", refuse)
-    (line,) = keep_programs("0.32.4", "sm_90")
-    assert line == f"GPU programs are compiled again: {kept}: No space left on device"
+    kept.parent.mkdir(parents=True)
+    kept.touch()  # a file in the folder's place
+    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
+    keep_programs("0.32.4", "sm_90")
     own = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    own.rmdir()
+    with Compilation(own, ["a"], 1) as compilation:
+        assert compilation.wait() == [] and (own / "a.ptx").exists()
     ((end, *arguments),) = ends
     end(*arguments)
 
@@ -122,13 +124,6 @@ def test_a_child_does_not_share_its_parents_folder(cache):
     assert os.environ["MLX_PTX_CACHE_DIR"] == own
     child = process_of(START + "print(folder)")
     assert child != own and Path(child).name.startswith(gpu_programs._PREFIX)
-
-
-def test_the_users_own_folder_stays(cache, monkeypatch):
-    """Whoever sets the variable has a reason."""
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/mine")
-    keep_programs("0.32.4", "sm_90")
-    assert os.environ["MLX_PTX_CACHE_DIR"] == "/mine"
 
 
 def refuse(*_, **__):
@@ -184,22 +179,6 @@ def test_a_process_that_fails_is_told_and_what_others_made_is_kept(monkeypatch, 
         running = compilation._running
         assert compilation.wait() == [f"some GPU programs were not compiled ahead: {line}"]
     assert (tmp_path / "a.ptx").exists() and all(process.poll() is not None for process in running)
-
-
-def test_a_cache_without_room_is_a_line(cache, monkeypatch):
-    """What was compiled ahead is there for this process; so is a line if no process can be started."""
-    kept, _ = cache
-    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
-    keep_programs("0.32.4", "sm_90")
-    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    kept.parent.mkdir(parents=True)
-    kept.touch()  # a file in the folder's place
-    with Compilation(own, ["a"], 1) as compilation:
-        (line,) = compilation.wait()
-    assert line.startswith(f"some GPU programs were not kept: {kept}: ") and (own / "a.ptx").exists()
-    monkeypatch.setattr(gpu_programs.subprocess, "Popen", refuse)
-    with Compilation(own, ["b"], 1) as compilation:
-        assert compilation.wait()[0] == "some GPU programs were not compiled ahead: No space left on device"
 
 
 @pytest.mark.parametrize(("backend", "off"), [("cpu", ()), ("cuda", ("programs_ahead",))])

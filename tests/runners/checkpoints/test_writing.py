@@ -10,11 +10,10 @@ from mlx.utils import tree_flatten
 
 from grpo_fn.trees import named_leaves
 from runners.checkpoints.run_folder import list_checkpoints
-from runners.checkpoints.snapshot import prune_checkpoints
 from runners.checkpoints.trainer_state import VERSION
+from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
 from runners.config.sections import LoraConfig
 from runners.models.model_writer import save_final
-from tests.support.files.checkpoints import save_checkpoint
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import TOKENS, load, logits, make_state
 
@@ -30,7 +29,7 @@ def llama(tmp_path_factory):
 def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_path):
     """The names of the contract; mlx-lm loads the folder, with the float32 weights that were trained."""
     state = make_state(llama)
-    folder = save_checkpoint(tmp_path, 40, state, llama, {"em": 0.5, "loss": math.nan})
+    folder = write_checkpoint(tmp_path, 40, state, llama, {"em": 0.5, "loss": math.nan})
     assert folder == tmp_path / "checkpoint-40"
     assert {file.name for file in folder.iterdir()} == {
         "model.safetensors",
@@ -78,7 +77,7 @@ def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune,
     state = make_state(loaded)
     before = named_leaves(loaded.module.parameters())
     wanted = logits(loaded, state)
-    checkpoint = save_checkpoint(tmp_path / "run", 1, state, loaded, {})
+    checkpoint = write_checkpoint(tmp_path / "run", 1, state, loaded, {})
     final = save_final(tmp_path / "run", state, loaded)
     assert all(leaf is before[name] for name, leaf in named_leaves(loaded.module.parameters()).items())
 

@@ -10,10 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import attrs
-import mlx.core as mx
-
-from grpo_fn.trees import nbytes
 from runners.checkpoints.manifest import write_manifest
 from runners.checkpoints.run_folder import TRAINER_STATE, list_checkpoints
 from runners.checkpoints.state_files import STATE_FILE, pack_state
@@ -30,25 +26,8 @@ if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
 
 
-@attrs.frozen(eq=False)
-class Snapshot:
-    """A checkpoint in memory, fully computed, so that another thread can write it."""
-
-    step: int
-    weights: dict[str, mx.array]  # the trained ones, and with full tuning the frozen ones too
-    arrays: dict[str, mx.array]  # the rest of the state, and their metadata
-    metadata: dict[str, str]
-    trainer_state: Mapping[str, Any]
-    loaded: LoadedModel
-    prompt: PromptSettings | None = None  # how the model is asked
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return nbytes(self.weights, self.arrays)
-
-
-def take_snapshot(
+def write_checkpoint(
+    run_dir: Path,
     step: int,
     state: TrainState,
     loaded: LoadedModel,
@@ -56,41 +35,31 @@ def take_snapshot(
     loop: Mapping[str, Any] | None = None,
     *,
     prompt: PromptSettings | None = None,
-) -> Snapshot:
-    """A checkpoint to be written; arrays are shared with the state, not copied.
+) -> Path:
+    """Writes `run_dir/checkpoint-{step}` and returns it. A folder of that name is replaced.
 
     Args:
-        step: the batch step, as in the folder's name.
+        run_dir: the run's folder.
+        step: the batch step.
         state: the training state.
         loaded: the model the state belongs to.
         trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
         loop: trees of arrays that belong to the state.
         prompt: how the model is asked; written to a separate file.
+
+    Raises UserError if the disk refuses; then the existing files are unchanged.
     """
     weights = trained(state.params, loaded)
     arrays, metadata = pack_state(state, weights, loop or {})
-    weights = {name: mx.contiguous(array) for name, array in weights.items()}
-    mx.eval(weights)
-    facts = {"version": VERSION, "step": step, **trainer_state}
-    return Snapshot(step, weights, arrays, metadata, facts, loaded, prompt)
-
-
-def write_checkpoint(run_dir: Path, snapshot: Snapshot) -> Path:
-    """Writes `run_dir/checkpoint-{step}` and returns it.
-
-    A folder of that name is replaced.
-    Raises UserError if the disk refuses; then the existing files are unchanged.
-    """
-    target = run_dir / f"checkpoint-{snapshot.step}"
-    with new_folder(target) as folder:
-        write_trained(folder, snapshot.weights, snapshot.loaded)
-        save_arrays(folder / STATE_FILE, snapshot.arrays, snapshot.metadata)
-        if snapshot.prompt is not None:
-            write_prompt(folder, snapshot.prompt)
-        line, _ = to_json(snapshot.trainer_state)
+    with new_folder(run_dir / f"checkpoint-{step}") as folder:
+        write_trained(folder, weights, loaded)
+        save_arrays(folder / STATE_FILE, arrays, metadata)
+        if prompt is not None:
+            write_prompt(folder, prompt)
+        line, _ = to_json({"version": VERSION, "step": step, **trainer_state})
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)
-    return target
+    return run_dir / f"checkpoint-{step}"
 
 
 def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
@@ -114,3 +83,8 @@ def _score(folder: Path) -> list[float]:
         state = {}
     numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
     return [-math.inf if number is None else number for number in numbers]
+
+
+def final_size(loaded: LoadedModel) -> int:
+    """About the bytes of the final model: every parameter, unpacked, in the dtype of the source's files."""
+    return loaded.num_parameters * loaded.source_dtype.size
