@@ -9,8 +9,7 @@ import asyncio
 import inspect
 import math
 import numbers
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e18  # of a reward times its weight, because advantages square it
 
-# values, faults, failures; of the log extras, metrics, refused; or error, index, exited
+# values, faults, failures; of the log extras, metrics, refused; or error, exited
 Result = dict[str, Any]
 Store = dict[Any, Any]
 
@@ -75,7 +74,7 @@ def score(
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
             fault = "the environments are gone: their process was ended"
-            return {"error": fault, "index": None, "exited": True}
+            return {"error": fault, "exited": True}
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, logs, size, weight)
 
@@ -89,7 +88,7 @@ def run(
     try:
         return _read(finished(function(**arguments, **ways)), log, size, weight)
     except (Exception, SystemExit) as error:
-        return _failed(error, arguments, function)
+        return _failed(error, function)
 
 
 async def run_async(
@@ -101,7 +100,7 @@ async def run_async(
     try:
         return _read(await function(**arguments, **ways), log, size, weight)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(error, arguments, function)
+        return _failed(error, function)
 
 
 def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
@@ -129,13 +128,12 @@ def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
     return {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values())), **found}
 
 
-def _failed(error: BaseException, arguments: Mapping[str, Any], function: Callable[..., Any]) -> Result:
+def _failed(error: BaseException, function: Callable[..., Any]) -> Result:
     """The fault, with the last line of the reward's own file that it passed through."""
-    index = _culprit(error, arguments.get("completions", []))
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
     line = error_line(error, file)
     line = f"{Path(str(file)).name}, {line}" if line.startswith("line ") else line
-    return {"error": line, "index": index, "exited": isinstance(error, SystemExit)}
+    return {"error": line, "exited": isinstance(error, SystemExit)}
 
 
 def _python_value(value: Any) -> Any:
@@ -169,22 +167,3 @@ def _as_float(value: Any, weight: float) -> tuple[float, str]:
     if abs(number) * max(abs(weight), 1.0) > _LARGEST:
         return math.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
     return number, ""
-
-
-def _culprit(error: BaseException, completions: list[list[dict[str, Any]]]) -> int | None:
-    """The completion that a reward was processing when it failed; None if that is unknown.
-
-    The innermost frame of the traceback tells, of which a local variable *is* one completion, its message or
-    its text: the objects belong to this one call.
-    """
-    if len(completions) == 1:
-        return 0
-    owners: dict[int, set[int]] = {}  # two completions may share one text object
-    for index, completion in enumerate(completions):
-        for part in (completion, *completion, *(message.get("content") for message in completion)):
-            owners.setdefault(id(part), set()).add(index)
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        held = (owners.get(id(value), set()) for value in frame.f_locals.values())
-        if len(indices := set().union(*(each for each in held if len(each) == 1))) == 1:
-            return indices.pop()
-    return None

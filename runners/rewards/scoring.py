@@ -110,7 +110,7 @@ class Scorer:
         values_kb = np.full((len(called), len(texts)), np.nan)
         failed: dict[int, Failed] = {}
         for k, (reward, outcome) in enumerate(zip(self.rewards, self._call_all(called), strict=True)):
-            notes, failures = _read(outcome, reward, texts, values_kb[k], log)
+            notes, failures = _read(outcome, reward, values_kb[k], log)
             if notes and self.on_error == "raise":
                 raise RewardError(notes[0])
             if notes and failures == len(texts):
@@ -180,17 +180,13 @@ def _finished(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     return found.result()
 
 
-def _read(
-    outcome: Outcome, reward: Reward, texts: Sequence[str], row_b: np.ndarray, log: RewardLog
-) -> tuple[list[str], int]:
+def _read(outcome: Outcome, reward: Reward, row_b: np.ndarray, log: RewardLog) -> tuple[list[str], int]:
     """Fills one reward's row with the usable values; lines on the others, and for how many completions."""
-    prefix, every, found = f"reward {show(reward.name)}", len(texts), outcome.value
+    prefix, every, found = f"reward {show(reward.name)}", len(row_b), outcome.value
     if outcome.fault:
         return [f"{prefix} {'' if outcome.timed_out else 'failed: '}{outcome.fault}"], every
     if "error" in found:
-        index = found["index"]
-        where = "" if index is None else f" at completion {index}, {show(texts[index])}"
-        return [f"{prefix} failed{where}: {found['error']}"], every
+        return [f"{prefix} failed: {found['error']}"], every
     log.add(found)
     row_b[: len(found["values"])] = found["values"]
     return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]
