@@ -33,7 +33,7 @@ COMMANDS = {
     "bench": "runners.commands.plan:bench_command",
     "init": "runners.commands.init:init_command",
     "check": "runners.commands.check:check_command",
-    "difficulty": "runners.commands.difficulty:difficulty_command",
+    "difficulty": "runners.commands.check:difficulty_command",
     "runs": "runners.commands.runs:runs_command",
     "generate": "runners.commands.generate:generate_command",
     "chat": "runners.commands.chat:chat_command",
@@ -41,7 +41,7 @@ COMMANDS = {
     "export": "runners.commands.export:export_command",
     "eval": "runners.commands.eval:eval_command",
     "report": "runners.commands.report:report_command",
-    "watch": "runners.commands.watch:watch_command",
+    "watch": "runners.commands.report:watch_command",
     "doctor": "runners.commands.doctor:doctor_command",
 }
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""

@@ -13,13 +13,21 @@ from runners.config.loading import Config
 from runners.config.names import TASKS
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
-from runners.data.hub_rows import hub_rows
 from runners.data.messages import prompt_fault, prompt_of
 from runners.data.prompts import gold_answer
-from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file, split_name
+from runners.data.remote_rows import hub_rows, task_rows
+from runners.data.row_files import (
+    SUFFIXES,
+    RawRow,
+    Row,
+    Rows,
+    Transform,
+    find_split,
+    read_file,
+    split_name,
+    transformed,
+)
 from runners.data.row_images import image_folder
-from runners.data.rows import Row, Rows, Transform, transformed
-from runners.data.task_rows import task_rows
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA

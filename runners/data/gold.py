@@ -12,8 +12,7 @@ from runners.config.loading import Config
 from runners.data.messages import gold_turn
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import end_of_turn, has_template
-from runners.data.row_files import read_file
-from runners.data.rows import Row, Rows
+from runners.data.row_files import Row, Rows, read_file
 from runners.data.value_text import value_text
 from runners.errors import UserError, listed
 from runners.tokenization.text import encode

@@ -13,9 +13,9 @@ import attrs
 
 from runners.answers.values import parse_number
 from runners.config.sections import DataConfig
-from runners.data.hub_rows import hub_rows
 from runners.data.messages import prompt_fault
 from runners.data.prompts import gold_answer
+from runners.data.remote_rows import hub_rows
 from runners.data.row_files import SUFFIXES, find_split, read_file
 from runners.data.value_text import value_text
 from runners.errors import UserError, listed

@@ -15,7 +15,7 @@ from runners.config.loading import Config
 from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
-from runners.data.rows import Rows
+from runners.data.row_files import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments
 from runners.errors import UserError

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.config.sections import DataConfig
-from runners.data import hub_rows
 from runners.data.datasets import epoch_order, load_rows
 from runners.data.prompts import gold_answer, reward_columns
-from runners.data.rows import Rows
+from runners.data.row_files import Rows
 from runners.errors import UserError
 
 ROWS = [
@@ -273,13 +271,6 @@ def test_missing_fields(tmp_path: Path) -> None:
     assert (len(train), len(evaluation)) == (2, 1)
 
 
-@pytest.fixture
-def in_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hub that nobody has to ask whether it is there."""
-    monkeypatch.setattr(hub_rows, "hub_or_cache", nullcontext)
-
-
-@pytest.mark.usefixtures("in_reach")
 @pytest.mark.parametrize(
     ("source", "name", "asked"),
     [("openai/gsm8k", "", "main"), ("openai/gsm8k", "socratic", "socratic"), ("someone/sums", "", None)],
@@ -301,7 +292,6 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, name: str, asked:
     assert refused(source).startswith(f"{source} (train), row 2: no question")
 
 
-@pytest.mark.usefixtures("in_reach")
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -399,7 +389,6 @@ def test_data_without_answers(tmp_path):
     assert "question is blank" in refused(bad, answer="")
 
 
-@pytest.mark.usefixtures("in_reach")
 def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
     answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())

@@ -1,7 +1,5 @@
 """From a row's column of images to the prompt: where files lie, how the template shows them."""
 
-from contextlib import nullcontext
-
 import attrs
 import datasets
 import pytest
@@ -109,7 +107,6 @@ def test_images_of_the_hub_come_as_files(monkeypatch):
     found = found.add_column("sound", [{"bytes": b"RIFF", "path": None}] * 2)
     found = found.cast_column("sound", datasets.Audio())  # to decode it takes a package more
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
-    monkeypatch.setattr("runners.data.hub_rows.hub_or_cache", nullcontext)
     config = DataConfig(source="a/b", image="one")
     (row,), _ = load_rows(attrs.evolve(config, eval_split="train"))
     (file,) = row_images(row, config)
