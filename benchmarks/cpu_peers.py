@@ -34,8 +34,8 @@ from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.errors import UserError
-from runners.inference.batches import sample_batches
 from runners.inference.inference_model import load_inference
+from runners.inference.text_generation import sample_batches
 from runners.machine.startup import prepare
 from runners.training.setup import build_run
 

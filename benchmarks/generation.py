@@ -26,9 +26,8 @@ from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.engines.local import LocalEngine
-from runners.inference.batches import sample_batches
 from runners.inference.inference_model import InferenceModel, load_inference
-from runners.inference.text_generation import generation_key
+from runners.inference.text_generation import generation_key, sample_batches
 from runners.machine.startup import prepare
 from runners.tokenization.text import TextDecoder
 

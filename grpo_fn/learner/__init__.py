@@ -18,8 +18,15 @@ from grpo_fn.learner.logprobs.token_logprobs import (
 from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape, piece_tokens, round_up
-from grpo_fn.learner.ranks.rank_shares import deal, pieces_of_rank
-from grpo_fn.learner.ranks.reduce import Collectives, MlxCollectives, all_reduce, collectives, share
+from grpo_fn.learner.ranks.reduce import (
+    Collectives,
+    MlxCollectives,
+    all_reduce,
+    collectives,
+    deal,
+    pieces_of_rank,
+    share,
+)
 from grpo_fn.learner.ranks.sharding import Sharding, make_sharded_update_step
 from grpo_fn.learner.routing_step import RoutingStats, chosen_experts, routing_stats
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref

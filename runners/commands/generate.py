@@ -175,8 +175,7 @@ def _rows(
     """The rows of all completions, or of conversations with tools."""
     import attrs
 
-    from runners.inference.batches import sample_batches
-    from runners.inference.text_generation import generation_key
+    from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.schemas if environments else ()
     how = values["nudge"], values["template_kwargs"], tools

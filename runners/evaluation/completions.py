@@ -16,7 +16,7 @@ from runners.engines.engine import Samples
 from runners.environments.environments import Environments
 from runners.errors import UserError
 from runners.images.tower import VisionPart
-from runners.inference.batches import LENGTH, Batch, sample_batches
+from runners.inference.text_generation import LENGTH, Batch, sample_batches
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
@@ -35,7 +35,7 @@ class Completion:
     rewards: dict[str, float | None]  # each reward's value; None: it gave none
     reward: float | None  # their weighted sum
     tokens: int  # that the model sampled
-    finish: str  # see `runners.inference.batches`
+    finish: str  # see `runners.inference.text_generation`
     success: bool | None = None  # the environment's reward is high enough; without one, the answer is right
     turns: int = 0
     calls: int = 0

@@ -26,9 +26,8 @@ from runners.environments.environments import Begun, Environments
 from runners.environments.episodes import Episode, Session
 from runners.errors import UserError
 from runners.images.image_files import ImageFile
-from runners.inference.batches import STOP
 from runners.inference.inference_model import InferenceModel
-from runners.inference.text_generation import Completion, Speed, stream
+from runners.inference.text_generation import STOP, Completion, Speed, stream
 from runners.rewards.finished_episodes import COUNTS
 from runners.rewards.scoring import Scorer
 

@@ -13,7 +13,7 @@ import numpy as np
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import RankPlace
-from runners.ranks.scoreboard import ENDED, WORKING
+from runners.ranks.watchdog import ENDED, WORKING
 from runners.ranks.wire import RankError, RankMessage, Wire, connect
 
 if TYPE_CHECKING:

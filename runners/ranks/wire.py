@@ -18,8 +18,7 @@ import numpy as np
 from runners.errors import UserError
 from runners.machine.signals import StopSignals
 from runners.ranks.rank_place import RankPlace
-from runners.ranks.scoreboard import WORKING, Scoreboard
-from runners.ranks.watchdog import EXIT_CODE, Watchdog
+from runners.ranks.watchdog import EXIT_CODE, WORKING, Scoreboard, Watchdog
 
 if TYPE_CHECKING:
     from grpo_fn.learner import Collectives

@@ -9,10 +9,9 @@ import pytest
 import grpo_fn as g
 from runners.data.rendering import render
 from runners.engines.engine import Requests
-from runners.inference.batches import sample_batches
 from runners.inference.conversation import Conversation
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import Completion, Speed, generation_key, stream
+from runners.inference.text_generation import Completion, Speed, generation_key, sample_batches, stream
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder

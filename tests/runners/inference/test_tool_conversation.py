@@ -10,10 +10,9 @@ from mlx_lm.utils import load_tokenizer
 import grpo_fn as g
 from runners import cli
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
-from runners.inference.batches import sample_batches
 from runners.inference.conversation import Conversation, Event
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import generation_key
+from runners.inference.text_generation import generation_key, sample_batches
 from runners.inference.tool_options import build_tools, env_of
 from runners.machine.startup import Platform
 from runners.quickstart import MODEL_DIR

@@ -14,8 +14,7 @@ from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import RankPlace, read_rank_place, share_cores
 from runners.ranks.ranks import Ranks
-from runners.ranks.scoreboard import ENDED, WAITING, Scoreboard
-from runners.ranks.watchdog import Watchdog
+from runners.ranks.watchdog import ENDED, WAITING, Scoreboard, Watchdog
 from runners.ranks.wire import RankError, RankMessage, Wire, decode_message, encode_message
 from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS
@@ -93,7 +92,7 @@ def test_the_scoreboard_knows_who_is_gone(path):
     board = Scoreboard(path, 3, 0)
     board.write(WAITING)
     code = (
-        "import sys, time\nfrom runners.ranks.scoreboard import *\n"
+        "import sys, time\nfrom runners.ranks.watchdog import *\n"
         "board = Scoreboard(sys.argv[1], 3, 1)\nboard.write(ENDED, 'no disk')\n"
         "print('ready', flush=True)\ntime.sleep(6000)"
     )
@@ -115,7 +114,7 @@ def test_the_scoreboard_knows_who_is_gone(path):
 def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
     """The process ends by itself, with exit code 4 and a line."""
     code = (
-        "import sys, time\nfrom runners.ranks.scoreboard import *\n"
+        "import sys, time\nfrom runners.ranks.watchdog import *\n"
         "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
         "dog = Watchdog(0, 0.2, StopSignals())\ndog.see(['rank 0 (a)', 'rank 1 (a)'], [1], board)\n"
