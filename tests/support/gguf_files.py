@@ -1,5 +1,6 @@
 """GGUF files byte by byte, for what no honest writer writes; and what is in them as Modelfiles."""
 
+import os
 import re
 import struct
 from pathlib import Path
@@ -48,7 +49,8 @@ def value(of) -> bytes:
 
 
 def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(), size=None) -> Path:
-    """A file of float32 zeros; `offsets` and `counts` (tensors, metadata) replace true ones; `size` cuts."""
+    """A file of float32 zeros; `offsets` and `counts` (tensors, metadata) replace true ones; `size` cuts it,
+    or makes it longer by a hole."""
     entries, place = [], 0
     for name, shape in tensors.items():
         number = 4
@@ -63,6 +65,8 @@ def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(
         head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
     whole = head + bytes(-len(head) % 32) + bytes(min(place, 1 << 20))
     path.write_bytes(whole[:size])
+    if size is not None:
+        os.truncate(path, size)
     return path
 
 

@@ -51,15 +51,16 @@ def small(**tables: dict) -> str:
     return spell_tables({name: SMALL.get(name, {}) | tables.get(name, {}) for name in {**SMALL, **tables}})
 
 
-def train(folder: Path, name: str, tune: str, **model) -> Path:
+def train(folder: Path, name: str, tune: str, *, base: Path | None = None, **model) -> Path:
     """The folder of a finished run of four updates, with a checkpoint every two; its base is beside it.
 
     Args:
         folder: gets `outputs/NAME`, `base-NAME`, a config and a reward.
         tune: "full", "lora" or "dora".
+        base: a model's folder in place of a new one.
         model: what `make_model_folder` takes.
     """
-    base = make_model_folder(folder / f"base-{name}", **model)
+    base = base or make_model_folder(folder / f"base-{name}", **model)
     (folder / "letters.py").write_text(LETTERS)
     config = folder / f"{name}.toml"
     config.write_text(

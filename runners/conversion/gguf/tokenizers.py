@@ -159,7 +159,9 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
             found += [_GPT2]
     names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
     if not names:
-        raise UserError(f"tokenizer.json: llama.cpp's name for the pre-tokenizer {show(found)} is not known")
+        raise UserError(
+            f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
+        )
     return next((name for name in names if (name == _WHOLE_WORDS) == whole_words), names[0])
 
 

@@ -76,6 +76,27 @@ def test_adapters_are_fused(export, runs, tmp_path, kind):
     assert (attention in packed, "model.embed_tokens" in packed) == (False, kind == "packed")
 
 
+@pytest.mark.parametrize("kind", ["full", "lora", "packed", "gguf"])
+def test_a_run_becomes_a_gguf_file(export, runs, tmp_path, kind):
+    """What its final model computes, also over packed weights and over those that came from GGUF."""
+    pytest.importorskip("gguf")
+    if kind == "gguf":
+        base = (
+            ["export", runs["full"], "--gguf", "base.gguf", "--type", "q4_0"],
+            ["convert", "base.gguf", "--out", "base"],
+        )
+        for arguments in base:
+            assert CliRunner().invoke(cli.main, [*map(str, arguments)]).exit_code == 0
+        run = train(tmp_path, kind, "lora", base=tmp_path / "base")
+        assert logits_of(tmp_path / "base")[1].model.layers[0].self_attn.q_proj.bits == 4
+    else:
+        run = runs[kind]
+    assert export(run, "--gguf", "m.gguf", "--type", "f32", "--force").exit_code == 0
+    assert CliRunner().invoke(cli.main, ["convert", "m.gguf", "--out", "back"]).exit_code == 0
+    want = logits_of(run / "final")[0]
+    assert np.abs(logits_of(tmp_path / "back")[0] - want).max() < 0.01 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("kind", ["full", "packed"])
 def test_quantization_repacks_every_layer(export, runs, tmp_path, kind):
     """All layers in the format asked for, whatever the base had; the card says so; close to the original."""

@@ -1,0 +1,82 @@
+"""GGUF files that no honest writer writes: one line, little time, little memory."""
+
+import re
+import struct
+import subprocess
+import sys
+
+from tests.support.gguf_files import LLAMA, TENSORS, write
+from tests.support.pages import ROOT
+
+MANY = struct.pack("<IIQ", 9, 8, 10**9)
+
+
+def llama(key, value):
+    return {"metadata": LLAMA | {key: value}}
+
+
+def tensors(**shapes):
+    return {"tensors": TENSORS | {f"{name}.weight": shape for name, shape in shapes.items()}}
+
+
+HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
+    "nothing": ({"size": 0}, "cannot be read as GGUF"),
+    "10⁹ tokens": (llama("tokenizer.ggml.tokens", MANY), "cut off"),
+    "10⁹ empty tokens, as a hole": (
+        {"metadata": {"tokenizer.ggml.tokens": MANY}, "tensors": {}, "size": 8 * 10**9 + 100},
+        "at most 4,194,304 texts",
+    ),
+    "10⁹ entries": ({"counts": (10**9, 10**9)}, "at most 65,536 entries"),
+    "a long name": ({"metadata": {"x": struct.pack("<IQ", 8, 2**63)}}, "cut off"),
+    "arrays in arrays": (
+        {"metadata": {"x": struct.pack("<IIQ", 9, 9, 1) * 1000}}, "array of numbers or texts"
+    ),
+    "cut off": ({"size": 700}, "cut off"),
+    "lacking weights": ({"size": 6000}, "beyond the file"),
+    "overlapping": ({"offsets": {"blk.0.ffn_up.weight": 0}}, "overlaps another"),
+    "10⁹ rows": (tensors(token_embd=(32, 10**9)), "beyond the file"),
+    "wrapping sizes": (tensors(token_embd=(2**31, 2**31, 4, 4)), "expected a shape"),
+    "10⁹ blocks": (llama("llama.block_count", 10**9), "block_count"),
+    "10⁹ wide": (llama("llama.feed_forward_length", 10**9), "ffn_down|up_proj|gate_proj|shape"),
+    "no heads": (llama("llama.attention.head_count", 0), "heads"),
+    "not a number": (
+        llama("llama.attention.layer_norm_rms_epsilon", float("nan")), "expected a finite number, found nan"
+    ),
+    "a name with ../": ({"tensors": {"../../x.weight": (32,), **TENSORS}}, "no tensor"),
+    "another architecture": (llama("general.architecture", "mamba"), 'found "mamba"'),
+    "a missing tensor": (
+        {"tensors": {name: TENSORS[name] for name in TENSORS if "ffn_up" not in name}}, "ffn_up|up_proj"
+    ),
+    "an end beyond the tokens": (llama("tokenizer.ggml.eos_token_id", 7), "the token 7 is none of 4"),
+    "a text for a number": (llama("llama.context_length", "long"), "context_length: expected int"),
+    "merges of one part": (llama("tokenizer.ggml.merges", ["ab"]), "two parts"),
+    "another cutting": (llama("tokenizer.ggml.pre", "../x"), "tokenizer.ggml.pre: expected"),
+}  # fmt: skip
+
+
+def test_hostile_files_end_with_a_line(tmp_path):
+    """Each within 5 s of processor time and 1 GB more than an idle process has; nothing is left of it."""
+    for number, (content, _) in enumerate(HOSTILE.values()):
+        write(tmp_path / f"{number}.gguf", **content)
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from click.testing import CliRunner
+from runners import cli
+import runners.conversion.convert, transformers, mlx_lm.tokenizer_utils, mlx_lm.models.llama, mlx_lm.utils
+own = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (own + (1 << 30),) * 2)
+used = lambda: sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+for number in range({len(HOSTILE)}):
+    before = used()
+    done = CliRunner().invoke(cli.main, ["convert", f"{{number}}.gguf", "--out", "out"])
+    assert done.exit_code == 2 and done.stderr.count("\\n") == 1, (number, done.output, done.exception)
+    print(done.stderr, end="")
+    assert used() - before < 5, number
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for (kind, (_, want)), found in zip(HOSTILE.items(), done.stdout.splitlines(), strict=True):
+        assert re.search(want, found), (kind, found)
+    assert all(path.suffix == ".gguf" for path in tmp_path.iterdir())
