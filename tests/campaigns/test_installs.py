@@ -1,6 +1,6 @@
-"""The wheel in a new environment of each Python that is supported and found, used from another folder.
+"""The wheel in a new environment of each Python that is supported and on the PATH, used from another folder.
 
-It needs pip's index. `GRPO_PYTHONS` names the interpreters; else python3.11, 3.12 and 3.13 on the PATH.
+It needs pip's index; the test with uv needs that on the PATH.
 """
 
 import os
@@ -13,16 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOUND = os.environ.get("GRPO_PYTHONS", "").split() or [
-    path
-    for minor in (11, 12, 13)
-    if (path := shutil.which(f"python3.{minor}"))
-    and subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0  # no empty shim
-]
+CONSTRAINTS = ROOT / "constraints.txt"
+EXTRA = "[cpu]" if sys.platform == "linux" else ""
 
 
-def run(*command, cwd):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def run(*command, cwd, **more):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=1800
     )
@@ -49,17 +45,30 @@ def test_pip_installs_from_git(tmp_path):
     assert wanted <= {*names} and any(name.endswith(".safetensors") for name in names)
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("python", FOUND)
-def test_a_wheel_runs_anywhere(tmp_path, wheel, python):
+def use(folder, elsewhere):
     """`grpo --help`, and two updates of the quickstart, which ships model and data."""
-    run(python, "-m", "venv", "env", cwd=tmp_path)
-    bin_ = tmp_path / "env" / "bin"
-    extra = "[cpu]" if sys.platform == "linux" else ""
-    constraints = ROOT / "constraints.txt"
-    run(bin_ / "pip", "install", "-q", "-c", constraints, f"{wheel}{extra}", cwd=tmp_path)
-    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert "Commands:" in run(bin_ / "grpo", "--help", cwd=elsewhere)
-    run(bin_ / "grpo-run", "quickstart", "--set", "optim.max_steps=2", cwd=elsewhere)
+    assert "Commands:" in run(folder / "grpo", "--help", cwd=elsewhere)
+    run(folder / "grpo-run", "quickstart", "--set", "optim.max_steps=2", cwd=elsewhere)
     assert (elsewhere / "outputs").is_dir()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("python", ["python3.11", "python3.12", "python3.13"])
+def test_a_wheel_runs_anywhere(tmp_path, wheel, python):
+    """By pip, in a new environment."""
+    if subprocess.run(["sh", "-c", f"{python} --version"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{python} is not on the PATH")
+    run(python, "-m", "venv", "env", cwd=tmp_path)
+    run(tmp_path / "env/bin/pip", "install", "-q", "-c", CONSTRAINTS, f"{wheel}{EXTRA}", cwd=tmp_path)
+    use(tmp_path / "env/bin", tmp_path / "elsewhere")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on the PATH")
+def test_uv_installs_it_as_a_tool(tmp_path, wheel):
+    """Both commands, in uv's folder of tools."""
+    places = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
+    options = ("-q", "--python", sys.executable, "--constraints", CONSTRAINTS)
+    run("uv", "tool", "install", *options, f"{wheel}{EXTRA}", cwd=tmp_path, **places)
+    use(tmp_path / "bin", tmp_path / "elsewhere")
