@@ -1,0 +1,86 @@
+"""The commands of docs/conversion.md and docs/export.md, on tiny models and a Hub of this machine."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import mlx_lm
+import pytest
+
+from tests.support.pages import ROOT, snippets
+from tests.support.processes import warm_process
+from tests.support.services.hub import serving
+from tests.support.tiny_models import make_model_folder
+from tests.support.tiny_runs import train
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}  # packed in groups of 64
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for page in ("conversion", "export")
+    for snippet in snippets(ROOT / f"docs/{page}.md")
+    if snippet.language == "sh"
+    for line in snippet.text.splitlines()
+    if line.startswith(("grpo ", "mlx_lm.")) and not line.startswith("mlx_lm.server")  # it does not end
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The runs, models and files that the pages name; models of the Hub are folders of the same names."""
+    pytest.importorskip("gguf")
+    folder = tmp_path_factory.mktemp("pages")
+    base = make_model_folder(folder / "Qwen/Qwen2.5-1.5B-Instruct", **WIDE)
+    lora = train(folder, "lora", "lora", base=base)
+    shutil.copytree(lora / "checkpoint-2", lora / "checkpoint-200")
+    train(folder, "my-first", "full", base=base)
+    make_model_folder(folder / "Qwen/Qwen2.5-0.5B-Instruct", "qwen2", **WIDE)
+    for name in ("meta-llama/Llama-3.2-1B", "SmolLM2-135M-Instruct"):
+        make_model_folder(folder / name, **WIDE)
+    (folder / "prompts.txt").write_text("What is 7+5?\nWhat is 2+2?\n")
+    run(
+        [
+            "grpo",
+            "export",
+            "SmolLM2-135M-Instruct",
+            "--gguf",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            "--type",
+            "q4_1",
+        ],
+        folder,
+    )
+    return folder
+
+
+def run(words, folder, **environment):
+    """In a process of its own; one that needs the environment is a new one."""
+    module = "runners.cli" if words[0] == "grpo" else words[0]
+    code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_module({module!r}, run_name='__main__')"
+    done = (subprocess if environment else warm_process).run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=[" ".join(words[:4]) for words in COMMANDS])
+def test_a_command_runs(folder, words):
+    """In the order of the pages; a target of an earlier line is replaced."""
+    forced = [*words, "--force"] if words[0] == "grpo" else words
+    if "--push" in words:
+        with serving() as hub:
+            run(forced, folder, **hub.environment(folder / "hf"))
+            assert "model.safetensors" in hub.repos["someone/my-model"]
+    else:
+        run(forced, folder)
+    for option in ("--out", "--save-path"):
+        if option in words:
+            assert mlx_lm.load(str(folder / words[words.index(option) + 1]))
+    for option in ("--gguf", "--peft"):
+        assert option not in words or (folder / words[words.index(option) + 1]).exists()
