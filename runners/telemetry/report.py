@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -33,7 +31,7 @@ from runners.telemetry.progress import (
     number_text,
 )
 
-__all__ = ["PlainReport", "Quiet", "Report", "Silent", "make_report"]
+__all__ = ["PlainReport", "Quiet", "Report", "Silent"]
 
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
@@ -100,22 +98,6 @@ class PlainReport(Report):
         self._said = self._progress.elapsed()
         self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
         self._stream.flush()
-
-
-def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its cursor.
-
-    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is closed,
-    nothing is shown.
-    """
-    output: TextIO | None = stream or sys.stdout
-    if output is None or output.closed:
-        return Quiet()
-    if output.isatty() and os.environ.get("TERM") != "dumb":
-        from runners.telemetry.live import LiveReport
-
-        return LiveReport(output)
-    return PlainReport(output, every=every)
 
 
 def step_line(progress: Progress, columns: int = LINE_WIDTH) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import attrs
 
@@ -36,7 +38,7 @@ from runners.report import final_report
 from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.report import Report, Silent, make_report
+from runners.telemetry.report import PlainReport, Quiet, Report, Silent
 from runners.training.run_state import RunState, check_alike, restore, share_start
 from runners.training.session import Session
 from runners.training.setup import Run, build_run
@@ -200,3 +202,19 @@ def _files(
     return MetricsLog(
         folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
     )
+
+
+def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
+    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its cursor.
+
+    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is closed,
+    nothing is shown.
+    """
+    output: TextIO | None = stream or sys.stdout
+    if output is None or output.closed:
+        return Quiet()
+    if output.isatty() and os.environ.get("TERM") != "dumb":
+        from runners.telemetry.live import LiveReport
+
+        return LiveReport(output)
+    return PlainReport(output, every=every)

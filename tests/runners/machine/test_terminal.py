@@ -16,7 +16,8 @@ from rich.console import Console
 from runners.machine.terminal import OutputLost, echo, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
-from runners.telemetry.report import PlainReport, Quiet, make_report
+from runners.telemetry.report import PlainReport, Quiet
+from runners.training.start import make_report
 from tests.support.processes.warm_process import Popen, run
 from tests.support.services.scripted_engine import SCRIPTED
 from tests.support.tiny_models import make_model_folder

@@ -14,7 +14,8 @@ from runners.telemetry import progress
 from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Updated
 from runners.telemetry.live import LiveReport
 from runners.telemetry.progress import Progress, count_text, duration_text, number_text
-from runners.telemetry.report import PlainReport, make_report
+from runners.telemetry.report import PlainReport
+from runners.training.start import make_report
 from tests.support.processes.terminal import Screen, Session
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,7 +150,7 @@ def test_a_resumed_run_is_shown_from_where_it_was():
 
 TERMINAL = """
 from runners.telemetry.events import Started, Status, Updated
-from runners.telemetry.report import make_report
+from runners.training.start import make_report
 with make_report() as report:
     report.handle(Status("loading the model"))
     report.handle(Started(3, {"run": "tiny"}))
