@@ -157,10 +157,9 @@ def _measure_all(
     """Measures one model after the other, so that only one is in memory."""
     from runners.data.datasets import with_answers_of
     from runners.data.prompts import reward_columns
-    from runners.environments.environments import all_rewards, build_environments
+    from runners.environments.environments import all_rewards
     from runners.environments.own_code import load_code, start_worker
-    from runners.evaluation.measurement import choose_problems, eval_rows, measure
-    from runners.inference.inference_model import load_inference
+    from runners.evaluation.measurement import choose_problems, eval_rows, measure, open_model
     from runners.rewards.functions import check_columns
 
     worker = start_worker(config)
@@ -172,25 +171,9 @@ def _measure_all(
     measured: list[ModelResult] = []
     wanted: set[int] | None = None
     for name in models:
-        loaded = load_inference(
-            name,
-            machine,
-            loader=config.model.loader,
-            folders=config.folders,
-            trust_remote_code=values["trust_remote_code"],
-            images=bool(config.data.image),
-            image_max_pixels=config.data.image_max_pixels,
-        )
+        trust = values["trust_remote_code"]
+        loaded, environments = open_model(config, name, machine, worker, trust_remote_code=trust)
         echo_all(loaded.notices)
-        environments = build_environments(
-            config.env,
-            config.data,
-            loaded.tokenizer,
-            loaded.decoder,
-            loaded.eos_ids,
-            config.folders,
-            worker,
-        )
         if environments is not None:
             environments.check_columns(columns)
         every = all_rewards(rewards, environments) if rewards or environments else ()

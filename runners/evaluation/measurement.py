@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
@@ -17,17 +17,20 @@ from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
 from runners.data.row_files import Rows
 from runners.engines.settings import sampling_of
-from runners.environments.environments import Environments
+from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult
 from runners.evaluation.completions import Completion, Evaluator, is_cut
 from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
-from runners.inference.inference_model import InferenceModel
+from runners.inference.inference_model import InferenceModel, load_inference
+from runners.machine.startup import Platform
 from runners.rewards.functions import Reward
 from runners.rewards.scoring import Scorer
+from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
+OnError = Literal["skip", "raise"]  # of a failing reward
 
 
 def eval_rows(config: Config, *, whole: bool) -> Rows:
@@ -40,6 +43,52 @@ def eval_rows(config: Config, *, whole: bool) -> Rows:
     return load_rows(config.data, config.folders)[1]
 
 
+def open_model(
+    config: Config, name: str, machine: Platform, worker: Worker, **options: Any
+) -> tuple[InferenceModel, Environments | None]:
+    """A model, read as a config says, with further `options` of the loader; and the config's environments."""
+    loaded = load_inference(
+        name,
+        machine,
+        loader=config.model.loader,
+        folders=config.folders,
+        images=bool(config.data.image),
+        image_max_pixels=config.data.image_max_pixels,
+        **options,
+    )
+    use_template(loaded.tokenizer, config.data.chat_template)
+    tokenizer, decoder, ends = loaded.tokenizer, loaded.decoder, loaded.eos_ids
+    return loaded, build_environments(
+        config.env, config.data, tokenizer, decoder, ends, config.folders, worker
+    )
+
+
+def evaluator_of(
+    model: InferenceModel,
+    config: Config,
+    rewards: Sequence[Reward],
+    environments: Environments | None,
+    *,
+    on_error: OnError | None = None,
+    rows: int = 0,
+) -> tuple[Evaluator, g.Sampling]:
+    """What completes and scores a config's problems by a model, and sampling as in [rollout]: one of each."""
+    evaluator = Evaluator(
+        engine=model.engine,
+        scorer=Scorer(rewards, config.reward.timeout, on_error or config.reward.on_error)
+        if rewards
+        else None,
+        form=config.answer_form,
+        decoder=model.decoder,
+        nudge=config.data.nudge,
+        rows=rows or config.rollout.max_batch,
+        environments=environments,
+        vision=model.vision,
+    )
+    sampling = sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop))
+    return evaluator, attrs.evolve(sampling, num_generations=1, with_entropy=False)
+
+
 def choose_problems(
     rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
@@ -47,7 +96,6 @@ def choose_problems(
     longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
     processor = model.vision.processor if model.vision else None
-    use_template(model.tokenizer, config.data.chat_template)
     examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
     fitting = [(each.number, each) for each in examples if len(each.tokens) <= config.data.max_prompt_length]
     if not fitting:
@@ -81,21 +129,9 @@ def measure(
     answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
     config's). `progress` gets the kind of completions, how many problems are done, and of how many.
     """
-    evaluator = Evaluator(
-        engine=model.engine,
-        scorer=Scorer(rewards, config.reward.timeout, config.reward.on_error) if rewards else None,
-        form=config.answer_form,
-        decoder=model.decoder,
-        nudge=config.data.nudge,
-        rows=rows or config.rollout.max_batch,
-        environments=environments,
-        vision=model.vision,
-    )
-    sampling = attrs.evolve(
-        sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop)),
-        max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens,
-        with_entropy=False,
-    )
+    evaluator, sampling = evaluator_of(model, config, rewards, environments, rows=rows)
+    most = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    sampling = attrs.evolve(sampling, max_new_tokens=most)
     numbered, json_rows, spent = list(chosen.items()), [], 0.0
 
     def completed(kind: str, sampling: g.Sampling) -> list[Completion]:
@@ -110,7 +146,7 @@ def measure(
             progress(kind, len(found) // size, len(numbered))
         return found
 
-    greedy = completed("greedy", attrs.evolve(sampling, num_generations=1, temperature=0))
+    greedy = completed("greedy", attrs.evolve(sampling, temperature=0))
     details = _metrics(greedy, 1, "")
     heads = ["success", "exact match", "reward"]
     metrics = {head: details.pop(head) for head in heads if head in details}
