@@ -83,17 +83,17 @@ class LocalEngine:
 
     @property
     def sampler(self) -> tuple[g.Policy, Tree]:
-        """The policy and the parameters that it samples with now."""
+        """The policy and the parameters that it samples with now: they are rounded at their first use."""
         if self._quantized is None or self.quantization == "none":
             return self.full, self._loaded
+        if self._params is None and self._loaded is not None:
+            self._params = self._quantized.transform(self._loaded)
+            g.materialize(self._params)
         return self._quantized.policy, self._params
 
     def load(self, params: Tree, version: int) -> None:
-        """As `Engine`: rounded where its weights are quantized."""
+        """As `Engine`."""
         self._loaded, self.version, self._kept, self._params = params, version, None, None
-        if params is not None and self._quantized is not None and self.quantization != "none":
-            self._params = self._quantized.transform(params)
-            g.materialize(self._params)
 
     def generate(
         self,

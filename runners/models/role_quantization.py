@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -14,6 +15,7 @@ from grpo_fn.policy import (
     added,
     formats_within,
     input_moments,
+    quant_mode,
     quantized_role,
     rounding_effects,
 )
@@ -91,6 +93,16 @@ def budget_of(config: Config, policy: g.Policy, role: QuantizedRole) -> Budget:
         return formats_within(effects, sizes, mode.bits, mode.group_size, budget)
 
     return formats
+
+
+def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:
+    """How many weights have which format by rollout.bits_budget, and their bits on average."""
+    leaves = named_leaves(params) | named_leaves(policy.frozen)
+    bits = {name: quant_mode(form, config.rollout.group_size).bits_stored for name, form in formats.items()}
+    mean = sum(bits[name] * leaves[name].size for name in bits) / sum(leaves[name].size for name in bits)
+    counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
+    budget = config.rollout.bits_budget
+    return f"rollout.bits_budget = {budget:g}: {mean:.3g} bits on average; weights: {counts}"
 
 
 def _lengths(batch: g.Batch) -> mx.array:

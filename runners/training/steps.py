@@ -6,7 +6,6 @@ Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` gi
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 import attrs
@@ -30,7 +29,7 @@ from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
 from runners.data.stream import gold_batch
 from runners.machine.metal_faults import LONGEST
-from runners.models.role_quantization import is_calibrated
+from runners.models.role_quantization import formats_line, is_calibrated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
@@ -213,6 +212,8 @@ class TrainSteps:
             with self.times.timing("sync"):
                 train = g.sync_old(state.train)
                 self.engine.load(train.old_params, state.update)
+                if not self.supervised(state):
+                    _ = self.engine.sampler  # is rounded here; supervised steps draw nothing
             state = attrs.evolve(state, train=train, synced_at=state.batch_step, version=state.update)
             if loss.sync_every > 1:
                 self.shown.remark("sync", "the sampler took the learner's weights")
@@ -239,11 +240,9 @@ class TrainSteps:
             moments = learner.calibration(state.train.old_params, batch)
             formats = learner.budget and learner.budget(state.train.old_params, batch, moments)
             if formats:
-                counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
-                self.shown.note(
-                    f"rollout.bits_budget = {self.config.rollout.bits_budget:g}: weights: {counts}"
-                )
+                self.shown.note(formats_line(self.config, formats, learner.policy, state.train.old_params))
             self.engine.round_as("", moments, formats)
+            _ = self.engine.sampler
             state = attrs.evolve(state, moments=moments, formats=formats)
             role, first = self._reference(moments), state.update == length.supervised_updates
             if role is not None and first and state.train.ref_params is not None:

@@ -40,6 +40,20 @@ def _policy():
     return tiny_policy("llama-untied", hidden_size=64, intermediate_size=64)
 
 
+def test_weights_are_rounded_at_their_first_use(policy):
+    """Not where none are drawn from, as between supervised steps; once however often they are used."""
+    rounded, role = [], quantized_role(policy, "affine-4", group_size=32)
+    counting = attrs.evolve(role, transform=lambda tree: rounded.append(tree) or role.transform(tree))
+    engine = LocalEngine(policy, quantized=counting, name="affine-4")
+    for version in range(3):
+        engine.load(policy.params, version)
+    assert rounded == []
+    assert same_tree(engine.sampler[1], role.transform(policy.params)) and engine.sampler[1] is not None
+    assert len(rounded) == 1
+    engine.load(None, 3)
+    assert engine.sampler[1] is None
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     """A function that sets what the decode loop returns, one after another; the list of its calls grows."""
