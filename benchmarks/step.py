@@ -62,6 +62,7 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     learner, config = run.learner, run.config
     seconds = dict.fromkeys(PARTS, 0.0)
     learner.engine.load(state.old_params, 0)
+    _ = learner.engine.sampler  # is rounded here
     experience = run.collector.collect(lambda number: examples[:number], state.key)
     seconds |= experience.seconds
     clock = _Clock()
@@ -85,7 +86,7 @@ def one_step(run: Run, state: g.TrainState, examples: Sequence[Example]) -> Step
     seconds["update"] = clock.lap(state, update)
     state = g.sync_old(state)
     learner.engine.load(state.old_params, 0)
-    seconds["sync"] = clock.lap(state.old_params)
+    seconds["sync"] = clock.lap(state.old_params, learner.engine.sampler[1])
     return Step(
         seconds,
         sampled=experience.sampled_tokens,
