@@ -278,6 +278,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             expect("rollout.first_stage", "less than rollout.num_generations")
         if value("env.factory") or value("env.tools"):
             expect("rollout.first_stage", "0 with [env]")
+    if value("data.pass_reward") not in (1.0, None) and REWARD_NAMES[0] in (value("reward.functions") or ()):
+        expect("data.pass_reward", f"1.0 with {REWARD_NAMES[0]}, by which right answers pass")
     if value("data.curriculum") == "static" and not value("data.difficulty"):
         expect("data.difficulty", 'a file of `grpo difficulty` with data.curriculum = "static"')
     modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}
