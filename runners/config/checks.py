@@ -47,7 +47,7 @@ _ONLY_WITH = {
         "loss.router_aux_coef": 0.0,
         "loss.router_replay": False,
     },
-    "teacher.path": {"data.image": ""},
+    "teacher.path": {"data.image": "", "rollout.first_stage": 0},
     "teacher.hint": {"env.factory": "", "env.tools": ()},
 }
 

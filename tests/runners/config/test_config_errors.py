@@ -88,6 +88,7 @@ def faults(tmp_path, monkeypatch):
         ("teacher.task_weight = 0", "expected 1.0, or teacher.path, found 0.0"),
         ('teacher.hint = "x"\nenv.factory = "calculator"', 'expected "", or teacher.path, found "x"'),
         ("data.explore = 0.5", 'expected 0.2, or data.curriculum = "adaptive", found 0.5'),
+        ('teacher.path = "t/t"\nrollout.first_stage = 2', 'expected 0 with teacher.path = "t/t", found 2'),
         ("data.pass_reward = 0.5", "expected 1.0 with correctness_reward_func, by which right answers pass"),
         ("data.pass_rates = [0, 1]", 'or data.curriculum = "static", found [0.0, 1.0]'),
         ('data.image = "p"\ndata.image_folder = "pisc"', 'no such folder: "pisc"'),
