@@ -38,6 +38,20 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
 
 
+def check_prompts(
+    where: str, prompts: Sequence[Sequence[int]], most: int, vocabulary: int | None, positions: int | None
+) -> None:
+    """Raises UserError for tokens without an embedding, as a tokenizer may have added some, and for a prompt
+    that is too long for a model's learned positions if `most` tokens follow (0: they are there)."""
+    longest = max(map(len, prompts), default=0)
+    both = f"a prompt of {longest} tokens and a length limit of {most}" if most else f"{longest} tokens"
+    try:
+        check_token_ids(prompts, vocabulary)
+        check_positions(both, longest + most - 1, positions)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
 @attrs.frozen(eq=False)
 class InferenceModel:
     """A model ready to sample."""
@@ -54,15 +68,8 @@ class InferenceModel:
     vision: VisionPart | None = None  # its vision part, if it was asked for
 
     def check(self, prompts: Sequence[Sequence[int]], most: int) -> None:
-        """Raises UserError for tokens without an embedding in the model, as a tokenizer may have added some,
-        and for a prompt that is too long for the model's learned positions if `most` tokens follow."""
-        longest = max(map(len, prompts), default=0)
-        both = f"a prompt of {longest} tokens and a length limit of {most}"
-        try:
-            check_token_ids(prompts, self.engine.full.vocabulary)
-            check_positions(both, longest + most - 1, self.engine.full.positions)
-        except ValueError as error:
-            raise UserError(f"{self.path}: {error}") from error
+        """See `check_prompts`."""
+        check_prompts(str(self.path), prompts, most, self.engine.full.vocabulary, self.engine.full.positions)
 
     def example(
         self,

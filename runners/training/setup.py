@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 
 from grpo_fn.algorithm import SURROGATES
-from grpo_fn.checks import check_positions, check_token_ids
 from grpo_fn.policy import bound_positions
 from runners.config.conditions import Condition
 from runners.config.loading import Config
@@ -28,6 +27,7 @@ from runners.environments.environments import Environments, all_rewards, build_e
 from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
+from runners.inference.inference_model import check_prompts
 from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.programs.gpu_programs import compile_ahead
@@ -143,12 +143,9 @@ def build_run(
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
     if learner.grader is not None:
-        limit = config.rollout.max_new_tokens
-        both = f"{config.where('teacher.path')}: a prompt of {longest} tokens and a length limit of {limit}"
-        try:
-            check_positions(both, longest + limit - 1, learner.grader.teacher.policy.positions)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        prompts = [example.tokens for example in (*data.train, *data.gold)]
+        limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
+        check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
     if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
         raise UserError(
             f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
@@ -221,19 +218,16 @@ def _examples(
         processor = loaded.vision.processor if loaded.vision else None
         examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
         limit = config.eval.max_new_tokens or limit if name == "eval" else limit
-        longest = max(len(example.tokens) for example in examples)
-        both = f"a prompt of {longest} tokens and a length limit of {limit}"
-        try:
-            check_token_ids([example.tokens for example in examples], vocabulary)
-            check_positions(both, longest + limit - 1, positions)
-        except ValueError as error:
-            raise UserError(f"{name} data, {loaded.path}: {error}") from error
+        where, prompts = f"{name} data, {loaded.path}", [example.tokens for example in examples]
+        check_prompts(where, prompts, limit, vocabulary, positions)
         built.append(examples)
         notices += part.notices(name, too_long, config.data.max_prompt_length)
         if reader and (name == "train" or config.data.completion or not config.sft.completions):
             from_file = name == "train" and bool(config.sft.completions)
             found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
-            check_token_ids([example.gold for example in found], vocabulary)
+            whole = [example.tokens + example.gold for example in found]
+            where = f"gold completions of the {name} data with their prompts, {loaded.path}"
+            check_prompts(where, whole, 0, vocabulary, positions)
             gold[name == "eval"], notices = found, [*notices, *lines]
     notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
     if config.data.answer and config.answer_form is None:

@@ -59,9 +59,15 @@ def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good"):
     Path("train.toml").write_text(small(run={"output_dir": "out"}, data=data_keys, **settings))
 
 
+def files():
+    """Those of the place, but for what Python compiled and a run's empty lock."""
+    found = {path for path in Path().rglob("*") if path.is_file() and "__pycache__" not in str(path)}
+    return {path for path in found if path.name != ".lock"}
+
+
 def refused(*arguments, code=2):
     """The one line with which a command refuses; nothing was begun, and no traceback shown."""
-    before = {path for path in Path().rglob("*") if "__pycache__" not in str(path)}
+    before = files()
     result = CliRunner().invoke(main, [str(part) for part in arguments], input="hello\n")
     assert isinstance(result.exception, SystemExit), (arguments, result.exception, result.output)
     assert result.exit_code == code, (arguments, result.output)
@@ -69,7 +75,7 @@ def refused(*arguments, code=2):
     lines = [line for line in lines if not line.startswith("BLAS") and "OpenBLAS" not in line]
     assert lines and all(line.isprintable() and len(line) < 2100 for line in lines), lines
     assert not any("Traceback" in line for line in lines)
-    assert {path for path in Path().rglob("*") if "__pycache__" not in str(path)} == before
+    assert files() == before
     return "\n".join(lines)
 
 

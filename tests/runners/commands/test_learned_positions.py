@@ -68,3 +68,22 @@ def test_what_fits_is_sampled(grpo):
     """Up to the last position."""
     assert grpo("generate", "model", "7 + 7?", "--max-tokens", "20")[0] == 0
     assert grpo("eval", "model", "--config", "train.toml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("7 + 7? " * 40, "at most 64 positions"), ("<new>", "has the token id 320: expected 0 <= id < 320")],
+    ids=["positions", "embedding"],
+)
+def test_gold_completions_of_a_file_are_checked_too(grpo, tmp_path, prompt, message):
+    """Their prompts are others than the run's."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<new>"] if prompt == "<new>" else [])
+    write_tokenizer(tmp_path / "model", tokenizer)
+    line = {"prompt": prompt, "completion": "14", "reward": 1.0}
+    (tmp_path / "gold.jsonl").write_text(json.dumps(line) + "\n")
+    settings = ("sft.completions=gold.jsonl", "rollout.max_new_tokens=8")
+    code, line = grpo("sft", "train.toml", *(part for one in settings for part in ("--set", one)))
+    assert code == 2
+    assert "gold completions of the train data with their prompts, " in line
+    assert message in line
