@@ -14,6 +14,7 @@ from grpo_fn.policy.calibration import (
     added,
     block_width,
     carries_of,
+    in_16_bits,
     input_moments,
     round_calibrated,
 )

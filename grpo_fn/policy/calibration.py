@@ -29,7 +29,7 @@ DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overs
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
 
-Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
+Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each block of columns [N,W,W]
 
 
 @attrs.frozen(eq=False)
@@ -38,7 +38,7 @@ class Carry:
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
     inverse_nw: mx.array  # the places of the columns in this order
-    share_nww: mx.array  # row k: what later columns take over of column k's error, in this order
+    share_nww: mx.array  # row k: what later columns take over of column k's error; bfloat16, in this order
     weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
 
 
@@ -87,6 +87,13 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
             sums[id(found)] = found + second[name]
     materialize(sums)
     return {name: sums[id(found)] for name, found in first.items()}
+
+
+def in_16_bits(moments: Moments) -> Moments:
+    """The moments in bfloat16, to keep them. Layers that share theirs still do."""
+    kept = {id(found): found.astype(mx.bfloat16) for found in moments.values()}
+    materialize(kept)
+    return {name: kept[id(found)] for name, found in moments.items()}
 
 
 def block_width(columns: int, group: int) -> int:
@@ -139,6 +146,7 @@ def carries_of(moments: Moments) -> Carries:
 def _carry_of(moments_nww: mx.array) -> Carry:
     """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
     with mx.stream(mx.cpu):
+        moments_nww = moments_nww.astype(mx.float32)
         diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
         damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
         damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
@@ -150,7 +158,8 @@ def _carry_of(moments_nww: mx.array) -> Carry:
         root_nww = mx.linalg.tri_inv(upper_nww, upper=True)
         pivot_nw = mx.diagonal(root_nww, axis1=1, axis2=2)
         weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), inverse_nw, axis=-1)
-        carry = Carry(order_nw, inverse_nw, root_nww / pivot_nw[..., None], weight_nw)
+        share_nww = (root_nww / pivot_nw[..., None]).astype(mx.bfloat16)
+        carry = Carry(order_nw, inverse_nw, share_nww, weight_nw)
         materialize(carry)
     return carry
 
@@ -198,7 +207,8 @@ def _packed(w_loi: mx.array, carry: Carry, mode: QuantMode) -> list[mx.array]:
     scale_nog, bias_nog = ranges(w_now, carry.weight_nw)
     few = functools.partial((find("round_columns") or _columns)(mode.bits), scale_nog, bias_nog)
     groups_nw = carry.order_nw // mode.group_size
-    codes_now, _ = _rounded(_in_order(w_now, carry.order_nw), groups_nw, carry.share_nww, few)
+    share_nww = carry.share_nww.astype(mx.float32)
+    codes_now, _ = _rounded(_in_order(w_now, carry.order_nw), groups_nw, share_nww, few)
     arrays = _in_order(codes_now, carry.inverse_nw), scale_nog, bias_nog
     codes, *rest = (
         x_now.reshape(layers, -1, *x_now.shape[1:]).transpose(0, 2, 1, 3).reshape(layers, out, -1)

@@ -204,7 +204,7 @@ def _calibration_bytes(config: Config, module: nn.Module) -> int:
         for path, layer in module.named_modules()
         if isinstance(layer, nn.Linear) and quantizable(path, layer, False)
     ]
-    return sum(2 * FLOAT * width * block_width(width, group) for width in widths if width % group == 0)
+    return sum(2 * 2 * width * block_width(width, group) for width in widths if width % group == 0)
 
 
 def _packed_bytes(

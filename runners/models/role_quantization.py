@@ -14,6 +14,7 @@ from grpo_fn.policy import (
     QuantizedRole,
     added,
     formats_within,
+    in_16_bits,
     input_moments,
     quant_mode,
     quantized_role,
@@ -67,7 +68,7 @@ def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
             tokens += int(lengths_b[part].sum())
             if tokens >= CALIBRATION_TOKENS:
                 break
-        return found
+        return in_16_bits(found)
 
     return moments
 
