@@ -14,19 +14,13 @@ import time
 import urllib.request
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.evaluation.estimators import wilson
+from tests.support.commands import grpo
 
 MODEL = os.environ.get("GRPO_REAL_MODEL", "")
 pytestmark = pytest.mark.skipif(not MODEL, reason="wants GRPO_REAL_MODEL, the folder of a real model")
 COUNT, LENGTH = 48, 16
-
-
-def grpo(*arguments):
-    done = CliRunner().invoke(cli.main, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output
 
 
 def reply(port, question, patience=120):

@@ -7,12 +7,11 @@ import json
 import os
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import LETTERS, small
 
@@ -45,7 +44,7 @@ def run(request, tmp_path_factory):
     whole = done / "final"
     if request.param == "lora":
         whole = folder / "fused"
-        _grpo("export", done, "--out", whole)
+        grpo("export", done, "--out", whole)
     return load_config(str(config)), config, whole
 
 
@@ -67,16 +66,11 @@ def test_eval_gives_the_score_of_a_plain_loop_over_generate(run, tmp_path):
     settings = _settings(run)
     theirs = evaluation(*opened(settings), settings)
     scores = tmp_path / "scores.json"
-    _grpo("eval", run[2], "--config", run[1], "--samples", theirs["em_subset"], "--json", scores)
+    grpo("eval", run[2], "--config", run[1], "--samples", theirs["em_subset"], "--json", scores)
     (ours,) = json.loads(scores.read_text())["models"].values()
     assert theirs["eval/reward"] > 0
     assert ours["reward"]["mean"] == pytest.approx(theirs["eval/reward"])
     assert ours["exact match"]["mean"] == theirs["em"]
-
-
-def _grpo(*words):
-    done = CliRunner().invoke(cli.main, [*map(str, words)])
-    assert done.exit_code == 0, done.output
 
 
 def _settings(run):

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from runners.cli import main
 from runners.config.loading import load_config
 from runners.data.rendering import render
 from runners.errors import UserError, one_line
@@ -18,6 +16,7 @@ from runners.models import model_reader
 from runners.models.model_reader import load_tokenizer, read_model
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,7 +232,7 @@ def test_adapters_and_data_read_nothing_outside(folder, tmp_path, name):
         target.write_text('{"question": "1", "answer": "2"}')
         link.unlink(missing_ok=True)
         link.symlink_to(target)
-    result = CliRunner().invoke(main, ["generate", str(folder), "hi", "--adapter", str(adapters)])
-    assert result.exit_code == 2 and f"{name} is a link that leads out" in result.stderr
+    result = grpo("generate", folder, "hi", "--adapter", adapters, code=2)
+    assert f"{name} is a link that leads out" in result.stderr
     with pytest.raises(UserError, match=r"test.jsonl is a link that leads out"):
         load_rows(DataConfig(source=str(data)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from runners.cli import main
+from tests.support.commands import grpo
 from tests.support.pages import ROOT, snippets
 
 PAGE = ROOT / "docs" / "teacher.md"
@@ -32,7 +33,6 @@ def test_a_teacher_s_right_answers_are_lines_of_its_evaluation(tmp_path, monkeyp
     """With the keys that the page names."""
     monkeypatch.chdir(tmp_path)
     options = "--data embedded --split train --samples 4 --max-tokens 24 --out teacher.jsonl"
-    found = CliRunner().invoke(main, ["eval", "embedded", *options.split()])
-    assert found.exit_code == 0, found.output
+    grpo("eval", "embedded", *options.split())
     for line in Path("teacher.jsonl").read_text().splitlines():
         assert {"prompt", "completion", "answer", "correct", "reward"} <= json.loads(line).keys()

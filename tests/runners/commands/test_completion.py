@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from tests.support.commands import grpo
 from tests.support.pages import ROOT
 
 
@@ -28,8 +29,7 @@ def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
         "XDG_DATA_HOME": "",
         "XDG_CONFIG_HOME": "",
     }
-    done = CliRunner().invoke(cli.main, ["--install-completion"], env=environment)
-    assert done.exit_code == 0, done.output
+    done = grpo("--install-completion", env=environment)
     file = tmp_path / place
     assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
     assert "_GRPO_COMPLETE" in file.read_text()

@@ -11,6 +11,7 @@ from runners import cli
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.pages import ROOT, snippets
 from tests.support.resuming import config_in, lines_of
 
@@ -64,8 +65,7 @@ def test_the_page_as_it_stands(tmp_path, monkeypatch):
     found = list(snippets(PAGE))
     Path("train.toml").write_text('[model]\npath = "embedded"\n[data]\nsource = "embedded"\n')
     (line,) = [line for s in found if s.language == "sh" for line in s.text.splitlines()]
-    result = CliRunner().invoke(cli.main, [*shlex.split(line)[1:], *keys(FEW)])
-    assert result.exit_code == 0, result.stderr
+    grpo(*shlex.split(line)[1:], *keys(FEW))
     measured = lines_of(Path("outputs/grpo.difficulty.jsonl"))
     assert all(f"`{key}`" in PAGE.read_text() for key in measured[0])
     for name, more in {"static.toml": ["data.pass_rates=[0.0,1.0]"], "adaptive.toml": []}.items():
@@ -94,6 +94,5 @@ def test_the_page_as_it_stands(tmp_path, monkeypatch):
 )
 def test_what_does_not_go_together_is_refused(settings, line):
     """With the key that has to change."""
-    result = CliRunner().invoke(cli.main, ["run", "quickstart", "--dry-run", *keys(settings)])
-    assert result.exit_code == 2
+    result = grpo("run", "quickstart", "--dry-run", *keys(settings), code=2)
     assert line in result.stderr

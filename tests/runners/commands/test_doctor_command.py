@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.commands import doctor
 from runners.errors import UserError
+from tests.support.commands import grpo
 
 
 @pytest.fixture(scope="module", name="facts")
@@ -27,8 +28,7 @@ def test_a_machine_that_runs_these_tests_can_start_a_run(facts):
 
 def test_json_names_no_host_user_or_path(facts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.main, ["doctor", "--json"])
-    assert done.exit_code == 0, done.output
+    done = grpo("doctor", "--json")
     text = json.dumps(json.loads(done.output))
     assert "/" not in text.replace("://", "")
     assert socket.gethostname() not in text.split()
@@ -53,5 +53,5 @@ def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
         raise UserError("MLX is not installed")
 
     monkeypatch.setattr(doctor, "_device", refuse)
-    done = CliRunner().invoke(cli.main, ["doctor"])
-    assert done.exit_code == 2 and "MLX is not installed" in done.output and "python" in done.output
+    done = grpo("doctor", code=2)
+    assert "MLX is not installed" in done.output and "python" in done.output

@@ -18,6 +18,7 @@ from runners import cli
 from runners.config.reading import PRESET_FOLDER
 from runners.conversion.model_card import shareable
 from runners.evaluation.estimators import wilson
+from tests.support.commands import grpo
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
@@ -81,18 +82,14 @@ def test_a_run_becomes_a_gguf_file(export, runs, tmp_path, kind):
     """What its final model computes, also over packed weights and over those that came from GGUF."""
     pytest.importorskip("gguf")
     if kind == "gguf":
-        base = (
-            ["export", runs["full"], "--gguf", "base.gguf", "--type", "q4_0"],
-            ["convert", "base.gguf", "--out", "base"],
-        )
-        for arguments in base:
-            assert CliRunner().invoke(cli.main, [*map(str, arguments)]).exit_code == 0
+        grpo("export", runs["full"], "--gguf", "base.gguf", "--type", "q4_0")
+        grpo("convert", "base.gguf", "--out", "base")
         run = train(tmp_path, kind, "lora", base=tmp_path / "base")
         assert logits_of(tmp_path / "base")[1].model.layers[0].self_attn.q_proj.bits == 4
     else:
         run = runs[kind]
     assert export(run, "--gguf", "m.gguf", "--type", "f32", "--force").exit_code == 0
-    assert CliRunner().invoke(cli.main, ["convert", "m.gguf", "--out", "back"]).exit_code == 0
+    grpo("convert", "m.gguf", "--out", "back")
     want = logits_of(run / "final")[0]
     assert np.abs(logits_of(tmp_path / "back")[0] - want).max() < 0.01 * np.abs(want).max()
 
@@ -188,7 +185,7 @@ def test_faults_are_lines(export, runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def grpo(hub, cwd, *arguments):
+def with_hub(hub, cwd, *arguments):
     """`grpo …` in a process of its own that knows this Hub alone."""
     return subprocess.run(
         [sys.executable, "-m", "runners.cli", *map(str, arguments)],
@@ -216,7 +213,7 @@ def test_an_upload_happens_when_asked_for(runs, tmp_path):
     """Every file as it is on the disk, the card with the repository's name."""
     with serving() as hub:
         name = "someone/my-model"
-        done = grpo(hub, tmp_path, "export", runs["full"], "--out", "out", "--push", name, "--private")
+        done = with_hub(hub, tmp_path, "export", runs["full"], "--out", "out", "--push", name, "--private")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
@@ -247,7 +244,7 @@ def test_the_bases_licence_is_on_the_card(export, tmp_path):
         hub.add("someone/base", base)
         (base / "README.md").unlink()
         names = ("--out", "online", "--push", "me/mine")
-        done = grpo(hub, tmp_path, "export", "someone/base", *names)
+        done = with_hub(hub, tmp_path, "export", "someone/base", *names)
         assert done.returncode == 0, done.stderr
     for place in ("beside", "online"):
         data = ModelCard.load(tmp_path / place / "README.md").data

@@ -13,6 +13,7 @@ from runners import cli
 from runners.checkpoints.run_list import find_runs, summarize
 from runners.config.loading import load_config
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.resuming import lines_of
 from tests.support.tiny_runs import Notes, small
 
@@ -68,8 +69,7 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
     for folder in (outputs / "deep/cut", moved):
         words = shlex.split(summarize(folder).go_on)
         assert words[0] == "grpo-run" and words[-1] == "--resume"
-        done = CliRunner().invoke(cli.main, ["run", *words[1:]])
-        assert done.exit_code == 0, done.output
+        grpo("run", *words[1:])
         assert summarize(folder).state == "finished"
         before, after = (lines_of(run / "training_log.jsonl") for run in (outputs / "done", folder))
         assert [line.get("loss") for line in after] == [line.get("loss") for line in before]

@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from grpo_fn.trees import named_leaves
-from runners import cli
 from runners.config.loading import load_config
 from runners.conversion.gguf import tokenizers
 from runners.conversion.gguf.families import FAMILIES, config_of, metadata_of
@@ -29,18 +27,13 @@ from runners.errors import UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 from tests.support import gguf_files
+from tests.support.commands import grpo
 from tests.support.properties.examples import examples
 from tests.support.tiny_models import make_model_folder, make_tokenizer, sentence_tokenizer
 
 TOKENS = [5, 9, 70, 31, 12]
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
 SENTENCES = ["Anna bakes 48 rolls, and it's half as many.", "  two  spaces\n\nand lines\t", "7+5=12 üñ 你好"]
-
-
-def run(*arguments):
-    done = CliRunner().invoke(cli.main, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output
-    return done
 
 
 def logits_of(folder):
@@ -92,8 +85,8 @@ def test_every_family_goes_there_and_back(tmp_path_factory, arch):
         if gemma := arch.startswith("gemma"):
             more = {"query_pre_attn_scalar": sizes["head_dim"]}
         folder = folder_of(place, arch, tie=tie or gemma, **sizes, **more)
-        run("export", folder, "--gguf", place / "m.gguf", "--type", kind)
-        run("convert", place / "m.gguf", "--out", place / "back")
+        grpo("export", folder, "--gguf", place / "m.gguf", "--type", kind)
+        grpo("convert", place / "m.gguf", "--out", place / "back")
         config = json.loads((place / "back" / "config.json").read_text())
         assert sizes.items() <= config.items()
         back = mx.load(str(place / "back" / "model.safetensors"))
@@ -116,8 +109,8 @@ def test_a_tokenizer_goes_there_and_back(tmp_path):
     """Its tokens, texts, ends and template."""
     pytest.importorskip("gguf")
     folder = make_model_folder(tmp_path / "m")
-    run("export", folder, "--gguf", tmp_path / "m.gguf")
-    run("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
+    grpo("export", folder, "--gguf", tmp_path / "m.gguf")
+    grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
     ours, theirs = (load_tokenizer(place) for place in (folder, tmp_path / "back"))
     assert ours.get_vocab() == theirs.get_vocab() and ours.eos_token_ids == theirs.eos_token_ids
     assert ours.chat_template == theirs.chat_template
@@ -132,9 +125,9 @@ def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
     gguf = pytest.importorskip("gguf")
     folder = folder_of(tmp_path, "llama", tie=False)
     file = tmp_path / "m.gguf"
-    run("export", folder, "--gguf", file, "--type", kind)
-    run("convert", file, "--out", tmp_path / "packed")
-    run("convert", file, "--out", tmp_path / "plain", "--dequantize", "--dtype", "float32")
+    grpo("export", folder, "--gguf", file, "--type", kind)
+    grpo("convert", file, "--out", tmp_path / "packed")
+    grpo("convert", file, "--out", tmp_path / "plain", "--dequantize", "--dtype", "float32")
     module = logits_of(tmp_path / "packed")[1]
     layer = module.model.layers[1].mlp.up_proj
     assert (layer.bits, layer.group_size) == (bits, 32) and module.model.embed_tokens.bits == 8
@@ -147,7 +140,7 @@ def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
     weight = np.array(plain["model.layers.1.mlp.up_proj.weight"])
     assert np.abs(weight - want).max() < 1e-3 * np.abs(want).max()
     assert np.abs(logits_of(tmp_path / "plain")[0] - logits_of(tmp_path / "packed")[0]).max() < 0.05
-    run("export", tmp_path / "packed", "--gguf", tmp_path / "again.gguf", "--type", kind, "--force")
+    grpo("export", tmp_path / "packed", "--gguf", tmp_path / "again.gguf", "--type", kind, "--force")
     (again,) = [t for t in gguf.GGUFReader(tmp_path / "again.gguf").tensors if t.name == stored.name]
     found = gguf.quants.dequantize(again.data, again.tensor_type)
     assert np.abs(found - want).max() < 2e-3 * np.abs(want).max()
@@ -163,9 +156,9 @@ def test_quantized_folders_become_gguf(tmp_path, arch, options):
     """Unpacked, whatever their format: the logits of the packed model."""
     pytest.importorskip("gguf")
     folder = folder_of(tmp_path, arch, tie=arch == "gemma3")
-    run("convert", folder, "--out", tmp_path / "packed", *options.split())
-    run("export", tmp_path / "packed", "--gguf", tmp_path / "m.gguf", "--type", "f32")
-    run("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
+    grpo("convert", folder, "--out", tmp_path / "packed", *options.split())
+    grpo("export", tmp_path / "packed", "--gguf", tmp_path / "m.gguf", "--type", "f32")
+    grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
     want = logits_of(tmp_path / "packed")[0]
     assert np.abs(logits_of(tmp_path / "back")[0] - want).max() < 1e-4 * np.abs(want).max()
 
@@ -183,7 +176,7 @@ def test_k_quants_are_unpacked(tmp_path):
     content[at : at + 4] = struct.pack("<I", 7)
     content[place.start : place.start + packed.nbytes] = packed.tobytes()
     file.write_bytes(content)
-    run("convert", file, "--out", tmp_path / "out")
+    grpo("convert", file, "--out", tmp_path / "out")
     found = mx.load(str(tmp_path / "out" / "model.safetensors"))["model.embed_tokens.weight"]
     want = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q5_1)
     assert np.abs(np.array(found.astype(mx.float32)) - want).max() < 2e-3
@@ -312,8 +305,7 @@ def test_faults_of_the_options_are_lines(tmp_path):
         (["--out", "out", "--type", "f16"], "--type without --gguf FILE"),
         (["--gguf", "m.gguf", "--type", "q3"], "--type q3: expected"),
     ):
-        done = CliRunner().invoke(cli.main, ["export", str(folder), *arguments])
-        assert done.exit_code == 2 and message in done.stderr, done.output
+        assert message in grpo("export", folder, *arguments, code=2).stderr
 
 
 REAL = os.environ.get("GRPO_REAL_GGUF", "")
@@ -333,12 +325,12 @@ def test_transformers_reads_the_same(tmp_path, arch):
 
     file = tmp_path / "m.gguf"
     if arch != "real":
-        run("export", folder_of(tmp_path, arch), "--gguf", file, "--type", "f32")
+        grpo("export", folder_of(tmp_path, arch), "--gguf", file, "--type", "f32")
     elif REAL:
         file.symlink_to(REAL)
     else:
         pytest.skip("GRPO_REAL_GGUF names no file")
-    run("convert", file, "--out", tmp_path / "ours", "--dequantize", "--dtype", "float32")
+    grpo("convert", file, "--out", tmp_path / "ours", "--dequantize", "--dtype", "float32")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     with torch.no_grad():
         want = theirs(torch.tensor([TOKENS])).logits.numpy()
@@ -355,7 +347,7 @@ def test_prompt_settings_are_in_the_modelfile(tmp_path):
     pytest.importorskip("gguf")
     folder = make_model_folder(tmp_path / "m")
     write_prompt(folder, PROMPT)
-    run("export", folder, "--gguf", tmp_path / "x" / "m.gguf")
+    grpo("export", folder, "--gguf", tmp_path / "x" / "m.gguf")
     assert f"PARAMETER num_predict {PROMPT.max_new_tokens}\n" in (tmp_path / "x" / "Modelfile").read_text()
-    done = CliRunner().invoke(cli.main, ["export", str(folder), "--gguf", str(tmp_path / "x" / "m.gguf")])
-    assert done.exit_code == 2 and "--force replaces it" in done.stderr
+    refused = grpo("export", folder, "--gguf", tmp_path / "x" / "m.gguf", code=2)
+    assert "--force replaces it" in refused.stderr

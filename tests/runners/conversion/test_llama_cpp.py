@@ -8,14 +8,13 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 
-from runners import cli
 from runners.conversion.gguf import tokenizers
 from runners.conversion.gguf.families import FAMILIES
 from runners.conversion.gguf.header import GGUF
 from runners.models.model_reader import load_tokenizer
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder, sentence_tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -49,10 +48,7 @@ def opened(file, **more):
 
 
 def exported(folder, file, kind):
-    done = CliRunner().invoke(
-        cli.main, ["export", str(folder), "--gguf", str(file), "--type", kind, "--force"]
-    )
-    assert done.exit_code == 0, done.output
+    grpo("export", folder, "--gguf", file, "--type", kind, "--force")
     return opened(file)
 
 

@@ -15,6 +15,7 @@ from runners.errors import ConfigError, UserError
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import read_prompt
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
 
@@ -82,13 +83,13 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
     final = trained(tmp_path, prompt_form="raw") / "final"
     assert read_prompt(final).prompt_form == "raw"
     many = ["--num", "2", "--max-tokens", "2"]
-    done = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many])
-    assert done.exit_code == 0 and "prompts are continued as they are" in done.stderr
+    done = grpo("generate", final, "Q: 1+1?", *many)
+    assert "prompts are continued as they are" in done.stderr
     again = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many, "--raw", "--no-prompt-file"])
     rows = [[json.loads(line)["completion"] for line in each.stdout.splitlines()] for each in (done, again)]
     assert rows[0] == rows[1] and len(rows[0]) == 2
-    refused = CliRunner().invoke(main, ["generate", str(final), "Q:", "--raw", "--system", "x"])
-    assert refused.exit_code == 2 and "--raw continues a text" in refused.stderr
+    refused = grpo("generate", final, "Q:", "--raw", "--system", "x", code=2)
+    assert "--raw continues a text" in refused.stderr
 
 
 def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):

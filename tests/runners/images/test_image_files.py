@@ -14,6 +14,7 @@ from runners.images.image_files import ImageFile, image_fault, image_files, imag
 from runners.images.processor import check_family, mrope_sections
 from runners.machine.startup import Platform
 from runners.training.setup import build_run
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.vision_models import vision_settings
 from tests.support.vision_runs import write_vision_data, write_vision_run
@@ -179,8 +180,8 @@ def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlx_vlm", None)
     for name in [name for name in sys.modules if name.startswith("mlx_vlm.")]:
         monkeypatch.delitem(sys.modules, name)
-    result = CliRunner().invoke(cli.main, ["check", str(write_vision_run(tmp_path))])
-    assert result.exit_code == 2 and result.output.count("\n") == 1
+    result = grpo("check", write_vision_run(tmp_path), code=2)
+    assert result.output.count("\n") == 1
     assert "prompts with images need mlx-vlm: pip install -e '.[vlm]'" in result.output
 
 

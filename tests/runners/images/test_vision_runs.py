@@ -10,11 +10,9 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners import cli
 from runners.config.loading import load_config
 from runners.engines.settings import requests_of
 from runners.errors import UserError
@@ -26,6 +24,7 @@ from runners.models.model_writer import save_model
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.resuming import killed, outcome
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
@@ -230,8 +229,7 @@ def test_quantized_samplers_use_images(folder):
 
 def test_check_shows_the_first_prompt_s_images(folder):
     """Names and tokens, and nothing is written."""
-    result = CliRunner().invoke(cli.main, ["check", str(folder / "seeing.toml")])
-    assert result.exit_code == 0, result.output
+    result = grpo("check", folder / "seeing.toml")
     assert "image pics/0.png: 6 tokens" in result.output
     assert "<|vision_start|><|image_pad|><|vision_end|>How many rolls? 0" in result.output
 
@@ -257,8 +255,7 @@ def test_eval_measures_what_training_does(finished, folder):
     result, _ = finished
     out = folder / "rows.jsonl"
     arguments = ["eval", str(result.folder), str(folder / "model"), "--out", str(out)]
-    found = CliRunner().invoke(cli.main, [*arguments, "--config", str(folder / "seeing.toml")])
-    assert found.exit_code == 0, found.output
+    grpo(*arguments, "--config", folder / "seeing.toml")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     logged = (result.folder / "evaluations.jsonl").read_text().splitlines()
     after = [row for row in map(json.loads, logged) if row["update"] == 2]
@@ -314,8 +311,7 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
 
 def test_the_plan_counts_the_tower(folder, run):
     """In each phase, as many bytes as its weights are."""
-    result = CliRunner().invoke(cli.main, ["plan", str(folder / "seeing.toml"), "--json"])
-    assert result.exit_code == 0, result.output
+    result = grpo("plan", folder / "seeing.toml", "--json")
     held = sum(leaf.nbytes for leaf in named_leaves(run.loaded.vision.module.parameters()).values())
     phases = json.loads(result.stdout)["phases"].values()
     assert {phase["parts"]["vision tower"] for phase in phases} == {held}

@@ -4,10 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.machine.metal_faults import ADVICE, is_watchdog
+from tests.support.commands import grpo
 
 SEEN = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e:kIOGPU…)"
 
@@ -33,8 +32,8 @@ def test_a_command_that_meets_one_says_what_to_do(monkeypatch):
         raise RuntimeError(SEEN)
 
     monkeypatch.setattr("runners.config.loading.load_config", fails)
-    done = CliRunner().invoke(cli.main, ["run", "quickstart"])
-    assert done.exit_code == 2 and SEEN.split("…")[0] in done.output and ADVICE in done.output
+    done = grpo("run", "quickstart", code=2)
+    assert SEEN.split("…")[0] in done.output and ADVICE in done.output
 
 
 @pytest.mark.parametrize(

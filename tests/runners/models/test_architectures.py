@@ -4,15 +4,14 @@ import json
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 from mlx_lm.utils import load_model as mlx_lm_load
 
-from runners import cli
 from runners.config.sections import ModelConfig
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
 from runners.tokenization.text import TextDecoder
+from tests.support.commands import grpo
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import ARCHITECTURES, make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
@@ -52,8 +51,7 @@ def test_an_architecture_from_end_to_end(folder):
     """Learner and sampler agree on log-probs; training moves the model; mlx-lm opens what was written, and
     our generation is the greedy one of its forward."""
     start = load_model(ModelConfig(path="model"), CPU).module(TOKENS)
-    result = CliRunner().invoke(cli.main, ["run", "train.toml"])
-    assert result.exit_code == 0, result.output
+    result = grpo("run", "train.toml")
     lines = map(json.loads, (folder / "two" / "training_log.jsonl").read_text().splitlines())
     updates = [line for line in lines if "loss" in line]
     assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
@@ -64,22 +62,8 @@ def test_an_architecture_from_end_to_end(folder):
     loaded = load_inference("two/final", CPU)
     assert mx.allclose(loaded.module(TOKENS), end, atol=1e-4)
     prompt = "Anna has 7 pens."
-    result = CliRunner().invoke(
-        cli.main,
-        [
-            "generate",
-            "two/final",
-            prompt,
-            "--temperature",
-            "0",
-            "--max-tokens",
-            "8",
-            "--num",
-            "2",
-            "--no-prompt-file",
-        ],
-    )
-    assert result.exit_code == 0, result.output
+    options = ("--temperature", "0", "--max-tokens", "8", "--num", "2", "--no-prompt-file")
+    result = grpo("generate", "two/final", prompt, *options)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     tokens = loaded.tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False

@@ -18,6 +18,7 @@ from runners.models.adapters import read_folder
 from runners.models.peft_adapters import from_peft, to_peft
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small, train
 
@@ -137,8 +138,7 @@ def hf_model(base):
 def test_peft_loads_what_is_exported(tmp_path, tune):
     """A run's adapters: merged by PEFT they compute what the run's final model does."""
     run = train(tmp_path, tune, tune)
-    done = CliRunner().invoke(cli.main, ["export", str(run), "--peft", str(tmp_path / "peft")])
-    assert done.exit_code == 0, done.output
+    grpo("export", run, "--peft", tmp_path / "peft")
     assert (tmp_path / "peft" / "grpo_prompt.json").is_file()
     want = logits_of(run / "final")
     assert np.abs(want - logits_of(tmp_path / f"base-{tune}")).max() > 1e-3
@@ -184,13 +184,12 @@ def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
     stated = json.loads((run.folder / "final" / "adapter_config.json").read_text())
     assert stated["fine_tune_type"] == tune and stated["lora_parameters"]["rank"] == 4
     assert np.abs(logits_of(run.folder / "final") - want).max() < 0.1 * np.abs(want).max()
-    done = CliRunner().invoke(cli.main, ["export", str(run.folder), "--peft", "again"])
-    assert done.exit_code == 0, done.output
+    done = grpo("export", run.folder, "--peft", "again")
 
 
 def test_a_model_without_adapters_is_a_line(tmp_path):
     """Nothing is written."""
     folder = make_model_folder(tmp_path / "m")
-    done = CliRunner().invoke(cli.main, ["export", str(folder), "--peft", str(tmp_path / "out")])
-    assert done.exit_code == 2 and "expected adapters for PEFT" in done.stderr
+    done = grpo("export", folder, "--peft", tmp_path / "out", code=2)
+    assert "expected adapters for PEFT" in done.stderr
     assert not (tmp_path / "out").exists()

@@ -10,9 +10,7 @@ import mlx.core as mx
 import mlx_lm.models
 import mlx_lm.utils
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.machine.startup import Platform
@@ -20,6 +18,7 @@ from runners.models import rope_keys
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import save_model
 from runners.models.rope_keys import rope_notices, with_rope_keys
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")
@@ -276,8 +275,7 @@ def test_both_spellings_compute_the_same(spelled):
     assert loaded.config["rope_theta"] == 777.0
     save_model(new.parent / "saved", loaded.module.parameters(), loaded)
     for command in (("convert", "new", "--out", "converted"), ("export", "new", "--out", "exported")):
-        done = CliRunner().invoke(cli.main, [*command])
-        assert done.exit_code == 0, done.output
+        grpo(*command)
     for name in ("saved", "converted", "exported"):
         stated = json.loads((new.parent / name / "config.json").read_text())
         assert stated["rope_parameters"] == LLAMA3 | {"rope_theta": 777.0}

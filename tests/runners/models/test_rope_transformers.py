@@ -7,13 +7,12 @@ import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
 
 pytestmark = [
@@ -121,8 +120,7 @@ def test_log_probs_are_those_of_transformers(tmp_path, monkeypatch, name, kind):
     loaded = load_model(ModelConfig(path="model"), CPU)
     assert np.abs(by_mlx(loaded.module) - want).max() < 5e-4
     for command in (("convert", "model", "--out", "converted"), ("export", "model", "--out", "exported")):
-        done = CliRunner().invoke(cli.main, [*command])
-        assert done.exit_code == 0, done.output
+        grpo(*command)
         written = tmp_path / ("converted" if "convert" in command else "exported")
         assert np.abs(by_mlx(mlx_lm.utils.load_model(written)[0]) - want).max() < 5e-4
         assert np.abs(by_transformers(written) - want).max() < 1e-5

@@ -4,12 +4,11 @@ import json
 
 import mlx.core as mx
 import mlx_lm
-from click.testing import CliRunner
 from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.architectures.small_models import small_config, small_model
 from grpo_fn.trees import named_leaves
-from runners import cli
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
 TOKENS = mx.array([[5, 9, 7, 31, 12, 4]])
@@ -23,7 +22,6 @@ def test_convert_reads_what_transformers_saves(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     weights = named_leaves(model.parameters())
     mx.save_safetensors(str(source / "model.safetensors"), weights, metadata={"format": "pt"})
-    done = CliRunner().invoke(cli.main, ["convert", str(source), "--out", str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
+    grpo("convert", source, "--out", tmp_path / "out")
     module, _ = mlx_lm.utils.load_model(tmp_path / "out")
     assert mx.allclose(*(each(TOKENS, cache=make_prompt_cache(each)) for each in (module, model)))

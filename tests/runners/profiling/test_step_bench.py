@@ -5,11 +5,10 @@ import os
 import re
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.profiling.step_bench import BENCH_PARTS, advice, bench_steps
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
@@ -53,8 +52,8 @@ def test_the_choice_of_formats_is_shown(train):
 
 def test_the_command_refuses_what_a_run_refuses(tmp_path):
     """One line, exit code 2."""
-    done = CliRunner().invoke(cli.main, ["bench", str(tmp_path / "none.toml")])
-    assert done.exit_code == 2 and "none.toml" in done.output
+    done = grpo("bench", tmp_path / "none.toml", code=2)
+    assert "none.toml" in done.output
 
 
 @pytest.mark.parametrize(

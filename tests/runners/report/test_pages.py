@@ -14,6 +14,7 @@ from runners.report import write_report
 from runners.report.page import page
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.runs.report_runs import HOSTILE, make_run
 from tests.support.tiny_runs import Notes, small
 
@@ -53,8 +54,8 @@ def test_the_name_of_a_run_cannot_leave_the_start(tmp_path):
 def test_the_command_writes_a_page(tmp_path):
     """Of one run into its folder, of several where --out says."""
     one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two")
-    done = CliRunner().invoke(main, ["report", str(one)])
-    assert done.exit_code == 0 and (one / "report.html").is_file()
+    grpo("report", one)
+    assert (one / "report.html").is_file()
     out = tmp_path / "both.html"
     assert CliRunner().invoke(main, ["report", str(one), str(two), "--out", str(out)]).exit_code == 0
     assert len(blobs(out.read_text(encoding="utf-8"))[-1]["runs"]) == 2
@@ -72,8 +73,8 @@ def test_the_command_refuses(tmp_path, monkeypatch, arguments, told):
     """With a line and exit code 2."""
     make_run(tmp_path / "one")
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(main, ["report", *arguments])
-    assert done.exit_code == 2 and told in done.output
+    done = grpo("report", *arguments, code=2)
+    assert told in done.output
 
 
 @pytest.fixture(scope="module")

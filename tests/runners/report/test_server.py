@@ -10,13 +10,12 @@ from urllib.parse import quote, urlsplit
 from urllib.request import urlopen
 
 import pytest
-from click.testing import CliRunner
 
-from runners.cli import main
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.report.live_run import LiveRun
 from runners.report.server import Server, answer
+from tests.support.commands import grpo
 from tests.support.runs.report_runs import make_run, write_update
 
 HOST = "127.0.0.1:8517"
@@ -137,5 +136,5 @@ def test_a_taken_port_is_followed_by_the_next(tmp_path):
 def test_the_command_refuses_a_folder_without_a_run(tmp_path):
     """Before it listens; the runs in it are named."""
     make_run(tmp_path / "one")
-    done = CliRunner().invoke(main, ["watch", str(tmp_path)])
-    assert done.exit_code == 2 and "it holds the runs one" in done.output
+    done = grpo("watch", tmp_path, code=2)
+    assert "it holds the runs one" in done.output

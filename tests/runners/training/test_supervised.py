@@ -5,18 +5,17 @@ import json
 import attrs
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 
 import grpo_fn as g
 from grpo_fn.learner import Sharding
 from grpo_fn.trees import arrays_of, map_arrays, named_leaves
-from runners import cli
 from runners.checkpoints.state_files import load_trees
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.supervised import begin_grpo
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.ranks.rank_threads import on_ranks
 from tests.support.resuming import config_in, lines_of, straight_run
 from tests.support.tiny_models import make_model_folder
@@ -107,8 +106,7 @@ def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):
         eval={"samples": 0, "at_start": True},
     )
     (tmp_path / "run.toml").write_text(config.replace('[answer]\nform = "xml"\n', ""))
-    done = CliRunner().invoke(cli.main, ["sft", "run.toml"])
-    assert done.exit_code == 0, done.output
+    done = grpo("sft", "run.toml")
     log = lines_of(tmp_path / "outputs" / "small" / "training_log.jsonl")
     losses = [line["eval/loss"] for line in log if "eval/loss" in line]
     assert losses[-1] < losses[0] - 0.5 and not any("em" in line for line in log)
@@ -116,5 +114,5 @@ def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):
     assert "9 updates of 9 gold completions" in done.output and "tokens sampled" in done.output
     resolved = json.loads((tmp_path / "outputs" / "small" / "config.resolved.json").read_text())
     assert resolved["sft"]["only"] is True
-    done = CliRunner().invoke(cli.main, ["generate", "outputs/small", "7+1?", "--temperature", "0"])
-    assert done.exit_code == 0 and "It is" in done.stdout
+    done = grpo("generate", "outputs/small", "7+1?", "--temperature", "0")
+    assert "It is" in done.stdout
