@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -231,21 +230,12 @@ def _scaling(
     wanted = scaling.get("attention_factor")
     if kind == "longrope" and wanted is not None and not scaling.get("long_mscale"):
         raise reader.refuse(f"attention_factor = {show(wanted)} with rope_type = {show(kind)}")
-    return scaling | _yarn(scaling, reader) if kind == "yarn" else scaling
-
-
-def _yarn(scaling: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """The mscale that gives mlx-lm the same factor on attention as transformers.
-
-    With f(m) = 0.1·m·ln(factor) + 1, mlx-lm computes f(mscale or 1) / f(mscale_all_dim or 0). transformers
-    takes attention_factor, or f(mscale) / f(mscale_all_dim) where both are given, or f(1).
-    """
-    if scaling.get("truncate", True) is not True:
-        raise reader.refuse(f"truncate = {show(scaling['truncate'])}")
-    wanted, slope = scaling.get("attention_factor"), 0.1 * math.log(max(scaling["factor"], 1))
-    if wanted is None:
-        stated = [bool(scaling.get(name)) for name in ("mscale", "mscale_all_dim")]
-        return {"mscale": 1, "mscale_all_dim": 0} if any(stated) and not all(stated) else {}
-    if not slope:
-        raise reader.refuse(f"attention_factor = {show(wanted)} with a factor of 1")
-    return {"mscale": (wanted - 1) / slope, "mscale_all_dim": 0}
+    if kind == "yarn":
+        # transformers takes attention_factor, and the two mscales only together; mlx-lm does neither.
+        scales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
+        odd = {"attention_factor": wanted, "truncate": None if scaling.get("truncate", True) else False}
+        odd |= {scales[0]: scaling[scales[0]]} if len(scales) == 1 else {}
+        for name, value in odd.items():
+            if value is not None:
+                raise reader.refuse(f"{name} = {show(value)} with rope_type = {show(kind)}")
+    return scaling

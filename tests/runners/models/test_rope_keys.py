@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import pkgutil
 from dataclasses import fields, is_dataclass
 
@@ -146,27 +145,6 @@ def test_nothing_to_map_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("changes", "mscale"),
-    [
-        ({}, None),
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, None),
-        ({"mscale": 0.7}, 1.0),  # without its partner transformers passes over it
-        ({"attention_factor": 1.5}, 0.5 / (0.1 * math.log(4))),
-        ({"attention_factor": 2.0, "mscale_all_dim": 2.0}, 1 / (0.1 * math.log(4))),
-    ],
-)
-def test_yarns_factor_on_attention(changes, mscale):
-    """mlx-lm has no attention_factor: an mscale makes its own formula give that number."""
-    table = with_rope_keys(config("llama", {**YARN, **changes}))["rope_scaling"]
-    assert table.get("mscale") == (pytest.approx(mscale) if mscale else changes.get("mscale"))
-    slope = 0.1 * math.log(4)
-    pair = changes.get("mscale") and changes.get("mscale_all_dim")
-    wanted = changes.get("attention_factor", 1.0 if pair else slope + 1)
-    computed = (slope * table.get("mscale", 1) + 1) / (slope * table.get("mscale_all_dim", 0) + 1)
-    assert computed == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
     ("before", "line"),
     [
         (config("gemma2", {**YARN}), 'gemma2 does not compute rope_type = "yarn"'),
@@ -179,10 +157,8 @@ def test_yarns_factor_on_attention(changes, mscale):
         (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
         (config("recurrent_gemma", {"rope_theta": 5e5}), "does not compute rope_theta = 500000.0"),
         (config("llama", {**YARN, "truncate": False}), "does not compute truncate = false"),
-        (
-            config("llama", {**YARN, "factor": 1, "attention_factor": 2.0}),
-            "attention_factor = 2.0 with a fac",
-        ),
+        (config("llama", {**YARN, "attention_factor": 2.0}), "does not compute attention_factor = 2.0"),
+        (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale = 0.7"),
         (
             config("llama", {**LONG, "attention_factor": 3.0}),
             "does not compute attention_factor = 3.0",

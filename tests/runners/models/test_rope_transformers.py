@@ -41,7 +41,6 @@ KINDS = {
     "dynamic": {"factor": 4.0},
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0},
-    "yarn-attention": {"factor": 4.0, "attention_factor": 1.4, "beta_fast": 16.0},
     "yarn-mscale": {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.3},
     "longrope": {"short_factor": [1.5, 2.0] * 4, "long_factor": [1.5, 2.0] * 4},
 }
