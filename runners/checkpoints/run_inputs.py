@@ -34,12 +34,13 @@ def run_inputs(
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
-    columns = columns_read(rewards, list(examples[0].columns) if examples else [], bool(config.data.answer))
+    others = {"answer", config.data.image}  # compared with the prompts, and below
+    columns = sorted(examples[0].columns.keys() - others) if examples else []
     found: dict[str, Any] = {
-        f'the column "{name}", which a reward reads': _digest(
-            json.dumps(example.columns[name], default=_plain) + "\n" for example in examples
+        "the data's columns": _digest(
+            json.dumps([(name, example.columns[name]) for name in columns], default=_plain) + "\n"
+            for example in examples
         )
-        for name in columns
     }
     files = {
         f"the file of the reward {name}": getattr(reward.function, "file", None)
@@ -79,18 +80,6 @@ def run_inputs(
 def data_digest(examples: Sequence[Example]) -> str:
     """A hash of all training data of a run, in order."""
     return _digest(repr((example.tokens, example.answer)) for example in examples)
-
-
-def columns_read(rewards: Iterable[Reward], names: Sequence[str], with_gold: bool = True) -> list[str]:
-    """The columns of the data that a reward gets: those that it names, or all if it takes **kwargs.
-
-    The built-in rewards also take **kwargs but do not read it. The gold answer is compared with the prompts.
-    """
-    read: set[str] = set()
-    for reward in rewards:
-        built_in = getattr(reward.function, "__module__", "") == "runners.rewards.builtin"
-        read |= set(reward.needs) if built_in else set(reward.pick(dict.fromkeys(names)))
-    return [name for name in names if name in read - ({"answer"} if with_gold else set())]
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -323,7 +323,7 @@ class Watchdog:
         if not self.on:
             return
         if event in _RUNNING:
-            if event == "subprocess.Popen" and "tokenizer_check:first_use" in repr(arguments[1]):
+            if event == "subprocess.Popen" and "first_use:first_use" in repr(arguments[1]):
                 return
             self.found.append(f"{event} {arguments!r:.200}")
         elif event in _WRITING:
