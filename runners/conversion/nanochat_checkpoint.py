@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from grpo_fn.trees import named_leaves
-from runners.errors import UserError, first_line
+from runners.errors import UserError, first_line, listed
 from runners.files.json_files import read_json
 from runners.machine.versions import install_hint
 from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
@@ -28,7 +28,6 @@ _MODEL = re.compile(r"model_(\d+)\.pt")
 _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
-_LISTED = 8  # names in a message
 _OTHER = "which mlx-lm's nanochat does not have; without it the model would be another"
 
 
@@ -129,7 +128,7 @@ def _sizes(meta: Path) -> dict[str, int]:
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
     if others := found.keys() - {*_SIZES} - plain:
-        raise UserError(f"{meta}: model_config has {_some(others)}, {_OTHER}")
+        raise UserError(f"{meta}: model_config has {listed(sorted(others))}, {_OTHER}")
     return {name: found[name] for name in _SIZES}
 
 
@@ -152,16 +151,11 @@ def _check(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], file: Pa
     module = nanochat.Model(nanochat.ModelArgs.from_dict(config))
     shapes = {name: leaf.shape for name, leaf in named_leaves(module.parameters()).items()}
     if unknown := tensors.keys() - shapes.keys():
-        raise UserError(f"{file}: {len(unknown)} unknown tensors: {_some(unknown)}, {_OTHER}")
+        raise UserError(f"{file}: {len(unknown)} unknown tensors: {listed(sorted(unknown))}, {_OTHER}")
     if missing := shapes.keys() - tensors.keys():
-        raise UserError(f"{file}: {len(missing)} tensors are missing: {_some(missing)}")
+        raise UserError(f"{file}: {len(missing)} tensors are missing: {listed(sorted(missing))}")
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape)
         padded = name in _VOCABULARY and found[:1] > shape[:1] and found[1:] == shape[1:]
         if found != shape and not padded:
             raise UserError(f"{file}: {name}: expected the shape {shape}, found {found}")
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(sorted(names)[:_LISTED]) + more

@@ -50,6 +50,13 @@ class Family:
             return f"blk.{block[1]}.{part}.{leaf}" if part else None
         return f"{_OUTSIDE[stem]}.{leaf}" if stem in _OUTSIDE else None
 
+    def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
+        """Of a tensor of GGUF's name: its heads whose rotated pairs change places; 0: none do."""
+        part = name.split(".")[-2]
+        if not self.pairs or part not in ("attn_q", "attn_k"):
+            return 0
+        return config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+
     def module_name(self, name: str) -> str | None:
         """The other way round."""
         stem, _, leaf = name.rpartition(".")

@@ -56,29 +56,26 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     weights: dict[str, mx.array] = {}
     packed: dict[str, int] = {}
     family = FAMILIES[config["model_type"]]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, tensor in header.tensors.items():
         ours = family.module_name(name)
         if name in ROPE_FACTORS:
             continue
         if ours is None:
             raise UserError(f"{file}: {config['model_type']} has no tensor {show(name)}")
-        count = heads.get(name.split(".")[-2]) if family.pairs else None
-        if count is not None and tensor.shape[0] % (2 * count):
+        count = family.rotated_heads(name, config)
+        if count and tensor.shape[0] % (2 * count):
             raise UserError(
                 f"{file}: {show(name)}: expected {count} heads of an even size, found {tensor.shape}"
             )
-        stem = ours.removesuffix(".weight")
-        keep = tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize
-        if keep:
+        stem, _, leaf = ours.rpartition(".")
+        if tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize:
             packed[stem] = _PACKED[tensor.kind]
             leaves = dict(zip(("weight", "scales", "biases"), _unpack(header, tensor), strict=True))
         else:
             array = _array(header, tensor, dtype, family.norm_offset if "norm" in name else 0.0)
-            leaves = {ours.rpartition(".")[2]: array}
-            stem = ours.rpartition(".")[0]
+            leaves = {leaf: array}
         for leaf, array in leaves.items():
-            weights[f"{stem}.{leaf}"] = array if count is None else swap_pairs(array, count, apart=True)
+            weights[f"{stem}.{leaf}"] = swap_pairs(array, count, apart=True) if count else array
     if packed:
         usual = Counter(packed.values()).most_common(1)[0][0]
         form = {"group_size": _GROUP, "bits": usual, "mode": "affine"}

@@ -108,7 +108,6 @@ def _leaves(
     module: nn.Module, family: Family, config: Mapping[str, Any], kind: str, *, tied: bool
 ) -> list[_Leaf]:
     found = []
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, array in named_leaves(module.parameters()).items():
         theirs = family.gguf_name(name)
         if theirs is None:
@@ -124,5 +123,5 @@ def _leaves(
         elif of.startswith("Q4") and part in ("token_embd", "output"):
             of = "Q8_0"
         offset = family.norm_offset if "norm" in part else 0.0
-        found.append(_Leaf(theirs, of, array, heads.get(part, 0) if family.pairs else 0, offset))
+        found.append(_Leaf(theirs, of, array, family.rotated_heads(theirs, config), offset))
     return found
