@@ -14,7 +14,7 @@ from grpo_fn.policy.calibration import (
     added,
     block_width,
     carries_of,
-    in_16_bits,
+    folded,
     input_moments,
     round_calibrated,
 )

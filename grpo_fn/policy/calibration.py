@@ -29,7 +29,7 @@ DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overs
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
 
-Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each block of columns [N,W,W]
+Moments = Mapping[str, mx.array]  # of each weight's inputs: Σ x xᵀ of each block of columns, float32 [N,W,W]
 
 
 @attrs.frozen(eq=False)
@@ -89,11 +89,27 @@ def added(first: Moments, second: Moments) -> dict[str, mx.array]:
     return {name: sums[id(found)] for name, found in first.items()}
 
 
-def in_16_bits(moments: Moments) -> Moments:
-    """The moments in bfloat16, to keep them. Layers that share theirs still do."""
-    kept = {id(found): found.astype(mx.bfloat16) for found in moments.values()}
+def folded(moments: Moments) -> Moments:
+    """The moments to keep: upper triangles alone, [N,W/2,W+1]. Layers that share theirs still do."""
+    kept = {id(found): _folded(found) for found in moments.values()}
     materialize(kept)
     return {name: kept[id(found)] for name, found in moments.items()}
+
+
+def _folded(moments_nww: mx.array) -> mx.array:
+    """The lower half of an upper triangle fits, turned round, below the diagonal of the upper half."""
+    half = moments_nww.shape[-1] // 2
+    upper = mx.pad(moments_nww[:, :half], [(0, 0), (0, 0), (1, 0)])
+    lower = mx.pad(moments_nww[:, ::-1, ::-1][:, :half], [(0, 0), (0, 0), (0, 1)])
+    return mx.where(mx.arange(2 * half + 1) > mx.arange(half)[:, None], upper, lower)
+
+
+def _whole(moments: mx.array) -> mx.array:
+    """Moments [N,W,W] from these or folded ones."""
+    if moments.shape[1] == moments.shape[2]:
+        return moments
+    triangle = mx.concatenate([moments[..., 1:], moments[:, ::-1, :-1][..., ::-1]], axis=1)
+    return mx.triu(triangle) + mx.triu(triangle, k=1).transpose(0, 2, 1)
 
 
 def block_width(columns: int, group: int) -> int:
@@ -131,9 +147,11 @@ def carries_of(moments: Moments) -> Carries:
     places: dict[int, tuple[int, int]] = {}
     for found in moments.values():
         if id(found) not in places:
-            alike = parts.setdefault(found.shape[-1], [])
-            places[id(found)] = found.shape[-1], sum(part.order_nw.shape[0] for part in alike)
-            alike.append(_carry_of(found))
+            carry = _carry_of(found)
+            width = carry.order_nw.shape[-1]
+            alike = parts.setdefault(width, [])
+            places[id(found)] = width, sum(part.order_nw.shape[0] for part in alike)
+            alike.append(carry)
     stacks = {}
     while parts:
         width, alike = parts.popitem()
@@ -143,10 +161,10 @@ def carries_of(moments: Moments) -> Carries:
     return {name: (stacks[places[id(m)][0]], places[id(m)][1]) for name, m in moments.items()}
 
 
-def _carry_of(moments_nww: mx.array) -> Carry:
+def _carry_of(moments: mx.array) -> Carry:
     """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
     with mx.stream(mx.cpu):
-        moments_nww = moments_nww.astype(mx.float32)
+        moments_nww = _whole(moments)
         diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
         damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
         damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])

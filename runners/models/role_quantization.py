@@ -13,8 +13,8 @@ from grpo_fn.policy import (
     Moments,
     QuantizedRole,
     added,
+    folded,
     formats_within,
-    in_16_bits,
     input_moments,
     quant_mode,
     quantized_role,
@@ -68,7 +68,7 @@ def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
             tokens += int(lengths_b[part].sum())
             if tokens >= CALIBRATION_TOKENS:
                 break
-        return in_16_bits(found)
+        return folded(found)
 
     return moments
 
