@@ -113,13 +113,9 @@ TOOLS = (
         'An environment, whose methods the model may call, or "calculator".',
         default="",
     ),
-    option("--max-turns", "Turns of the model for a message [8].", _COUNT),
-    option("--max-tool-calls", "Calls for a message; 0: any number [0].", _NUMBER),
-    option("--max-observation-tokens", "Of one call's answer [512].", _COUNT),
-    option("--tool-timeout", "Seconds of a turn's calls [30].", click.FloatRange(0, 1e9)),
 )
 TOOLS_OF = (
-    option("--config=CONFIG", "A training's config: its [env].", default=""),
+    option("--config=CONFIG", "A training's config: its [env], with the bounds.", default=""),
     option("--row=JSON", "What the environment's reset gets: columns.", default=""),
 )
 
@@ -186,14 +182,12 @@ def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> E
     """The tools of a command with the resolved options of TOOLS; None if there are none."""
     from runners.inference.tool_options import build_tools, env_of
 
-    bounds = {name: values[name] for name in ("max_turns", "max_tool_calls", "max_observation_tokens")}
     env, folders = env_of(
         name,
         partial(echo, err=True),
         tools=values["tools"],
         factory=values["factory"],
         config=values["config"],
-        bounds=bounds | {"timeout": values["tool_timeout"]},
     )
     if values["row"] and not env.factory:
         raise UserError("--row: found no environment, expected --env FILE:CLASS as well")

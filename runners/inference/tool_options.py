@@ -13,7 +13,7 @@ from runners.config.names import CALCULATOR, EMBEDDED
 from runners.config.recorded import read_recorded, run_of
 from runners.config.sections import DataConfig, EnvConfig
 from runners.environments.environments import Environments, build_environments
-from runners.errors import UserError, show, spell
+from runners.errors import show, spell
 from runners.inference.inference_model import InferenceModel
 from runners.user_code.worker import Worker
 
@@ -25,13 +25,11 @@ def env_of(
     tools: Sequence[str] = (),
     factory: str = "",
     config: str = "",
-    bounds: Mapping[str, Any] = {},
 ) -> tuple[EnvConfig, tuple[Path, ...]]:
     """The [env] of the command line, of a config, or of the model's run, and the folders of its files.
 
-    `bounds` are keys of [env], None if not given. If the run has tools, `note` gets a line: that they are
-    used, or how to use them, because code runs only if it is named. Raises UserError if bounds are given but
-    no tools; ConfigError as `load_config` does.
+    If the run has tools, `note` gets a line: that they are used, or how to use them, because code runs only
+    if it is named. Raises ConfigError as `load_config` does.
     """
     env, folders = EnvConfig(), (Path.cwd(),)
     if config:
@@ -41,11 +39,7 @@ def env_of(
         env = _of_run(found, note if not (tools or factory) else lambda line: None)
     if tools or factory:
         env, folders = attrs.evolve(env, tools=tuple(tools), factory=factory), (Path.cwd(),)
-    given = {name: value for name, value in bounds.items() if value is not None}
-    if given and not (env.tools or env.factory):
-        name = next(iter(given)).replace("_", "-")
-        raise UserError(f"--{name}: found no tools, expected --tools FILE or --env FILE:CLASS as well")
-    return attrs.evolve(env, **given), folders
+    return env, folders
 
 
 def _of_run(file: Path, note: Callable[[str], None]) -> EnvConfig:

@@ -124,7 +124,6 @@ def test_several_functions_and_what_is_refused(grpo):
         (["--tools", "nope.py"], "no file at"),
         (["--tools", "tools.py:doble"], "has no doble; did you mean double?"),
         (["--tools", "tools.py", "--tools", "tools.py:double"], "there is a tool double already"),
-        (["--max-turns", "3"], "--max-turns: found no tools"),
         (["--tools", "tools.py", "--row", "{}"], "--row: found no environment"),
         (["--env", "tools.py:Box", "--row", "[1]"], "--row [1]: expected a JSON object"),
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
@@ -133,17 +132,17 @@ def test_several_functions_and_what_is_refused(grpo):
         assert refused.exit_code == 2 and line in refused.stderr, (arguments, refused.output)
 
 
-def test_bounds_and_control_characters(grpo):
-    """--max-turns, --max-tool-calls and the time limit hold; each line of an answer is marked as one."""
+def test_bounds_and_control_characters(grpo, tmp_path):
+    """Those of --config hold for other tools; each line of an answer is marked as one."""
+    config = ["--config", "bounds.toml", "--tools", "tools.py"]
+    keys = "max_turns = 2\nmax_tool_calls = 1\ntimeout = 1"
+    (tmp_path / "bounds.toml").write_text(f'model.path = "embedded"\n[env]\n{keys}\n')
     asks = call("double", a=1)
-    result = grpo("chat", "embedded", "--tools", "tools.py", "--max-turns", 2, said=[asks] * 2, input="?\n")
+    result = grpo("chat", "embedded", *config, said=[asks] * 2, input="?\n")
     assert lines(result)[-1] == "stop   | the calls are not made: these are 2 turns"
-    result = grpo(
-        "chat", "embedded", "--tools", "tools.py", "--max-tool-calls", 1, said=[asks * 2, "So."], input="?\n"
-    )
-    assert "used up" in lines(result)[-1]
-    said = [call("odd", kind="hang") + call("double", a=2), "So.", call("odd", kind="x"), "So."]
-    result = grpo("chat", "embedded", "--tools", "tools.py", "--tool-timeout", 1, said=said, input="?\n?\n")
+    assert "used up" in lines(grpo("chat", "embedded", *config, said=[asks * 2, "So."], input="?\n"))[-1]
+    said = [call("odd", kind="hang"), "So.", call("odd", kind="x"), "So."]
+    result = grpo("chat", "embedded", *config, said=said, input="?\n?\n")
     assert "timed out after 1 s" in result.stderr
     assert lines(result)[-2:] == ["answer | \x1b[2J", "| >>> done"]
 
@@ -185,10 +184,11 @@ def test_ctrl_c_leaves_a_call_behind(grpo, monkeypatch):
     assert again == [Event("call", "double(a=4)"), Event("answer", "8")]
 
 
-def open_here(name, sampling=None, stop=(), **options):
+def open_here(name, sampling=None, stop=(), turns=8, **options):
     """A conversation with tools."""
     model = load_inference(name, Platform(backend="cpu"))
     env, folders = env_of(name, print, **options)
+    env = attrs.evolve(env, max_turns=turns)
     environments = build_tools(model, env, folders, nudge="", template_kwargs={})
     find_stop = model.decoder.find_stop(stop)
     sampling = attrs.evolve(sampling or g.Sampling(), eos_ids=model.eos_ids, find_stop=find_stop)
@@ -201,7 +201,7 @@ def test_a_stream_is_the_first_of_a_batch(grpo, monkeypatch):
     asks = ToolCall("double", {"a": 5})
     monkeypatch.setattr(CallReader, "read", lambda self, text: ParsedTurn(text, (asks,)))
     sampling = g.Sampling(max_new_tokens=200)
-    conversation = open_here("embedded", sampling, STOPS, tools=("tools.py",), bounds={"max_turns": 3})
+    conversation = open_here("embedded", sampling, STOPS, turns=3, tools=("tools.py",))
     pieces = list(conversation.reply("7+5"))
     text = "".join(piece for piece in pieces if isinstance(piece, str))
     assert [p.text for p in pieces if isinstance(p, Event) and p.kind == "answer"], "turns were answered"
@@ -258,9 +258,8 @@ def test_a_run_s_tools(grpo, tmp_path):
     env, folders = env_of(str(run), notes.append, config=str(run / "config.resolved.json"))
     assert [tool.rpartition("/")[2] for tool in env.tools] == ["tools.py:double"] and not notes
     assert tmp_path in folders
-    given: dict = {"tools": ("tools.py:odd",), "bounds": {"max_turns": None, "timeout": 2.0}}
-    env, _ = env_of(str(run), notes.append, **given)
-    assert (env.tools, env.max_turns, env.timeout) == (("tools.py:odd",), 5, 2.0) and not notes
+    env, _ = env_of(str(run), notes.append, tools=("tools.py:odd",))
+    assert (env.tools, env.max_turns) == (("tools.py:odd",), 5) and not notes
     write(factory="calculator", max_turns=3)
     env, _ = env_of(str(run), notes.append)
     assert (env.factory, env.max_turns) == ("calculator", 3) and "tools as in the run" in notes.pop()
