@@ -28,7 +28,6 @@ from runners.user_code.host import MAIN, TOGETHER, Outcome
 from runners.user_code.process import LARGEST
 
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
-MAX_HANGING = 64  # calls that were given up and go on: then the process is started again
 _RELOADING = 600.0  # seconds for importing the user's files once more
 # A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
 # the shell ends the group, whatever the worker and its children are doing.
@@ -45,7 +44,6 @@ class Call:
     mode: str
     number: int = attrs.field(factory=_numbers.__next__)
     outcome: Future[Outcome] = attrs.field(factory=Future)
-    given_up: bool = False
     let_go: threading.Event = attrs.field(factory=threading.Event)  # it blocks no other call
 
 
@@ -81,15 +79,9 @@ class _Process:
     def cancel(self, call: Call) -> None:
         """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
         if call.number in self.calls:
-            call.given_up = True
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
                 self.kill("a call that took too long did not let go")
-
-    @property
-    def hanging(self) -> int:
-        """How many calls were given up and go on."""
-        return sum(call.given_up for call in list(self.calls.values()))
 
     def close_in_child(self) -> None:
         """In a forked child of the run: only the run itself holds the pipe whose end ends the process."""
@@ -188,8 +180,6 @@ class Worker:
         self._process = None
 
     def _running(self) -> _Process:
-        if self._process is not None and self._process.hanging >= MAX_HANGING:
-            self._process.kill(f"{MAX_HANGING} calls that took too long go on in it")
         if self._process is not None and not self._process.dead:
             return self._process
         before, self._process = self._process, _Process()
