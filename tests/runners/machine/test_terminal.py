@@ -1,28 +1,23 @@
 """What reaches a terminal: no control character of a model's, a tokenizer's, a reward's or a data set's."""
 
 import io
-import os
-import pty
-import select
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rich.console import Console
 
+from runners import cli
 from runners.machine.terminal import OutputLost, echo, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet
 from runners.training.start import make_report
-from tests.support.processes.warm_process import Popen, run
-from tests.support.services.scripted_engine import SCRIPTED
+from tests.support.services.scripted_engine import answers_with
 from tests.support.tiny_models import make_model_folder
 
-ROOT = Path(__file__).resolve().parents[3]
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
 EVIL = "\x1b]0;evil\x07\x9b31m\x7f\r\x00\x85"
 SHOWN = "\\x1b]0;evil\\x07\\x9b31m\\x7f\\r\\x00\\x85"
@@ -133,70 +128,21 @@ def test_displays_show_it_visible():
     assert "\x1b]0;evil" in file.getvalue()  # as it is
 
 
-# A model that answers with what stands in EVIL, whatever it is asked.
-ANSWERS = f"""{SCRIPTED}
-import os
-from pathlib import Path
-from mlx_lm.utils import load_tokenizer
-def tokens():
-    return load_tokenizer(Path(sys.argv[2])).encode(os.environ["EVIL"], add_special_tokens=False)
-from runners.cli import main
-main(sys.argv[1:])
-"""
-
-
-def on_a_terminal(*arguments, folder, typed=""):
-    """What a command writes to a terminal, as bytes; `typed` is what it reads."""
-    leader, follower = pty.openpty()
-    process = Popen(
-        [sys.executable, "-c", ANSWERS, *arguments],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=follower,
-        stderr=follower,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "EVIL": EVIL.replace("\x00", ""), "TERM": "xterm"},
-    )
-    os.close(follower)
-    process.stdin.write(typed.encode())
-    process.stdin.close()
-    written = b""
-    while select.select([leader], [], [], 600)[0]:
-        try:
-            data = os.read(leader, 1 << 16)
-        except OSError:  # EIO: the other side has closed it
-            break
-        if not data:
-            break
-        written += data
-    os.close(leader)
-    process.wait()
-    return written
-
-
-def injected(written):
-    """Whether a sequence of EVIL's is among bytes for a terminal, which turns each line feed into two."""
-    return b"\x1b]0;" in written or b"\xc2\x9b" in written or b"\x7f" in written
-
-
 @pytest.fixture(scope="module", name="model")
 def _model(tmp_path_factory):
     return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
 
 
-def test_generate_and_chat_on_a_terminal(model, tmp_path):
-    """Replies are visible; nothing else changes."""
-    generate = on_a_terminal("generate", str(model), "hello", folder=tmp_path)
-    chat = on_a_terminal("chat", str(model), folder=tmp_path, typed="hello\n")
-    for written in (generate, chat):
-        assert not injected(written) and b"\\x1b]0;evil\\x07\\x9b31m\\x7f\\r" in written
-
-
-def test_a_pipe_gets_the_models_bytes(model, tmp_path):
-    """All of them: click alone would take sequences out."""
-    done = run(
-        [sys.executable, "-c", ANSWERS, "generate", str(model), "hello"],
-        cwd=tmp_path,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "EVIL": "\x1b[31mred\x9b0m"},
-    )
-    assert done.stdout == "\x1b[31mred\x9b0m\n".encode()
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+@pytest.mark.parametrize("arguments", [["generate", "hello"], ["chat"]], ids=lambda words: words[0])
+def test_replies_are_visible_on_a_terminal_and_as_they_are_in_a_pipe(model, monkeypatch, arguments, stream):
+    """All of them: click alone would take sequences out for a pipe."""
+    output, evil = stream(), EVIL.replace("\x00", "")
+    tokens = load_tokenizer(model).encode(evil, add_special_tokens=False)
+    answers_with(monkeypatch, lambda prompt, sampling: tokens)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    command, *prompt = arguments
+    cli.main([command, str(model), *prompt], standalone_mode=False)
+    wanted, other = (visible(evil), evil) if stream is Terminal else (evil, visible(evil))
+    assert wanted in output.getvalue() and other not in output.getvalue()
