@@ -194,6 +194,8 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         first = 0.0  # the time of the first signal
+        # A display that is blocked, as after Ctrl-S, or waits must not keep the second signal from being read.
+        saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
@@ -202,7 +204,9 @@ class StopSignals(Interrupts):
             if not first:
                 first = time.monotonic()
                 self.received = self.received or number[0]  # no handler runs while a collective waits
-                self._say(ASKED)
+                saying.start()
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
                 _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
+        if first:
+            saying.join()

@@ -98,13 +98,16 @@ def test_asked_before_the_first_evaluation_nothing_is_saved(tmp_path):
 TWICE = """
 import os, signal, sys, threading, time
 import mlx.core as mx
-from runners.machine.signals import Stopped, StopSignals
+from runners.machine.signals import Stopped, StopSignals, to_stderr
 number, gap, computes = getattr(signal, sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "True"
 def send():
     for _ in range(2):
         time.sleep(gap)
         os.kill(os.getpid(), number)
-with StopSignals() as signals:
+def say(text):
+    time.sleep(0 if computes else 0.6)  # as beside other ranks
+    to_stderr(text)
+with StopSignals(say) as signals:
     threading.Thread(target=send, daemon=True).start()
     try:
         a = mx.random.normal((1500, 1500))
@@ -125,7 +128,8 @@ with StopSignals() as signals:
 def test_a_second_signal_ends_at_once_even_within_mlx(name, gap, ends):
     """The first is answered with a line, the second ends the process though MLX is computing.
 
-    What a shell or a launcher sends again is no second wish: the same moment, or another hang-up.
+    What a shell or a launcher sends again is no second wish: the same moment, also if the line takes longer,
+    or another hang-up.
     """
     done = subprocess.run(
         [sys.executable, "-c", TWICE, name, str(gap), str(ends)],
