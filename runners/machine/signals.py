@@ -194,7 +194,7 @@ class StopSignals(Interrupts):
 
     def _watch(self) -> None:
         first = 0.0  # the time of the first signal
-        # A display that is blocked, as after Ctrl-S, or waits must not keep the second signal from being read.
+        # A display that is blocked, as after Ctrl-S, must not keep the second signal unread.
         saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
