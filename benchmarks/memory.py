@@ -26,7 +26,7 @@ from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
 from runners.memory.forecast import Forecast, forecast
-from runners.memory.plan import longest_prompt
+from runners.memory.plan import data_shape
 from runners.memory.sizes import model_sizes
 from runners.models.folders import copy_companions
 from runners.quickstart import MODEL_DIR
@@ -202,7 +202,7 @@ def outcome(case: Case, *, steps: int = 2) -> Outcome:
             write_case(folder, case)
             config = load_config(str(folder / "train.toml"), [f"optim.max_steps={steps}", *case.settings])
         config = config.check()
-        prompt = longest_prompt(config)
+        prompt = data_shape(config)[0]
         assert prompt is not None
         predicted = forecast(config, platform, 1 << 40, prompt=prompt, sizes=model_sizes(config, platform))
         gc.collect()

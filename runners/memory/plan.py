@@ -41,7 +41,8 @@ def make_plan(
 
     Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
     """
-    longest = longest_prompt(config)
+    longest, held_out = data_shape(config)
+    config = _of_held_out(config, held_out)
     prompt = config.data.max_prompt_length if longest is None else longest
     source = "data.max_prompt_length" if longest is None else "the longest prompt of the data"
     sizes = model_sizes(config, platform, ranks)
@@ -85,21 +86,28 @@ def make_plan(
     ]), problem  # fmt: skip
 
 
-def longest_prompt(config: Config) -> int | None:
-    """Tokens of the longest training prompt; None unless data and tokenizer are on this machine.
+def data_shape(config: Config) -> tuple[int | None, int]:
+    """Tokens of the longest training prompt, and how many problems are held out.
 
-    Raises UserError for data or a tokenizer that cannot be used.
+    None and 0 unless data and tokenizer are on this machine. Raises UserError for data or a tokenizer that
+    cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
-        return None
+        return None, 0
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     processor = processor_of(config.data, folder, read_json(folder / "config.json"))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
     use_template(tokenizer, config.data.chat_template)
-    train, _ = load_rows(config.data, config.folders)
+    train, held_out = load_rows(config.data, config.folders)
     examples, _ = build_examples(train, config.data, tokenizer, processor=processor)
-    return max(len(example.tokens) for example in examples)
+    return max(len(example.tokens) for example in examples), len(held_out)
+
+
+def _of_held_out(config: Config, held_out: int) -> Config:
+    """The config with no more problems in an evaluation than there are; 0: their number is not known."""
+    samples = min(config.eval.samples or held_out, held_out) if held_out else config.eval.samples
+    return with_keys(config, "eval", samples=samples)
 
 
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
@@ -117,19 +125,21 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
 
 
 def memory_outlook(
-    config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int
+    config: Config, platform: Platform, sizes: ModelSizes | str, prompt: int, held_out: int = 0
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with micro-batch and rollout.max_batch chosen, and notices.
 
-    `prompt`: tokens of the longest prompt. What the config sets itself stays.
+    `prompt`: tokens of the longest prompt; `held_out`: problems to evaluate on, 0 if not known.
+    What the config sets itself stays.
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
         return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
     limit = config.system.memory_limit_gb
-    found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes)
+    bounded = _of_held_out(config, held_out)
+    found = forecast(bounded, platform, usable_memory(limit), prompt=prompt, sizes=sizes)
     line = over_memory_line(found)
-    notices, config = [f"memory: {line}"] if line else [], found.config
+    notices, config = [f"memory: {line}"] if line else [], attrs.evolve(found.config, eval=config.eval)
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations

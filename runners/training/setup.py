@@ -131,7 +131,7 @@ def build_run(
     train, curriculum, left_out = with_difficulty(data.train, config.data)
     data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
     longest = max(len(example.tokens) for example in (*data.train, *data.gold))
-    config, expected = memory_outlook(config, platform, sizes, longest)
+    config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
     length = RunLength.of(config, len(data.train), len(data.gold))

@@ -12,7 +12,7 @@ from runners.config.reading import PRESET_FOLDER, preset_names
 from runners.machine.startup import Platform
 from runners.memory import sizes
 from runners.memory.forecast import forecast
-from runners.memory.plan import longest_prompt
+from runners.memory.plan import data_shape
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiktoken_files import make_nanochat_folder
@@ -91,7 +91,7 @@ def test_the_memory_that_a_preset_states_is_the_plans(name, tmp_path, monkeypatc
     (found,) = STATED.findall(text)
 
     config = load_config(name).check()
-    prompt, computed = longest_prompt(config) or config.data.max_prompt_length, []
+    prompt, computed = data_shape(config)[0] or config.data.max_prompt_length, []
     for backend in ("metal", "cpu"):
         monkeypatch.setattr(sizes, "sharing_pays", lambda backend=backend: backend == "cpu")
         platform = Platform(backend)

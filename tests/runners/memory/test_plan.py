@@ -177,6 +177,8 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     shown = grpo_plan()
     assert shown.exit_code == 0 and f"optim.batch_size = {facts['largest_batch_size']}" in shown.stdout
     assert shown.stdout.count("← peak") == 1
+    few = json.loads(grpo_plan("eval.samples=1", options=["--json"]).stdout)["phases"]["evaluation"]
+    assert few["total"] < facts["phases"]["evaluation"]["total"]
     longer = grpo_plan("data.nudge=" + "9" * 100, options=["--json"])
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
