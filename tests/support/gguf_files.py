@@ -1,9 +1,15 @@
 """GGUF files byte by byte, for what no honest writer writes; and what is in them as Modelfiles."""
 
+import json
 import os
 import re
 import struct
 from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from runners.conversion.gguf import tokenizers
+from runners.conversion.gguf.header import GGUF
 
 LLAMA = {  # of one block, width 32
     "general.architecture": "llama",
@@ -68,6 +74,16 @@ def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(
     if size is not None:
         os.truncate(path, size)
     return path
+
+
+def cut_words(backend: Tokenizer, name: str) -> Tokenizer:
+    """A byte-level BPE that cuts a text into words as llama.cpp's name for it says."""
+    header = GGUF(Path(), {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": []}, {})
+    made = tokenizers._bytewise(header, [], [], {})
+    stated = json.loads(backend.to_str())
+    stated["pre_tokenizer"] = made["pre_tokenizer"]
+    stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
+    return Tokenizer.from_str(json.dumps(stated))
 
 
 def ask(modelfile: str, messages) -> str:

@@ -227,13 +227,7 @@ def there_and_back(tokenizer, folder, rows):
 @pytest.mark.parametrize("name", tokenizers._CUTS)
 def test_every_cutting_into_words_is_kept(tmp_path, name):
     """Its name in GGUF, and the same tokens of any text."""
-    backend = make_tokenizer()
-    stated = json.loads(backend.to_str())
-    header = GGUF(Path(), {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": []}, {})
-    made = tokenizers._bytewise(header, [], [], {})
-    stated["pre_tokenizer"] = made["pre_tokenizer"]
-    stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
-    backend = Tokenizer.from_str(json.dumps(stated))
+    backend = gguf_files.cut_words(make_tokenizer(), name)
     metadata, back = there_and_back(wrapped(backend, eos_token="<|im_end|>"), tmp_path, 320)
     assert metadata["tokenizer.ggml.pre"] == name
 

@@ -8,14 +8,14 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers, trainers
 
 from runners.conversion.gguf import tokenizers
 from runners.conversion.gguf.families import FAMILIES
-from runners.conversion.gguf.header import GGUF
 from runners.models.model_reader import load_tokenizer
 from tests.support.commands import grpo
-from tests.support.tiny_models import make_model_folder, sentence_tokenizer
+from tests.support.gguf_files import cut_words
+from tests.support.tiny_models import make_model_folder, make_tokenizer, sentence_tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf")
@@ -77,20 +77,13 @@ def test_every_family_computes_the_same(tmp_path, arch):
 def test_every_cutting_into_words_is_llama_cpps(tmp_path, cut):
     """A tokenizer with many merges over digits, words and spaces: the same tokens by the name we give it."""
     folder = make_model_folder(tmp_path / "m")
-    stated = json.loads((folder / "tokenizer.json").read_text())
-    made = tokenizers._bytewise(
-        GGUF(Path(), {"tokenizer.ggml.pre": cut, "tokenizer.ggml.merges": []}, {}), [], [], {}
-    )
-    stated["pre_tokenizer"] = made["pre_tokenizer"]
-    backend = Tokenizer.from_str(json.dumps(stated))
+    backend = cut_words(make_tokenizer(), cut)
     trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     backend.train_from_iterator(TEXTS * 3, trainer)
-    stated = json.loads(backend.to_str())
-    stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
-    (folder / "tokenizer.json").write_text(json.dumps(stated))
+    cut_words(backend, cut).save(str(folder / "tokenizer.json"))
     llama, ours = exported(folder, tmp_path / "m.gguf", "f16"), load_tokenizer(folder)
     for text in TEXTS:
         assert llama.tokenize(text.encode(), add_bos=False, special=True) == ours.encode(text), text
