@@ -37,7 +37,7 @@ class RunSummary:
 def find_runs(folder: Path) -> list[RunSummary]:
     """The runs in a folder and below it, the last changed one first. UserError if it does not exist."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder, want one that holds runs, such as outputs")
+        raise UserError(f"{folder}: there is no such folder; expected one that holds runs, such as outputs")
     return sorted(map(summarize, _folders(folder, DEPTH)), key=lambda run: (-run.changed, run.folder))
 
 

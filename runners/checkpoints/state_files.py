@@ -125,7 +125,7 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     if metadata.get("format") != STATE_FORMAT or metadata.get("version") != STATE_VERSION:
         found = f"{metadata.get('format', 'no format')} version {metadata.get('version', '?')}"
         raise UserError(
-            f"{folder / STATE_FILE}: found {found}, wanted {STATE_FORMAT} version {STATE_VERSION}"
+            f"{folder / STATE_FILE}: expected {STATE_FORMAT} version {STATE_VERSION}, found {found}"
         )
     for file in WEIGHT_FILES:
         if (folder / file).is_file():

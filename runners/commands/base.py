@@ -37,6 +37,7 @@ class LazyGroup(click.Group):
         """`table`: a command's name → "package.module:attribute"."""
         super().__init__(*args, **kwargs)
         self.table = table
+        self.commands = dict.fromkeys(table, self)  # of which click shows the names nearest to a misspelt one
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the table's order."""

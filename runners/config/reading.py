@@ -140,6 +140,8 @@ def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
         near = nearest(path[-1], siblings)
         return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
     sections = list(dict.fromkeys(known[0] for known in keys))
+    if parent and path[0] not in sections and (near := nearest(path[0], sections)):
+        return key_hint((near, *path[1:]), keys)
     known = [*(".".join(known) for known in keys), *flat_keys.FLAT_KEYS, *sections]
     return did_you_mean(".".join(path), known) or f"; the sections are {', '.join(sections)}"
 

@@ -218,7 +218,7 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
         return f'{field}: expected a text with data.prompt_form = "raw", found a list of messages'
     gold = gold_answer(answer) if config.answer else ""
     if gold is None:
-        return f"no answer in {config.answer}: {show(answer)}"
+        return f"expected an answer in {show(config.answer)}, found {show(answer)}"
     if config.image and (fault := image_fault(row.get(config.image), image_folder(config))):
         return f"{config.image} {fault}"
     try:

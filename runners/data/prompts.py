@@ -92,7 +92,7 @@ def _example(
 ) -> Example:
     gold = gold_answer(row[config.answer]) if config.answer else ""
     if gold is None:
-        raise UserError(f"no answer in {config.answer}: {show(row[config.answer])}")
+        raise UserError(f"expected an answer in {show(config.answer)}, found {show(row[config.answer])}")
     messages = conversation(prompt_of(row, config), config.system_prompt)
     images = row_images(row, config)
     text, tokens = render(

@@ -40,7 +40,7 @@ def read_json(file: Path) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file}: found {type(content).__name__}, wanted a JSON object")
+        raise UserError(f"{file}: expected a JSON object, found {type(content).__name__}")
     return content
 
 

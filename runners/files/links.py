@@ -45,7 +45,7 @@ def check_weight_map(folder: Path, index: dict, names: set[str]) -> None:
     missing = sorted(set(weight_map.values()) - names)
     strange = [name for name in missing if Path(name).name != name]
     if strange:
-        raise UserError(f"{where}: it names the file {show(strange[0])}; wanted files of the folder itself")
+        raise UserError(f"{where}: expected names of files in the folder itself, found {show(strange[0])}")
     if missing:
         raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
 

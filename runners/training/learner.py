@@ -244,13 +244,13 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
         where = config.where(f"loss.{key}")
         if config.system.grad_checkpoint:
             raise UserError(
-                f"{where}: checkpointed blocks do not return their routers' decisions; want {off}, or "
+                f"{where}: checkpointed blocks do not return their routers' decisions; expected {off}, or "
                 "system.grad_checkpoint = false"
             )
         try:
             check(loaded.module)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; want {off}") from error
+            raise UserError(f"{where}: {error}; expected {off}") from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
@@ -258,8 +258,8 @@ def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> 
     shares = shares_prompts(config, platform) and can_share(loaded.module)
     if config.system.share_prompts == "always" and not shares:
         raise UserError(
-            f'{config.where("system.share_prompts")}: found "always", but this model has a layer without a '
-            "plain cache of keys and values, or system.grad_checkpoint, loss.router_aux_coef or "
-            'loss.router_replay is on; want "auto" or "never"'
+            f'{config.where("system.share_prompts")}: expected "auto" or "never", found "always": '
+            "this model has a layer without a plain cache of keys and values, or system.grad_checkpoint, "
+            "loss.router_aux_coef or loss.router_replay is on"
         )
     return shares

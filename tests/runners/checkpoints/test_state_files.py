@@ -145,7 +145,7 @@ def spoil(file, part):
             lambda folder: save_arrays(
                 folder / "optimizer.safetensors", {}, {"format": "grpo_fn.state", "version": "99"}
             ),
-            "found grpo_fn.state version 99, wanted grpo_fn.state version 2",
+            "expected grpo_fn.state version 2, found grpo_fn.state version 99",
         ),
         (lambda folder: spoil(folder / "model.safetensors", "layers.0"), "the weight weights:.* holds NaN"),
         (lambda folder: spoil(folder / "optimizer.safetensors", "opt_state"), "the weight opt_state.* holds"),

@@ -195,7 +195,7 @@ def test_an_interrupted_run_shows_how_to_continue(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rum"], "No such command 'rum'"),
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["run"], "Missing argument 'CONFIG'"),
         (["run", "train.toml", "--resume", "--overwrite"], "--resume continues a run"),
         (["run", "train.toml", "--allow-config-change"], "--allow-config-change needs --resume"),

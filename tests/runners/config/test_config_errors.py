@@ -187,6 +187,10 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
         ("optim.learning_rate=1\nx=2", '--set: optim.learning_rate: expected a number, found "1\\nx=2"'),
         ("optim.lerning_rate=1", "--set: optim.lerning_rate: unknown key; did you mean optim.learning_rate?"),
         ("optin.eps=1", "--set: optin.eps: unknown key; did you mean optim.eps?"),
+        (
+            "chekpoint.z=1",
+            "--set: chekpoint.z: unknown key; checkpoint takes every, keep_last, keep_best, on_error",
+        ),
         ("num_generation=1", "--set: num_generation: unknown key; did you mean num_generations?"),
         ("num_generations=1", "--set: num_generations: expected an integer >= 2, found 1"),
         ("num_generations=two", '--set: num_generations: expected an integer, found "two"'),

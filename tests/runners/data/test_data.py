@@ -118,7 +118,7 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     train, _ = load(tmp_path, on_bad_row="skip")
     assert train == ROWS
     assert train.skipped == 1
-    assert "train-00000-of-00002.jsonl, line 11: no answer" in train.first_fault
+    assert "train-00000-of-00002.jsonl, line 11: expected an answer" in train.first_fault
     jsonl(tmp_path / "train.jsonl", ROWS)
     assert 'expected the split "train" once in' in refused(tmp_path)
     (tmp_path / "train.jsonl").unlink()
@@ -170,11 +170,11 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ({"question": None, "answer": "2"}, "no question"),
         ({"question": " \n", "answer": "2"}, "question is blank"),
         ({"question": 7, "answer": "2"}, "question: expected text, found int"),
-        ({"question": "a"}, "no answer in answer"),
-        ({"question": "a", "answer": None}, "no answer in answer"),
-        ({"question": "a", "answer": ""}, "no answer in answer"),
-        ({"question": "a", "answer": "So 5.\n#### "}, 'no answer in answer: "So 5.\\n#### "'),
-        ('{"question": "a", "answer": NaN}', "no answer in answer: nan"),
+        ({"question": "a"}, 'expected an answer in "answer", found'),
+        ({"question": "a", "answer": None}, 'an answer in "answer", found'),
+        ({"question": "a", "answer": ""}, 'an answer in "answer", found ""'),
+        ({"question": "a", "answer": "So 5.\n#### "}, 'an answer in "answer", found "So 5.\\n#### "'),
+        ('{"question": "a", "answer": NaN}', 'an answer in "answer", found nan'),
         ({"question": "half \ud800", "answer": "2"}, "half of a surrogate pair, '\\ud800'"),
     ],
 )

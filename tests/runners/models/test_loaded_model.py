@@ -168,7 +168,7 @@ DAMAGE = [
     (without("tokenizer_config.json"), "tokenizer_config.json is missing"),
     (as_pytorch_writes_it, "found pytorch_model.bin; transformers' from_pretrained"),
     (containing("config.json", "{"), "config.json: cannot be read as JSON"),
-    (containing("config.json", "[]"), "found list, wanted a JSON object"),
+    (containing("config.json", "[]"), "expected a JSON object, found list"),
     (containing("config.json", "{}"), "model_type: expected a text, found nothing"),
     (containing("config.json", '{"model_type": "nosuch"}'), "Model type nosuch not supported"),
     (containing("config.json", '{"model_type": "llama"}'), "the model cannot be loaded: .*missing"),
