@@ -69,6 +69,9 @@ def make_plan(
         return json.dumps(facts, indent=1), problem
     budget = config.rollout.bits_budget
     names = [field.name for field in attrs.fields(Phase)]
+    largest = (
+        f"optim.batch_size = {best} (now {config.optim.batch_size})" if best else "not even one prompt fits"
+    )
     rows = [
         [name, *map(gigabytes, (phase.total, *attrs.astuple(phase))), "← peak" * (name == found.peak)]
         for name, phase in found.phases.items()
@@ -77,7 +80,7 @@ def make_plan(
         *aligned([["phase", "in all", *names, ""], *rows], right=range(1, 2 + len(names))),
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
-        f"largest batch optim.batch_size = {best} (now {config.optim.batch_size})",
+        f"largest batch {largest}",
         *([f"formats       affine-3 to affine-8, {budget:g} bits a weight of the sampler on average, chosen "
            "after the first rollout: grpo bench CONFIG shows how many weights have which"] if budget else []),
         *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),

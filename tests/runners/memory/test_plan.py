@@ -179,6 +179,7 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     assert shown.stdout.count("← peak") == 1
     few = json.loads(grpo_plan("eval.samples=1", options=["--json"]).stdout)["phases"]["evaluation"]
     assert few["total"] < facts["phases"]["evaluation"]["total"]
+    assert "largest batch not even one prompt fits" in grpo_plan("system.memory_limit_gb=0.001").output
     longer = grpo_plan("data.nudge=" + "9" * 100, options=["--json"])
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
