@@ -34,9 +34,8 @@ class LiveRun:
         self._files = {name: LineFile(folder / name) for name in (COMPLETIONS, EVALUATIONS)}
         self._maker, self._parts = PartMaker(), list[Part]()
         self._evaluations: dict[int, list[Any]] = {}
-        path = folder / COMPLETIONS
-        size = os.path.getsize(path) if most_bytes and os.path.isfile(path) else 0
-        self._stride = max(-(-size // (most_bytes or 1)), 1)  # of the updates whose completions are used
+        self._most_bytes = most_bytes
+        self._stride = max(self._needed_stride(), 1)  # of the updates whose completions are used
         self._left_out: set[int] = set()  # the other updates
 
     def signature(self) -> str:
@@ -89,11 +88,14 @@ class LiveRun:
         self.record.refresh()
         size = self.record.config.get("rollout", {}).get("num_generations")
         self._maker.group_size = size if isinstance(size, int) else 0
-        if any([file.restarted() for file in self._files.values()]):  # resumed, or started again: read it all
+        over = any([file.restarted() for file in self._files.values()])  # resumed, or started again
+        if self._needed_stride() > self._stride:  # the file has grown
+            self._stride, over = 2 * self._needed_stride(), True
+        if over:  # read it all
             generation = self._files[COMPLETIONS].generation + 1
             self._files = {name: LineFile(file.path, generation) for name, file in self._files.items()}
             self._maker, self._parts = PartMaker(self._maker.group_size), []
-            self._evaluations = {}
+            self._evaluations, self._left_out = {}, set()
         completions, evaluations = self._files.values()
         for record in completions.read(None if self._stride == 1 else self._wanted):
             waiting = self._maker.waiting
@@ -102,6 +104,10 @@ class LiveRun:
                 self._maker.waiting = []
             self._maker.add(record)
         read_evaluations(evaluations.read(), self._evaluations)
+
+    def _needed_stride(self) -> int:
+        size = _seen(self.record.folder / COMPLETIONS)
+        return -(-size[1] // self._most_bytes) if size and self._most_bytes else 0
 
     def _wanted(self, line: bytes) -> bool:
         """Whether a line is of one of the evenly spread updates, of the last one, or of none."""

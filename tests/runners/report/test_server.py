@@ -124,6 +124,23 @@ def test_clients_get_whole_lines_while_they_are_written(tmp_path):
         assert {count.result() for count in counts} == {wanted}
 
 
+def test_of_completions_that_grow_large_fewer_updates_are_shown(tmp_path):
+    """An answer has all that are shown, so that their bytes are bounded while a run goes on."""
+    folder = make_run(tmp_path / "run", updates=3)
+    path = folder / "completions.jsonl"
+    run = LiveRun(folder, 2 * path.stat().st_size)
+
+    def shown():
+        found = unpacked(answer(run, "/data", HOST))["completions"]
+        return found["rows"], found["left_out"]
+
+    assert shown() == (24, 0)
+    with closing(JsonLines(path, keep=1 << 40)) as grown, closing(JsonLines(tmp_path / "rest")) as rest:
+        for update in range(4, 13):
+            write_update({"completions": grown, "training_log": rest, "evaluations": rest}, update)
+    assert shown() == (8 * 4, 8)  # of updates 1, 3 (the log's last), 5, 9
+
+
 def test_a_taken_port_is_followed_by_the_next(tmp_path):
     """And where all are taken, a line says so."""
     folder = make_run(tmp_path / "run")
