@@ -8,8 +8,8 @@ KL(μ ‖ π) a token, exact over the vocabulary. *First sync* is the time to ro
 what is compiled for it, *sync* that of every later time; *bits* is the average of a rounded weight with its
 scales.
 
-*mlx-lm* is its own GPTQ and AWQ in 4 bits on the same rows, with the time of the whole calibration. *Rates*
-are of `g.generate` over rows, on a prompt of 8 tokens.
+*mlx-lm* is its own GPTQ, AWQ and DWQ in 4 bits on the same rows, with the time of the whole calibration.
+*Rates* are of `g.generate` over rows, on a prompt of 8 tokens.
 
 **What limits it.** The contexts are the model's own, not those of the rounded one, whose completions drift.
 """
@@ -21,13 +21,15 @@ import itertools
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
 import mlx.core as mx
+import mlx.nn as nn
+from mlx import optimizers
 
 import grpo_fn as g
 from benchmarks import quant
@@ -57,6 +59,7 @@ CALIBRATED = ("affine-4", "affine-6", "affine-3")
 PARTS = ("rounding", "rates", "mlx-lm")  # the last takes long on a CPU: there only if asked for
 NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
+DWQ_EPOCHS = 8
 AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
 
 
@@ -194,29 +197,59 @@ def measured(
 
 
 def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[list[Figure]]:
-    """The same of mlx-lm's own GPTQ and AWQ in 4 bits, on the same rows; time of the whole calibration.
+    """The same of mlx-lm's own GPTQ, AWQ and DWQ in 4 bits, on the same rows; time of the whole calibration.
 
-    They also round embeddings and head, here to 8 bits. Rows are cut to the shortest.
+    They also round embeddings and head, here to 8 bits. Rows are cut to the shortest. DWQ takes each row
+    `DWQ_EPOCHS` times, with its command's batch and learning rate.
     """
     from mlx_lm import load
     from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS, awq_quantize
+    from mlx_lm.quant.dwq import dwq_quantize
     from mlx_lm.quant.gptq import gptq_quantize
 
     rows_bl = texts.calibration_bl[:, : int(texts.lengths_b.min())]
-    for name in ("GPTQ", "AWQ"):
-        say(f"real_quant: mlx-lm's {name}")
-        module: Any = load(folder)[0]
-        if backend() == "cpu":
-            module.set_dtype(mx.float32)
-        kind: str = module.model_type
+    dtype = mx.float32 if backend() == "cpu" else mx.bfloat16
 
-        def work(name: str = name, module: Any = module, kind: str = kind) -> Tree:
+    def loaded() -> Any:
+        module: Any = load(folder)[0]
+        module.set_dtype(dtype)
+        return module
+
+    def dwq(module: Any) -> None:
+        teacher, rows = loaded(), [(row.tolist(), 0) for row in rows_bl]
+        few = {"bits": 4, "group_size": 64}
+        nn.quantize(
+            module,
+            class_predicate=lambda path, layer: (
+                hasattr(layer, "to_quantized") and {**few, "bits": 8 if "embed" in path else 4}
+            ),
+        )
+        dwq_quantize(
+            module,
+            lambda batch, *_, **__: teacher(batch),
+            optimizers.Adam(1e-6, bias_correction=True),
+            rows * DWQ_EPOCHS,
+            rows,
+            batch_size=4,
+            max_seq_length=rows_bl.shape[1],
+            seed=0,
+            dtype=dtype,
+        )
+
+    ways: dict[str, Callable[[Any], Any]] = {
+        "GPTQ": lambda module: gptq_quantize(module, rows_bl, 4, 64, 8, 64),
+        "DWQ": dwq,
+        "AWQ": lambda module: awq_quantize(
+            module, rows_bl, AWQ_MODEL_CONFIGS[module.model_type], bits=4, embed_bits=8, embed_group_size=64
+        ),
+    }
+    for name, quantize in ways.items():
+        say(f"real_quant: mlx-lm's {name}")
+        module = loaded()
+
+        def work(module: Any = module, quantize: Callable[[Any], Any] = quantize) -> Tree:
             with contextlib.redirect_stdout(sys.stderr):
-                if name == "GPTQ":
-                    gptq_quantize(module, rows_bl, 4, 64, 8, 64)
-                else:
-                    awq = AWQ_MODEL_CONFIGS[kind]
-                    awq_quantize(module, rows_bl, awq, bits=4, embed_bits=8, embed_group_size=64)
+                quantize(module)
             return module.parameters()
 
         seconds = run_once(work)
