@@ -115,7 +115,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     result = joined(results)
     first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
     notice = evaluator.notice(result.completions, problems, limit) if first else ""
-    for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
+    for line in (*engine.events(), *dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result
 

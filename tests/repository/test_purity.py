@@ -13,15 +13,12 @@ ALLOWED = {
     "math", "operator", "re", "types", "typing", "zlib", "attrs", "grpo_fn", "mlx", "mlx_lm",
 }  # fmt: skip
 # Loading the BLAS is the one effect of importing the core, and what it needs is in this file alone. CUDA
-# kernels call the compiler that MLX has loaded, a process asks for its own number, and the package imports
-# its names at their first use. The layers of a decoding step know by identity the positions that they share,
-# each thread its own. Compiling without fusion is a function of MLX's library that it does not offer to
-# Python.
+# kernels call the compiler that MLX has loaded, and a process asks for its own number. Compiling without
+# fusion is a function of MLX's library that it does not offer to Python.
 EFFECTS = {
     "compile.py": {"ctypes"},
     "backends/__init__.py": {"importlib"},  # one of its folders may have been deleted
     "process_check.py": {"os"},
-    "backends/decoding.py": {"contextvars"},
     "backends/mechanisms.py": {"importlib"},  # imports the submodules of a backend when they are asked for
     "backends/cuda/kernels.py": {"ctypes"},
     "backends/cpu/blas.py": {"ctypes", "glob", "importlib", "os", "pathlib", "sys", "warnings"},
