@@ -28,8 +28,8 @@ Examples:
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
 form, the form without an answer, one cut off before the answer, and nothing. With answer.form = "none" they
-score the bare gold answer, and without gold answers neutral texts. An
-environment's first episode is begun. No weights are loaded, except the model's with --sample.
+score the bare gold answer, and without gold answers neutral texts. An environment's first episode is begun.
+No weights are loaded, except the model's with --sample.
 """
 
 
@@ -60,7 +60,6 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
 
 def _show(checked: RewardCheck, sample: int) -> None:
     low, high = checked.lengths[0], checked.lengths[-1]
-    echo(f"tokenizer      {checked.tokenizer}")
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")

@@ -32,8 +32,7 @@ def doctor_command(as_json: bool) -> None:
     """Look at this machine: what will be slow.
 
     Shows what the machine offers, what will be slow, and what mends it: device, memory, BLAS, compiler,
-    sandbox and versions. Nothing is changed. The exit code is 2 where no run
-    can start.
+    sandbox and versions. Nothing is changed. The exit code is 2 where no run can start.
     """
     found, problem = examine()
     if as_json:

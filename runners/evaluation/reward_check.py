@@ -40,7 +40,6 @@ _READ_ANSWERS = ("correctness_reward_func", "code_tests", "task_score")
 class RewardCheck:
     """What was found."""
 
-    tokenizer: str  # its class and folder
     prompt: str  # the first, as the model gets it
     train: int  # examples
     evaluation: int  # problems on which a run is evaluated
@@ -106,7 +105,6 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     ]
     images = [(each.name, processor.count_tokens(each)) for each in train[0].images] if processor else []
     return RewardCheck(
-        tokenizer=f"{type(getattr(tokenizer, '_tokenizer', tokenizer)).__name__} of {path}",
         prompt=train[0].text,
         train=len(train),
         evaluation=len(held_out(evaluation, config.eval.samples)),

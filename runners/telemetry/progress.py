@@ -102,9 +102,9 @@ class Progress:
             line = f"{text}: {event.what} {event.done:,} of {event.total:,},"
         if self._advanced is None or not event.done:
             ahead = self._status.expected - spent
-            return (
-                f"{line} about {duration_text(ahead)} left" if ahead > 0 else f"{line} {duration_text(spent)}"
-            )
+            if ahead > 0:
+                return f"{line.removesuffix(',')}, about {duration_text(ahead)} left"
+            return f"{line} {duration_text(spent)}"
         left = (came - self._phase_began) * (event.total - event.done) / event.done
         left += self._status.rest * (came - self._status_began + left) - (now - came)
         return f"{line} {duration_text(max(left, 0.0))} left"

@@ -26,11 +26,11 @@ def write_data(path, answers, **columns):
 
 
 def test_a_good_config_has_nothing_to_warn_of(check):
-    """The quickstart: the tokenizer, the data, the first prompt with its nudge, a row for each reward."""
+    """The quickstart: the data, the first prompt with its nudge, a row for each reward."""
     result = check("quickstart")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert "4,000 problems to train on, 200 of 400 held out" in lines[1]
+    assert "4,000 problems to train on, 200 of 400 held out" in lines[0]
     assert any(line.startswith("  | <|user|>") and line.endswith("<reasoning>") for line in lines)
     rows = {line.split()[0]: line.split()[1:] for line in lines if "_reward_func" in line}
     assert rows["correctness_reward_func"] == ["2", "0", "0", "0", "0", "0"]

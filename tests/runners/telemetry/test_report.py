@@ -222,7 +222,7 @@ def test_an_activity_shows_its_progress_and_its_time_left():
 
     assert after(0, Started(10, {})) == ""
     learning = Status("learning", expected=9.0)
-    assert after(0, learning) == "learning about 0:09 left"
+    assert after(0, learning) == "learning, about 0:09 left"
     assert after(5, Advanced("micro-batches", 0, 4)) == "learning: micro-batches 0 of 4, about 0:04 left"
     assert after(5, Advanced("micro-batches", 0, 4)) == "learning: micro-batches 0 of 4, 0:10"
     assert after(0, Status("evaluating", rest=1.0)) == "evaluating 0:00"
