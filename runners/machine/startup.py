@@ -120,9 +120,11 @@ def import_transformers_without_torch() -> None:
     for a custom loader that uses its PyTorch models.
     """
     loaded = {"torch", "transformers"} & sys.modules.keys()
-    if loaded or os.environ.get("GRPO_FN_TORCH") == "1" or not find_spec("torch"):
+    if os.environ.get("GRPO_FN_TORCH") == "1":
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found", as mlx-lm does
+    if loaded or not find_spec("torch"):
+        return
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
     try:
         from transformers.utils.import_utils import is_torch_available
