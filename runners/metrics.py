@@ -119,7 +119,7 @@ time/reward | seconds | the reward functions | below a tenth of `step_time` | ma
 time/learner | seconds | log-probabilities and gradients | grows with tokens and parameters | without `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens` on a GPU
 time/update | seconds | the optimizer's step | small beside the rollout | training fewer weights, with `model.tune = "lora"`
 time/sync | seconds | making the sampler's weights from the learner's | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`
-time/checkpoint | seconds | how long training waited for a checkpoint | near 0: it is written during the next rollout | a slow disk, or too little memory to keep two sets of weights
+time/checkpoint | seconds | writing checkpoints, while training waits | 0 but for the updates after one was written | a larger `checkpoint.every`, a faster disk
 time/elapsed | seconds | since the run began, including time before a resume | rises | –
 time/rest | seconds | time in no other part: logs, batches, the display | near 0 | a slow disk, if completions are logged
 time/eval | seconds | one evaluation | – | fewer `eval.samples`, a larger `eval.every`

@@ -205,19 +205,19 @@ class LocalEngine:
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
     ) -> g.Rollout:
         """`_sampled`, again where memory runs out, if no replies were made: down to one prompt at a time."""
-        rows = len(requests.prompts) * sampling.num_generations
+        group, rows = sampling.num_generations, len(requests.prompts) * sampling.num_generations
         for attempt in itertools.count():
             together = min(self.decoding.max_batch or rows, rows)
             try:
                 return self._sampled(requests, sampling, key, should_stop)
             except Exception as error:
-                last = attempt and together <= sampling.num_generations
+                last = attempt and together <= group
                 if last or requests.replies is not None or not is_out_of_memory(error):
                     raise
                 reason = str(error)
             mx.clear_cache()  # outside the handler the failed rollout's arrays are free
             if attempt:
-                together //= 2
+                together = group * max(together // group // 2, 1)
                 self.decoding = attrs.evolve(self.decoding, max_batch=together)
             self._events.append(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
         raise AssertionError
