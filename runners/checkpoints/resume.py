@@ -116,16 +116,16 @@ def compare_config(config: Config, origin: Origin, note: Callable[[str], None], 
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
         if before == after or before == {} or (before in LEFT_OPEN and after == resolved.get(key, before)):
             continue
-        found.append(f"{key} was {show(before)}, is {show(after)}")
+        found.append(f"{key} (was {show(before)}, is {show(after)})")
         if not (key in HARMLESS or key.partition(".")[0] in HARMLESS):
-            matter.append(f"{key} (was {show(before)}, is {show(after)})")
-    if found:
-        note(f"the config differs from that of {origin.folder}: {', '.join(found)}")
+            matter.append(found[-1])
     if matter and not allowed:
         raise UserError(
             f"the config is not that of {origin.folder}: {', '.join(matter)}; --allow-config-change "
             "continues anyway"
         )
+    if found:
+        note(f"the config is not that of {origin.folder}: {', '.join(found)}")
 
 
 def compare_inputs(

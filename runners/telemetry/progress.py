@@ -164,4 +164,4 @@ def eval_line(event: Evaluated) -> str:
         found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
     if event.reward is not None:
         found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
-    return f"eval {event.name}: {', '.join(found) or 'nothing to measure'} in {event.seconds:.1f} s"
+    return f"eval {event.name}: {', '.join(found) or 'nothing was measured'} in {event.seconds:.1f} s"
