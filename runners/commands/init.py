@@ -18,7 +18,7 @@ Examples:
   grpo init embedded embedded --out toy.toml
 
 \b
-Of the model counts its size, its bits and its chat template; of the data the columns of questions and
+It looks at the model's size, bits and chat template. In the data it finds the columns of questions and
 answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, JSON, or none.
 """
 
