@@ -78,6 +78,8 @@ def judge_reward(
     base, names = url.rstrip("/"), set(_PLACEHOLDER.findall(prompt))
     if "completion" not in names:
         raise ValueError("prompt: expected {completion} where the judged text stands, found no such name")
+    if not scale[0] < scale[1]:
+        raise ValueError(f"scale: expected a worst mark below the best one, found {scale}")
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {"temperature": 0.0, "max_tokens": 512, **({"model": model} if model else {}), **request}
 

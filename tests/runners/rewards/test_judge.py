@@ -137,6 +137,8 @@ def test_columns_in_a_judges_prompt_are_required():
             check_columns(scorer.rewards, ["answer", "units"])
     with pytest.raises(ValueError, match=r"expected \{completion\}"):
         judge_reward("http://a/v1", prompt="Mark it.")
+    with pytest.raises(ValueError, match=r"scale: expected a worst mark below the best one, found \(10, 0\)"):
+        judge_reward("http://127.0.0.1:1", scale=(10, 0))
 
 
 def test_no_completion_can_end_its_marks():
