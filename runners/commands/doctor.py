@@ -38,7 +38,7 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         echo(json.dumps({**found, "problem": problem or None}, indent=2))
     else:
-        rows = [(name, _text(value)) for name, value in found.items() if name != "slow"]
+        rows = [(_label(name), _text(value)) for name, value in found.items() if name != "slow"]
         for line in aligned(rows):
             echo(line)
         echo()
@@ -97,9 +97,13 @@ def _sandbox() -> str | None:
         return None
 
 
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ") if name.endswith("_bytes") else name
+
+
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
-    if value is None:
-        return "none"
+    if not value or value is True:
+        return "yes" if value else "none"
     return gigabytes(value) if isinstance(value, int) and value > 1_000_000 else str(value)

@@ -45,7 +45,7 @@ def test_the_page_has_each_fact_and_what_is_slow(monkeypatch):
     }
     monkeypatch.setattr(doctor, "examine", lambda: (found, ""))
     lines = CliRunner().invoke(cli.main, ["doctor"]).output.splitlines()
-    assert "memory_bytes  8.00 GB" in lines and "slow: no BLAS; do this" in lines
+    assert "memory  8.00 GB" in lines and "slow: no BLAS; do this" in lines
 
 
 def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
