@@ -238,10 +238,10 @@ def of_mlx_lm(folder: str, full: Sequence[mx.array], texts: Texts) -> Iterator[l
 
     ways: dict[str, Callable[[Any], Any]] = {
         "GPTQ": lambda module: gptq_quantize(module, rows_bl, 4, 64, 8, 64),
-        "DWQ": dwq,
         "AWQ": lambda module: awq_quantize(
             module, rows_bl, AWQ_MODEL_CONFIGS[module.model_type], bits=4, embed_bits=8, embed_group_size=64
         ),
+        "DWQ": dwq,
     }
     for name, quantize in ways.items():
         say(f"real_quant: mlx-lm's {name}")
