@@ -159,7 +159,10 @@ def run_command(
                 if place is None:
                     _run_alone(config, overrides, signals, how)
                 else:
-                    _run_rank(config, overrides, signals, how, place)
+                    try:
+                        _run_rank(config, overrides, signals, how, place)
+                    finally:
+                        signals.ignore_launcher()
     except Stopped as stopped:
         go_on = shlex.join(["--resume"] if stopped.saved else again)
         stopped.advice = stopped.advice or f"to continue: {command} {go_on}"

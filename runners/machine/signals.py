@@ -136,6 +136,12 @@ class StopSignals(Interrupts):
             self._watcher.start()
         return self
 
+    def ignore_launcher(self) -> None:
+        """From the block's end on SIGTERM is ignored: mlx.launch sends it to the others once one rank has ended,
+        and they have their last lines to say."""
+        if self._before:
+            self._before[signal.SIGTERM] = signal.SIG_IGN
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Within the block no signal raises Stopped; at its end one that has come does."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runners.machine.signals import ASKED, Stopped
+from runners.machine.signals import ASKED, Stopped, StopSignals
 from runners.telemetry.report import Quiet
 from runners.training import evaluation
 from runners.training.train import run_training
@@ -140,3 +140,18 @@ def test_a_second_signal_ends_at_once_even_within_mlx(name, gap, ends):
     )
     assert ASKED in done.stderr
     assert (done.returncode, done.stdout) == ((128 + getattr(signal, name), "") if ends else (0, "saved\n"))
+
+
+def test_the_end_of_a_rank_is_not_cut_short_by_its_launcher():
+    """After the block SIGTERM does nothing; without `ignore_launcher` it has its old handler."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with StopSignals():
+            pass
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        with StopSignals() as signals:
+            signals.ignore_launcher()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
