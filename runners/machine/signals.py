@@ -137,8 +137,8 @@ class StopSignals(Interrupts):
         return self
 
     def ignore_launcher(self) -> None:
-        """From the block's end on SIGTERM is ignored: mlx.launch sends it to the others once one rank has ended,
-        and they have their last lines to say."""
+        """From the block's end on SIGTERM is ignored: mlx.launch sends it once one rank has ended, while the
+        others have their last lines to say."""
         if self._before:
             self._before[signal.SIGTERM] = signal.SIG_IGN
 
