@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from grpo_fn.compile import Compiled
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
@@ -285,3 +286,16 @@ def test_conversations_that_are_drawn_again_begin_anew(
         sum(message["role"] == "assistant" for message in json.loads(line)["messages"]) for line in lines
     ]
     assert not faults and 1 < max(turns) <= 3
+
+
+def test_the_learner_compiles_unless_it_is_told_not_to(tmp_path, monkeypatch):
+    """`system.compile = false`: the same run with fewer programs."""
+    made, compile_for = [], Compiled._compile_for
+    monkeypatch.setattr(Compiled, "_compile_for", lambda *args: made.append(1) or compile_for(*args))
+
+    def programs(compiles: str) -> int:
+        made.clear()
+        run(tmp_path, f"system.compile={compiles}")
+        return len(made)
+
+    assert programs("false") < programs("true")
