@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -206,21 +205,22 @@ class LocalEngine:
     ) -> g.Rollout:
         """`_sampled`, again where memory runs out, if no replies were made: down to one prompt at a time."""
         group, rows = sampling.num_generations, len(requests.prompts) * sampling.num_generations
-        for attempt in itertools.count():
+        again = False
+        while True:
             together = min(self.decoding.max_batch or rows, rows)
             try:
                 return self._sampled(requests, sampling, key, should_stop)
             except Exception as error:
-                last = attempt and together <= group
+                last = again and together <= group
                 if last or requests.replies is not None or not is_out_of_memory(error):
                     raise
                 reason = str(error)
             mx.clear_cache()  # outside the handler the failed rollout's arrays are free
-            if attempt:
+            if again:
                 together = group * max(together // group // 2, 1)
                 self.decoding = attrs.evolve(self.decoding, max_batch=together)
             self._events.append(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
-        raise AssertionError
+            again = True
 
     def _sampled(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop

@@ -121,7 +121,7 @@ class StopSignals(Interrupts):
         super().__init__()
         self._say = say
         self._deferrals, self._raised = 0, False
-        self._at_once = False
+        self._at_once = self._asked = False
         self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
@@ -179,6 +179,7 @@ class StopSignals(Interrupts):
         if self.received:
             return
         if self._before:
+            self._asked = True
             os.kill(os.getpid(), number)
         else:  # in a thread other than the main one
             self.received = number
@@ -199,7 +200,7 @@ class StopSignals(Interrupts):
             raise Stopped(self.received)
 
     def _watch(self) -> None:
-        first = 0.0  # the time of the first signal
+        first: float | None = None  # the time of the first signal from outside
         # A display that is blocked, as after Ctrl-S, must not keep the second signal unread.
         saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
         while number := os.read(self._reader, 1):
@@ -207,12 +208,15 @@ class StopSignals(Interrupts):
                 continue
             if self._at_once:
                 _exit(number[0], "interrupted before all ranks had joined")
-            if not first:
-                first = time.monotonic()
-                self.received = self.received or number[0]  # no handler runs while a collective waits
+            self.received = self.received or number[0]  # no handler runs while a collective waits
+            if saying.ident is None:
                 saying.start()
+            if self._asked:
+                self._asked = False
+            elif first is None:
+                first = time.monotonic()
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
                 _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
-        if first:
+        if saying.ident is not None:
             saying.join()

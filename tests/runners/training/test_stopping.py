@@ -99,11 +99,12 @@ TWICE = """
 import os, signal, sys, threading, time
 import mlx.core as mx
 from runners.machine.signals import Stopped, StopSignals, to_stderr
-number, gap, computes = getattr(signal, sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "True"
+(name, _, asked), gap, computes = sys.argv[1].partition(" "), float(sys.argv[2]), sys.argv[3] == "True"
+number = getattr(signal, name)
 def send():
-    for _ in range(2):
+    for turn in range(2):
         time.sleep(gap)
-        os.kill(os.getpid(), number)
+        signals.ask(number) if asked and not turn else os.kill(os.getpid(), number)
 def say(text):
     time.sleep(0 if computes else 0.6)  # as beside other ranks
     to_stderr(text)
@@ -123,13 +124,19 @@ with StopSignals(say) as signals:
 
 @pytest.mark.parametrize(
     ("name", "gap", "ends"),
-    [("SIGINT", 0.6, True), ("SIGTERM", 0.6, True), ("SIGTERM", 0.05, False), ("SIGHUP", 0.6, False)],
+    [
+        ("SIGINT", 0.6, True),
+        ("SIGTERM", 0.6, True),
+        ("SIGTERM", 0.05, False),
+        ("SIGHUP", 0.6, False),
+        ("SIGTERM asked", 0.6, False),
+    ],
 )
 def test_a_second_signal_ends_at_once_even_within_mlx(name, gap, ends):
     """The first is answered with a line, the second ends the process though MLX is computing.
 
     What a shell or a launcher sends again is no second wish: the same moment, also if the line takes longer,
-    or another hang-up.
+    another hang-up, or the first signal of a rank that the others have asked to stop.
     """
     done = subprocess.run(
         [sys.executable, "-c", TWICE, name, str(gap), str(ends)],
