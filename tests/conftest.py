@@ -24,11 +24,16 @@ settings.register_profile(
     "ci", deadline=None, derandomize=True, database=None, max_examples=25, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
-    "campaign", deadline=None, database=None, max_examples=300, suppress_health_check=_SLOW_IS_FINE
+    "campaign",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=300,
+    suppress_health_check=_SLOW_IS_FINE,
 )
 settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
-# `ci`, the default, draws the same examples every time; HYPOTHESIS_PROFILE=dev looks for new ones, and
-# HYPOTHESIS_PROFILE=campaign, which `make campaigns` sets, for many.
+# `ci`, the default, draws the same examples every time, and `campaign`, of `make campaigns`, many more;
+# HYPOTHESIS_PROFILE=dev looks for new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 

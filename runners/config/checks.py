@@ -325,7 +325,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         if value("data.answer") == "":
             expect("data.answer", f"a column, your own reward in reward.functions, {measured}")
         else:
-            expect("reward.functions", f"at least one entry, {measured}")
+            unread = f' with answer.form = "{NONE}"' if value("answer.form") == NONE else ""
+            expect("reward.functions", f"at least one entry{unread}, {measured}")
     hint = "" if "teacher.hint" in unused else value("teacher.hint")
     if value("teacher.path") == SELF and hint == "":
         expect(

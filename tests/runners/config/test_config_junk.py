@@ -1,6 +1,6 @@
 """Configs made of junk: whatever stands in a file or after --set, nothing but a ConfigError comes of it."""
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runners.config.flat_keys import FLAT_KEYS
@@ -59,12 +59,17 @@ def test_bytes_of_any_kind_are_refused_or_taken(tmp_path_factory, data):
 
 @settings(max_examples=examples(100))
 @given(path=st.sampled_from(sorted(KEYS)), value=_VALUES)
+@example(path=("answer", "form"), value="none")
+@example(path=("data", "curriculum"), value="static")
+@example(path=("model", "adapters"), value="0")
+@example(path=("teacher", "path"), value="self")
 def test_a_bad_value_is_found_where_it_is(tmp_path_factory, path, value):
     """Whatever stands at one key: it is taken, or each line names the file and that key."""
     start = "" if path == ("model", "path") else MODEL
     file = tmp_path_factory.getbasetemp() / "one.toml"
-    faults = outcome(file, f"{start}{'.'.join(path)} = {quoted(value)}\n")
-    assert faults is None or all(line.startswith(f"{file}: {'.'.join(path)}: ") for line in faults), faults
+    name = ".".join(path)
+    faults = outcome(file, f"{start}{name} = {quoted(value)}\n") or ()
+    assert all(line.startswith(f"{file}: ") and name in line for line in faults), faults
 
 
 @settings(max_examples=examples(100))
