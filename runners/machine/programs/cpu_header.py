@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shutil
 import subprocess
 import sys
-import threading
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,8 +62,8 @@ def compile_header(platform: Platform) -> Path | None:
     text = f'#include "{include / HEADER}"\n{wide}\n'
     mark = f"{zlib.crc32(f'{real} {real.stat().st_mtime_ns} {text}'.encode()):08x}"
     whole = programs_folder() / f"{HEADER}.gch" / mark
-    # One file per thread: two that begin together each compile their own, and either is whole.
-    part = programs_folder() / f".{mark}.{os.getpid()}.{threading.get_ident()}"
+    # One file a call: those that begin together each compile their own, and each is whole.
+    part = programs_folder() / f".{mark}.{secrets.token_hex(6)}"
     try:
         if whole.exists():
             return whole
