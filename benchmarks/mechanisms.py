@@ -14,7 +14,7 @@ On a GPU 16 × 8 completions of 256 tokens in bfloat16: Qwen2.5-0.5B's shape (*0
 1,024 tokens, with LoRA; nanochat-d20's.
 *real* is the pretrained model in the folder GRPO_REAL_MODEL, whose completions end where it ends them.
 
-Not measured: saving (see `checkpoint`), quantized roles (see `quant`), bfloat16 weights, a sharded optimizer.
+Not measured: saving (see `checkpoint`), quantized roles (see `quant`) and bfloat16 weights.
 Repeated steps of the same rows do not show the gain of *few shapes*.
 """
 

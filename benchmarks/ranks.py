@@ -1,4 +1,4 @@
-"""Several devices of one host: whole steps on 1, 2 and 4 ranks, and what sharding the optimizer saves.
+"""Several devices of one host: whole steps on 1, 2 and 4 ranks.
 
 `python -m benchmarks.ranks` starts its own ranks under mlx.launch: NCCL on CUDA, ring on a CPU. Each case has
 the same work for any number of ranks, but for *same rows a rank*; efficiency is the rate over N times the
@@ -7,7 +7,7 @@ rank waits for slower ones, *reducing* the share in sums. Two ranks of a CPU sha
 asked.
 
 **What limits it.** A decoding step has a part that does not shrink with its rows, and AdamW's update is the
-same on each rank unless it is sharded.
+same on each rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from runners.ranks.rank_place import let_launcher_sleep, read_rank_place, share_
 
 EFFICIENCY = {2: 0.9, 4: 0.85}  # at least
 OVERHEAD = 1.02  # of one rank under mlx.launch, on a CPU, at most
-SHARDED = 0.45  # of the bytes of weights and optimizer, at four ranks, at most
 
 
 @attrs.frozen
@@ -82,13 +81,13 @@ def cases(quick: bool) -> list[Case]:
     return strong + [attrs.evolve(case, weak=True) for case in strong[:2]]
 
 
-def measure(case: Case, shard: bool) -> dict[str, Any]:
+def measure(case: Case) -> dict[str, Any]:
     """This process's part of the case's steps: seconds, and bytes; run by every rank."""
     import mlx.core as mx
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    from grpo_fn.learner import Sharding, deal, make_sharded_update_step, pieces_of_rank
-    from grpo_fn.trees import map_arrays, nbytes
+    from grpo_fn.learner import deal, pieces_of_rank
+    from grpo_fn.trees import map_arrays
     from runners.ranks.ranks import Ranks
 
     ranks = Ranks(read_rank_place(), timeout=600)
@@ -107,15 +106,9 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
         optimizer = g.adamw(1e-6)
         state = g.init_state(params, optimizer, key=mx.random.key(0))
         del params
-        sharding = Sharding(ranks, compute) if shard else None
-        if sharding:
-            state = sharding.shard(state)
-            update_step = make_sharded_update_step(optimizer, sharding, max_grad_norm=1.0)
-        else:
-            update_step = g.make_update_step(optimizer, max_grad_norm=1.0)
+        update_step = g.make_update_step(optimizer, max_grad_norm=1.0)
         grad_step = g.make_grad_step(policy, g.preset("grpo"))  # compiled, as in a run
         g.materialize(state)
-        held = nbytes(state.params, state.opt_state)
         rank, count = ranks.number, ranks.count
         advantages_pg = mx.random.normal((case.prompts, case.generations), key=mx.random.key(1))
         seconds: dict[str, list[float]] = {
@@ -142,9 +135,7 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
             state, stats = grad_step(state, g.split_batch(batch, max_tokens=case.micro_batch))
             g.materialize(state.accum_grads, state.accum_weight, stats)
             ranks.all_gather_object("the update")
-            if sharding is None:
-                state = g.all_reduce(state, ranks)
-            state, update = update_step(state)
+            state, update = update_step(g.all_reduce(state, ranks))
             state = g.sync_old(state)
             g.materialize(state, update)
             ended = time.perf_counter()
@@ -155,7 +146,6 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
                     seconds[name].append(value)
         found = {
             "seconds": {name: sorted(values)[len(values) // 2] for name, values in seconds.items()},
-            "held": held,
             "peak": mx.get_peak_memory(),
             "pieces_of_rank": len(pieces_of_rank(deal(batch, count), rank, count)),
         }
@@ -163,12 +153,12 @@ def measure(case: Case, shard: bool) -> dict[str, Any]:
     return {"ranks": everyone} if rank == 0 else {}
 
 
-def start(ranks: int, case: Case, shard: bool, *, launcher: bool = True) -> list[dict[str, Any]]:
+def start(ranks: int, case: Case, *, launcher: bool = True) -> list[dict[str, Any]]:
     """What each of so many processes has measured. Raises UserError where they fail."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         own = [sys.executable, "-m", "benchmarks.ranks", "--worker", str(out)]
-        own += ["--case", json.dumps(attrs.asdict(case)), *(["--shard"] if shard else [])]
+        own += ["--case", json.dumps(attrs.asdict(case))]
         transport = "nccl" if backend() == "cuda" else "ring"
         # fmt: off
         command = [
@@ -215,15 +205,15 @@ def devices() -> int:
 def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
     """One case on each number of ranks."""
     title, figures = case.name, []
-    on_gpu, base, whole = backend() == "cuda", 0.0, 0
+    on_gpu, base = backend() == "cuda", 0.0
     for count in counts:
         say(f"ranks: {title}, {count}")
         shared = case.on(count)
         tokens = shared.prompts * shared.generations * shared.new
-        found = start(count, shared, shard=False, launcher=count > 1)
+        found = start(count, shared, launcher=count > 1)
         step = max(each["seconds"]["step"] for each in found)
         name = f"{title}: {count} rank{'s' if count > 1 else ''}"
-        base, whole = base or step * count / tokens, whole or found[0]["held"]  # rank-seconds a token
+        base = base or step * count / tokens  # rank-seconds a token
         figures += [
             Figure(name=f"{name}: step", value=step, unit="s", samples=case.repeats),
             *(
@@ -244,24 +234,6 @@ def figures_of(case: Case, counts: Sequence[int], quick: bool) -> list[Figure]:
                     name=f"{name}: efficiency", value=base * tokens / (step * count), unit="x", at_least=goal
                 ),
                 *(Figure(name=f"{name}: {part}", value=share, unit="%") for part, share in shares.items()),
-            ]
-        if count > 1 and case.tune == "full" and not case.weak:
-            sharded = start(count, case, shard=True)
-            held = max(each["held"] for each in sharded)
-            step = max(each["seconds"]["step"] for each in sharded)
-            goal = SHARDED if on_gpu and count == 4 else None
-            figures += [
-                Figure(name=f"{name}, sharded: weights and optimizer", value=held / 1e6, unit="MB"),
-                Figure(
-                    name=f"{name}, sharded: of unsharded bytes", value=held / whole, unit="x", at_most=goal
-                ),
-                Figure(name=f"{name}, sharded: step", value=step, unit="s"),
-                Figure(name=f"{name}, sharded: efficiency", value=base * tokens / (step * count), unit="x"),
-                Figure(
-                    name=f"{name}, sharded: peak of a rank",
-                    value=max(e["peak"] for e in sharded) / 1e6,
-                    unit="MB",
-                ),
             ]
     return figures
 
@@ -292,7 +264,7 @@ def overhead_figures(name: str) -> list[Figure]:
     for number in range(PAIRS):
         say(f"ranks: {name}, pair {number + 1} of {PAIRS}")
         order = (True, False) if number % 2 else (False, True)
-        found = {way: start(1, QUICKSTART, shard=False, launcher=way)[0]["seconds"] for way in order}
+        found = {way: start(1, QUICKSTART, launcher=way)[0]["seconds"] for way in order}
         for part, values in ratios.items():
             values.append(found[True][part] / found[False][part])
     return [
@@ -310,15 +282,14 @@ def overhead_figures(name: str) -> list[Figure]:
 @click.command()
 @click.option("--worker", type=click.Path(path_type=Path), required=True)
 @click.option("--case", "text", required=True)
-@click.option("--shard", is_flag=True)
-def worker(worker: Path, text: str, shard: bool) -> None:
+def worker(worker: Path, text: str) -> None:
     """One rank: measures, and rank 0 writes the result."""
     let_launcher_sleep()
     place = read_rank_place()
     if place:
         share_cores(place, os.environ)
     startup.prepare()
-    found = measure(Case(**json.loads(text)), shard)
+    found = measure(Case(**json.loads(text)))
     if found:
         worker.write_text(json.dumps(found))
 

@@ -57,7 +57,7 @@ NUMBERS: dict[str, int] = {
     "merged_16_bits": 0,  # bytes of weights in 16 bits into which adapters are merged at most
     "shares_prompts": 0,  # 1: decoding over one copy of each prompt was measured as faster
     "metal_kernels": 1,  # 1: some of mlx-lm's layers use Metal kernels, which have no gradient
-    "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL), which can also scatter a sum
+    "gpu_collectives": 0,  # 1: ranks sum on the GPU (NCCL)
     "fuses_learner": 1,  # 0: the learner's compiled steps keep their operations as they are
     # Logits that the learner holds at a time, float32. A CPU wants few, near its core; a GPU many, as each
     # chunk adds to the whole gradient of the head.

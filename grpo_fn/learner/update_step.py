@@ -22,31 +22,6 @@ class UpdateStats(NamedTuple):
     skipped: mx.array  # True if loss, gradient, rate or new values were not finite, and not taken
 
 
-def norm_and_factor(
-    squares: mx.array, accum_weight: mx.array, max_grad_norm: float | None
-) -> tuple[mx.array, mx.array]:
-    """The mean gradient's norm, and the factor of every accumulated gradient that divides and clips it.
-
-    One factor for both, so that there is no second copy of the gradients.
-
-    Args:
-        squares: the sum of the accumulated gradients' squares, 0-d float32.
-        accum_weight: their denominator, 0-d.
-        max_grad_norm: see `make_update_step`.
-    """
-    weight = mx.maximum(accum_weight, 1e-30)
-    norm, factor = mx.sqrt(squares) / weight, 1 / weight
-    if max_grad_norm is not None:
-        factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-    return norm, factor
-
-
-def check_max_norm(max_grad_norm: float | None) -> None:
-    """ValueError unless the bound is positive, or None."""
-    if max_grad_norm is not None and max_grad_norm <= 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm}: expected > 0, or None for no clipping")
-
-
 def make_update_step(
     optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
 ) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
@@ -63,7 +38,8 @@ def make_update_step(
         max_grad_norm: bound on the global L2 norm; None: no clipping.
         compile: False runs the same Python eagerly.
     """
-    check_max_norm(max_grad_norm)
+    if max_grad_norm is not None and max_grad_norm <= 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm}: expected > 0, or None for no clipping")
 
     def sum_of_squares(accum_grads: Tree) -> mx.array:
         return mx.stack([sum_of(mx.square(leaf.astype(mx.float32))) for leaf in arrays_of(accum_grads)]).sum()
@@ -94,8 +70,12 @@ def make_update_step(
     step = compiled_step(apply, enabled=compile)
 
     def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
-        # Not compiled: a program for a single number would save nothing.
-        norm, factor = norm_and_factor(squares_step(state.accum_grads), state.accum_weight, max_grad_norm)
+        # Not compiled: a program for a single number would save nothing. One factor divides and clips, so
+        # that there is no second copy of the gradients.
+        weight = mx.maximum(state.accum_weight, 1e-30)
+        norm, factor = mx.sqrt(squares_step(state.accum_grads)) / weight, 1 / weight
+        if max_grad_norm is not None:
+            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
         numbers = optimizer.numbers(state.opt_state, state.update_step)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
         key = fold_in(state.key, UPDATE_ROUNDING, state.update_step)

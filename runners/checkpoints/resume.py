@@ -34,7 +34,6 @@ HARMLESS = (
     "watch",
     "stop",
     "optim.max_bad_updates",
-    "optim.shard",
     "reward.stop_if_all_fail",
     "system.memory_limit_gb",
     "system.collective_timeout",

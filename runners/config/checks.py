@@ -34,12 +34,6 @@ _GSM8K = "openai/gsm8k"
 
 # A key and its value → keys with the only value that goes with it.
 _ONLY_WITH = {
-    "optim.shard": {
-        "model.master": "float32",
-        "optim.moments": "float32",
-        "rollout.quantization": "none",
-        "loss.ref_quantization": "none",
-    },
     "data.image": {
         "model.loader": "",
         "env.factory": "",
@@ -302,8 +296,6 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             expect("loss.ref_mixup", f"1.0, or loss.ref_sync_every = 0, with {cause}")
     if value("model.adapters") and value("model.tune") == "full":
         expect("model.tune", '"lora" or "dora" with model.adapters')
-    if value("optim.shard") and mixes:
-        expect("loss.ref_mixup", "1.0 with optim.shard = true")
     unused = set()
     for (cause, only), keys in _ONLY_IF.items():
         state = value(cause)

@@ -216,7 +216,6 @@ class OptimConfig:
     num_iterations: int = key(1, "passes over one rollout", ">= 1")
     minibatches: int = key(1, "updates per pass: the rollout is cut into this many parts; at most `batch_size` × `num_generations`", ">= 1")
     max_bad_updates: int = key(10, "the run ends after this many updates in a row with numbers that are not finite; 0: never; see [faults.md](faults.md)", ">= 0")
-    shard: bool = key(False, "with several ranks: each keeps and updates its part of masters and moments; needs float32 ones, and no quantized role; see [many devices](many-devices.md#sharding-the-optimizer)")
 
 
 @attrs.frozen(kw_only=True)

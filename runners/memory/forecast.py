@@ -285,10 +285,7 @@ def gradient_phase(config: Config, sizes: ModelSizes, batch: Shape, accumulates:
 def _update(sizes: ModelSizes, lags: bool) -> Phase:
     """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
     weights, gradients = sizes.weights + (sizes.rollout if lags else 0), sizes.gradients
-    if sizes.sharded:  # a part of the summed gradients, new masters and moments, and the gathered weights
-        new = 4 * FLOAT * sizes.trained / sizes.ranks + sizes.trained * sizes.compute
-    else:
-        ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
-        new = (UPDATED + RANDOM_BITS * sizes.rounding) * ahead
-        gradients += sizes.gradients if sizes.ranks > 1 else 0  # their sums over the ranks
+    ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
+    new = (UPDATED + RANDOM_BITS * sizes.rounding) * ahead
+    gradients += sizes.gradients if sizes.ranks > 1 else 0  # their sums over the ranks
     return Phase(weights, sizes.moments + gradients + new)

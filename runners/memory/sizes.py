@@ -58,7 +58,6 @@ class ModelSizes:
     decoding: int  # weights that are made for each rollout: `decode_weights`
     rounding: bool  # whether updates of masters are rounded at random
     ranks: int  # number of ranks of the run
-    sharded: bool  # whether masters and moments are split over the ranks
 
     @property
     def gradients(self) -> int:
@@ -98,8 +97,6 @@ def model_sizes(
     patch_layers(module)
     trained, frozen = split_leaves(module)
     count, master = sum(leaf.size for leaf in trained.values()), getattr(mx, settings.master).size
-    sharded = config.optim.shard and ranks > 1
-    part = ranks if sharded else 1
 
     def role(
         name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int, budget: float = 0.0
@@ -110,7 +107,7 @@ def model_sizes(
             return _packed_bytes(config, module, leaves, compute, name, budget)
         return sum(leaf.size for leaf in leaves.values()) * compute.size
 
-    weights = count * master // part + (count * compute.size if sharded else 0) + _in_dtype(frozen, compute)
+    weights = count * master + _in_dtype(frozen, compute)
     weights += tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0
     weights += role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0
     weights += _calibration_bytes(config, module)
@@ -134,8 +131,8 @@ def model_sizes(
         dtype=str(compute).removeprefix("mlx.core."),
         compute=compute.size,
         weights=weights,
-        moments=2 * count * getattr(mx, config.optim.moments).size // part,
-        copy=0 if sharded or compute.size == master else count * compute.size,
+        moments=2 * count * getattr(mx, config.optim.moments).size,
+        copy=0 if compute.size == master else count * compute.size,
         rollout=role(
             rollout.quantization,
             rollout.storage,
@@ -146,7 +143,6 @@ def model_sizes(
         decoding=0 if packed else decode_weights_bytes(module, compute),
         rounding=master < FLOAT,
         ranks=ranks,
-        sharded=sharded,
     )
 
 

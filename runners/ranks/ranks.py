@@ -85,10 +85,6 @@ class Ranks:
         """See `Collectives`."""
         return self._reduced("the gathering of weights", "all_gather", x)
 
-    def sum_scatter(self, x: mx.array) -> mx.array:
-        """See `Collectives`."""
-        return self._reduced("the sum of gradients", "sum_scatter", x)
-
     def _reduced(self, what: str, name: str, x: mx.array) -> mx.array:
         wire = self._wire
         return x if wire is None else wire.reduce(what, getattr(wire.collectives, name), x)

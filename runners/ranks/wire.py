@@ -203,7 +203,7 @@ def connect(place: RankPlace, timeout: float, signals: StopSignals) -> tuple[Wir
         raise UserError(f"{watchdog.name} cannot join the others: {error}") from error
     watchdog.ends()
     on_cuda = place.backend == "nccl"
-    collectives = MlxCollectives(group, None if on_cuda else mx.Device(mx.cpu), scatters=on_cuda)
+    collectives = MlxCollectives(group, None if on_cuda else mx.Device(mx.cpu))
     wire = Wire(collectives, watchdog)
     return wire, _introduce(wire, place)
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.optimizers import join_schedules
 
 import grpo_fn as g
-from grpo_fn.learner import Sharding, can_share, make_sharded_update_step
+from grpo_fn.learner import can_share
 from grpo_fn.policy import (
     QuantizedRole,
     check_replay,
@@ -17,7 +17,7 @@ from grpo_fn.policy import (
     experts_per_token,
     is_quantized,
 )
-from grpo_fn.trees import Tree, map_arrays
+from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength
 from runners.engines.engine import Advance
@@ -37,7 +37,6 @@ from runners.models.role_quantization import (
     make_quantized_role,
     unfit_notice,
 )
-from runners.ranks.ranks import Ranks
 from runners.training.teacher import Grader, make_grader
 from runners.tuning.model_check import check_model
 
@@ -64,8 +63,6 @@ class Learner:
     share_prompts: bool  # whether a group's prompt is computed once
     grader: Grader | None = None  # the teacher; None: there is none
     notices: tuple[str, ...] = ()
-    sharding: Sharding | None = None  # None: each rank has all of the state
-    outline: g.TrainState | None = None  # the shapes of the whole first state if it is sharded, as zeros
 
 
 def build_learner(
@@ -74,15 +71,13 @@ def build_learner(
     loaded: LoadedModel,
     length: RunLength,
     platform: Platform,
-    ranks: Ranks | None = None,
     prompts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
     advance: Advance | None = None,
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
 
-    With several `ranks` and optim.shard the state is this rank's part. With `prompts`, token ids of the run,
-    the model is checked on them: see `check_model`.
+    With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
     """
     rollout, share_prompts = config.rollout, _shares_prompts(config, loaded, platform)
     _check_routers(config, loaded)
@@ -131,17 +126,7 @@ def build_learner(
         key=mx.random.key(config.run.seed),
         ref_params=ref_params if spec.beta > 0 else None,
     )
-    sharding, outline = None, None
-    if config.optim.shard and ranks is not None and not ranks.is_alone:
-        sharding, outline = Sharding(ranks, loaded.compute_dtype), map_arrays(_zeros, state)
-        state = sharding.shard(state)
     bound = config.optim.max_grad_norm or None  # 0 does not clip
-    if sharding is None:
-        update_step = g.make_update_step(optimizer, max_grad_norm=bound, compile=compile_steps)
-    else:
-        update_step = make_sharded_update_step(
-            optimizer, sharding, max_grad_norm=bound, compile=compile_steps
-        )
     return Learner(
         policy=policy,
         engine=LocalEngine(
@@ -169,7 +154,7 @@ def build_learner(
             teacher=None if grader is None else grader.teacher,
             compile=compile_steps,
         ),
-        update_step=update_step,
+        update_step=g.make_update_step(optimizer, max_grad_norm=bound, compile=compile_steps),
         logprob_step=g.make_logprob_step(policy, temperature=rollout.temperature, compile=compile_steps),
         sft_step=g.make_sft_step(policy, router_aux_coef=config.loss.router_aux_coef, compile=compile_steps),
         gold_logprob_step=g.make_logprob_step(policy, compile=compile_steps),
@@ -177,8 +162,6 @@ def build_learner(
         share_prompts=share_prompts,
         grader=grader,
         notices=tuple(notices),
-        sharding=sharding,
-        outline=outline,
     )
 
 
@@ -214,11 +197,6 @@ def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
         weight_decay=optim.weight_decay,
         moment_dtype=getattr(mx, optim.moments),
     )
-
-
-def _zeros(array: mx.array) -> mx.array:
-    """An array of that shape and dtype that takes no memory."""
-    return mx.broadcast_to(mx.array(0, array.dtype), array.shape)
 
 
 def _policy(loaded: LoadedModel) -> g.Policy:

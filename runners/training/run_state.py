@@ -182,19 +182,13 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         )
     train, trees = load_trees(origin.folder)
     state = restore_state(origin.facts.loop, trees, train, f"{origin.folder / TRAINER_STATE}: loop")
-    first, file = run.learner.outline or run.learner.state, origin.folder / STATE_FILE
+    first, file = run.learner.state, origin.folder / STATE_FILE
     assert first is not None
     for name in ("params", "opt_state", "accum_grads", "accum_weight", "step", "update_step", "key"):
         if _shape(getattr(first, name)) != _shape(getattr(train, name)):
             raise UserError(f"{file}: {name} is of another model, or of another model.tune")
-    if changed:
-        if run.learner.sharding is not None and (train.ref_params is None) != (first.ref_params is None):
-            raise UserError(
-                f"{origin.folder}: loss.beta adds or removes the reference, which is not possible with "
-                "optim.shard = true"
-            )
-        if train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params):
-            train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
+    if changed and (train.ref_params is None or _shape(train.ref_params) != _shape(first.ref_params)):
+        train = attrs.evolve(train, ref_params=first.ref_params)  # in the precision of this config
     if train.old_params is None:  # saved within an update, when the sampler's weights were given up
         train = g.sync_old(train)
     known = [_shape(first.params), _shape(first.ref_params)]
@@ -288,5 +282,4 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
         state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")
-    sharding = run.learner.sharding
-    return state if sharding is None else attrs.evolve(state, train=sharding.shard(state.train))
+    return state

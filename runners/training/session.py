@@ -98,9 +98,8 @@ class Session:
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
         with self.ranks.committing("the checkpoint"):
-            whole = self.steps.whole(self.state)
             if self.ranks.is_rank_zero:
-                self._write(whole, why, strict)
+                self._write(self.state.train, why, strict)
             if strict:
                 # A rank that ends earlier would end the others too.
                 self.ranks.all_gather_object("the save")

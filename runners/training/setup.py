@@ -141,7 +141,7 @@ def build_run(
     if decided is not None:
         config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
+    learner = build_learner(config, spec, loaded, length, platform, first, say, advance)
     if learner.grader is not None:
         prompts = [example.tokens for example in (*data.train, *data.gold)]
         limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions

@@ -189,9 +189,7 @@ class TrainSteps:
         assert state is not None
         train, state = state.train, attrs.evolve(state, train=None)
         with self.times.timing("update"), self.ranks.moving_arrays():
-            if self.run.learner.sharding is None:
-                train = all_reduce(train, self.ranks)
-            train, update = self.run.learner.update_step(train)
+            train, update = self.run.learner.update_step(all_reduce(train, self.ranks))
             g.materialize(train, update)
         stats = g.merge_stats(sums.stats)
         drawn_as = {tally.quantization for tally in state.tallies}
@@ -286,16 +284,6 @@ class TrainSteps:
         rows = [counted[n * len(counted) // few] for n in range(few)]
         stats = routing_stats(policy, state.train.params, take_rows(batch, rows))
         return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
-
-    def whole(self, state: RunState) -> g.TrainState:
-        """The TrainState as a single rank would have it. All ranks must call it."""
-        sharding = self.run.learner.sharding
-        if sharding is None:
-            return state.train
-        with self.ranks.committing("the whole state"), self.ranks.moving_arrays():
-            whole = sharding.whole(state.train)
-            g.materialize(whole)
-        return whole
 
     def _syncs(self, state: RunState) -> bool:
         """Whether the sampler takes the learner's weights after this update."""

@@ -51,8 +51,7 @@ def gold_experience(examples: Sequence[Example], vision: VisionPart | None = Non
 
 def begin_grpo(train: g.TrainState, reference: QuantizedRole | None) -> g.TrainState:
     """After the last supervised update: new moments, and a reference at these weights, rounded if it is."""
-    masters = {name: train.opt_state[name] for name in ("masters",) if name in train.opt_state}  # of shards
-    train = attrs.evolve(train, opt_state=tree_map(mx.zeros_like, train.opt_state) | masters)
+    train = attrs.evolve(train, opt_state=tree_map(mx.zeros_like, train.opt_state))
     if train.ref_params is None:
         return train
     return g.sync_ref(train, transform=reference and reference.transform)

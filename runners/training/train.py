@@ -136,7 +136,7 @@ def finish(session: Session) -> RunResult:
     if state.evaluated_at != state.update:
         evaluate(session, "at the end")
     session.shown.status("saving the final model")
-    whole = session.steps.whole(session.state)
+    whole = session.state.train
     final, scores = session.save_final(whole), session.state.scores
     first = scores[0] if session.config.eval.at_start and scores else None
     show_summary(session, final)

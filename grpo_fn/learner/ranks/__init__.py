@@ -1,1 +1,1 @@
-"""Several ranks together: sums of gradients, distribution of rows, the optimizer in parts."""
+"""Several ranks together: sums of gradients, distribution of rows."""

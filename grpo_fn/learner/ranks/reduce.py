@@ -114,10 +114,6 @@ class Collectives(Protocol):
         """All ranks' [n] as [N·n], in the order of the ranks, computed."""
         ...
 
-    def sum_scatter(self, x: mx.array) -> mx.array:
-        """This rank's part [n] of the sum [N·n] of all ranks' arrays, computed."""
-        ...
-
 
 @attrs.frozen(eq=False)
 class MlxCollectives:
@@ -129,7 +125,6 @@ class MlxCollectives:
 
     group: mx.distributed.Group
     stream: mx.Stream | mx.Device | None = None  # None: the default one
-    scatters: bool = False  # whether the backend has `sum_scatter`; ring does not
 
     def rank(self) -> int:
         return self.group.rank()
@@ -142,16 +137,6 @@ class MlxCollectives:
 
     def all_gather(self, x: mx.array) -> mx.array:
         return self._computed(mx.distributed.all_gather, x)
-
-    def sum_scatter(self, x: mx.array) -> mx.array:
-        """See `Collectives.sum_scatter`: a sum and a slice if the backend has nothing better."""
-        if self.scatters:
-            return self._computed(mx.distributed.sum_scatter, x)
-        size = x.shape[0] // self.size()
-        # A copy: a slice alone would keep the whole sum in memory.
-        part = mx.contiguous(self.all_sum(x)[self.rank() * size : (self.rank() + 1) * size])
-        mx.eval(part)
-        return part
 
     def _computed(self, operation: Callable[..., mx.array], x: mx.array) -> mx.array:
         mx.eval(x)
@@ -167,8 +152,7 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
     """
     if not isinstance(group, mx.distributed.Group):
         return cast(Collectives, group)
-    on_gpu = bool(number("gpu_collectives"))
-    return MlxCollectives(group, None if on_gpu else cast(mx.Device, mx.cpu), scatters=on_gpu)
+    return MlxCollectives(group, None if number("gpu_collectives") else cast(mx.Device, mx.cpu))
 
 
 def all_reduce(

@@ -102,10 +102,6 @@ def faults(tmp_path, monkeypatch):
         ('stop.when = ["klx > 1"]', 'found "klx > 1"; did you mean kl?'),
         ('stop.when = ["qqqq > 1"]', "expected a number of the log such as em, reward, kl or entropy, found"),
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
-        (
-            "optim.shard = true\nmodel.master = 'bfloat16'",
-            'expected "float32" with optim.shard = true, found',
-        ),
         ("data.image = 'p'\nenv.factory = 'calculator'", 'expected "" with data.image = "p", found "calc'),
         ("data.image = 'p'\nloss.router_aux_coef = 0.1", 'expected 0.0 with data.image = "p", found 0.1'),
         (

@@ -7,8 +7,6 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-import grpo_fn as g
-from grpo_fn.learner import Sharding
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
 from runners import cli
@@ -124,35 +122,6 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
         with decode_weights(module):
             after = named_leaves(module.parameters()).values()
             assert found.decoding == nbytes([leaf for leaf in after if id(leaf) not in before])
-
-
-class Peer:
-    """One of several ranks that never meet: enough to cut a state."""
-
-    def __init__(self, rank, size):
-        """Rank `rank` of `size`."""
-        self.rank, self.size = lambda: rank, lambda: size
-
-
-@pytest.mark.parametrize(
-    ("ranks", "overrides", "model"),
-    [(2, [], {}), (4, ["model.dtype=bfloat16"], {"tie": False}), (4, ['model.tune="lora"'], {})],
-    ids=["float32", "bfloat16", "lora"],
-)
-def test_the_plan_for_ranks_is_what_a_sharded_state_holds(config, grpo_plan, ranks, overrides, model):
-    """`grpo plan --ranks N`: weights and moments of each rank's real state; padding may add some numbers."""
-    checked = config("optim.shard=true", *overrides, **model)
-    result = grpo_plan("optim.shard=true", *overrides, options=["--json", "--ranks", str(ranks)])
-    facts = json.loads(result.stdout)
-    assert facts["ranks"] == ranks
-    loaded = load_model(checked.model, CPU)
-    policy = g.Policy.from_module(loaded.module, compute_dtype=loaded.compute_dtype)
-    whole = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    for rank in range(ranks):
-        state = Sharding(Peer(rank, ranks), loaded.compute_dtype).shard(whole)
-        masters = nbytes(state.params, state.opt_state["masters"])
-        held = masters + nbytes(state.opt_state["moments"], loaded.frozen)
-        assert facts["floor"] - 4 * facts["parameters_trained"] == pytest.approx(held, abs=12 * ranks + 4)
 
 
 def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):

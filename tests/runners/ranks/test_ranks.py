@@ -5,7 +5,6 @@ import re
 import shutil
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -86,24 +85,14 @@ def test_three_ranks_train_as_one(one, three):
     assert 0 <= last["ranks/slowest"] < 3
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks_and_shards(one, three):
-    """Saved by three ranks, gone on with by two whose optimizer is sharded: the same end, to rounding."""
-    config = write(
-        one.parents[1], "three", optim={"batch_size": 5, "max_steps": 3, "learning_rate": 3e-4, "shard": True}
-    )
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(one, three):
+    """Saved by three ranks, gone on with by two: the same end, to rounding."""
+    config = write(one.parents[1], "three", optim={"batch_size": 5, "max_steps": 3, "learning_rate": 3e-4})
     before = shutil.copytree(three / "final", three / "before")
     done = launch(2, config, "--resume", str(three / "checkpoint-1"))
     assert "resuming from" in done.stdout, done.stdout
     assert_same_weights(three / "final", before, MODEL_DIR)
     assert (three / "checkpoint-2.aside").is_dir()
-    # What two sharded ranks save is a whole state.
-    first, second = (
-        mx.load(str(folder / "optimizer.safetensors"))
-        for folder in (one / "checkpoint-3", three / "checkpoint-3")
-    )
-    assert {name: leaf.shape for name, leaf in first.items()} == {
-        name: leaf.shape for name, leaf in second.items()
-    }
 
 
 def test_a_killed_rank_ends_all_with_its_name(one):

@@ -2,24 +2,19 @@
 
 import json
 
-import attrs
 import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from grpo_fn.learner import Sharding
-from grpo_fn.trees import arrays_of, map_arrays, named_leaves
+from grpo_fn.trees import arrays_of, named_leaves
 from runners.checkpoints.state_files import load_trees
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
-from runners.training.supervised import begin_grpo
 from runners.training.train import run_training
 from tests.support.commands import grpo
-from tests.support.ranks.rank_threads import on_ranks
 from tests.support.resuming import config_in, lines_of, straight_run
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_policies import same_tree, tiny_policy
 from tests.support.tiny_runs import small
 
 SUPERVISED = ("sft.updates=3", "sft.learning_rate=1e-3", "rollout.max_new_tokens=44", "eval.every=0")
@@ -74,21 +69,6 @@ def test_grpo_begins_anew_after_the_supervised_updates():
     assert log[3]["kl"] == pytest.approx(0, abs=1e-6) and log[3]["ratio/mean"] == pytest.approx(1)
     drawn = lines_of(result.folder / "completions.jsonl")
     assert {line["batch_step"] for line in drawn} == {4, 5, 6, 7}
-
-
-def test_sharded_moments_begin_anew_and_masters_stay():
-    """What a rank holds of the masters is in the optimizer's state too."""
-
-    def act(group):
-        policy, sharding = tiny_policy(), Sharding(group, mx.float32)
-        state = sharding.shard(g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0)))
-        ones = map_arrays(mx.ones_like, state.opt_state["moments"])
-        learned = attrs.evolve(state, opt_state={**state.opt_state, "moments": ones})
-        whole = sharding.whole(begin_grpo(learned, None))
-        return same_tree(whole.params, policy.params), [mx.any(x).item() for x in arrays_of(whole.opt_state)]
-
-    for kept, moments in on_ranks(2, act):
-        assert kept and not any(moments)
 
 
 def test_grpo_sft_learns_conversations_without_answers(tmp_path, monkeypatch):

@@ -32,14 +32,7 @@ class ThreadRanks:
         return mx.array(sum(self._exchange("all_sum", x)[1:], start=self._latest[0]))
 
     def all_gather(self, x: mx.array) -> mx.array:
-        if x.dtype == mx.bfloat16:
-            return mx.array(np.concatenate(self._exchange("all_gather", x.view(mx.uint16)))).view(mx.bfloat16)
         return mx.array(np.concatenate(self._exchange("all_gather", x)))
-
-    def sum_scatter(self, x: mx.array) -> mx.array:
-        parts = self._exchange("sum_scatter", x)
-        size = x.shape[0] // self.size()
-        return mx.array(sum(parts[1:], start=parts[0])[self._rank * size : (self._rank + 1) * size])
 
     def _exchange(self, name: str, x: mx.array) -> list[np.ndarray]:
         self.calls.append((name, x.size))

@@ -7,17 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
-from grpo_fn.learner import (
-    Sharding,
-    all_reduce,
-    deal,
-    make_sharded_update_step,
-    pieces_of_rank,
-    share,
-)
+from grpo_fn.learner import all_reduce, deal, pieces_of_rank, share
 from grpo_fn.learner.ranks.reduce import buckets
 from grpo_fn.trees import arrays_of, materialize
-from tests.support.closeness import assert_same_figures, assert_same_gradients, assert_same_weights
+from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.ranks.rank_threads import on_ranks
 from tests.support.tiny_policies import same_tree, tiny_policy
@@ -34,16 +27,6 @@ def states_of(policy, spec, batch, ranks, *, max_tokens=60):
         materialize(state, stats)
         found.append((state, stats))
     return found
-
-
-def with_moments(policy):
-    """A state whose moments are not zero: those of one update."""
-    batch = near_policy(make_batch(prompts=(3, 5)), policy)
-    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), batch)
-    state = attrs.evolve(state, opt_state=OPTIMIZER.init(state.params))
-    state, _ = g.make_update_step(OPTIMIZER, compile=False)(state)
-    materialize(state)
-    return state
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -147,76 +130,3 @@ def test_shared_arrays_are_rank_zeros_bit_for_bit():
         for left, right in zip(arrays_of(tree), arrays_of(found), strict=True):
             assert left.dtype == right.dtype
             assert bytes(memoryview(left)) == bytes(memoryview(right))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_sharded_update_is_an_update(ranks):
-    """Masters and moments in parts: the same weights and moments to rounding, equal on all ranks."""
-    policy = tiny_policy("llama-untied")
-    start = with_moments(policy)
-    whole = near_policy(make_batch(prompts=(4, 2, 7), zeros=True), policy)
-    grad_step = grad_step_of(policy, SPECS["grpo"], compile=False)
-    pieces = [p for part in deal(whole, ranks) for p in g.split_batch(part, max_tokens=60)]
-    update = g.make_update_step(OPTIMIZER, max_grad_norm=0.1, compile=False)
-    want, want_stats = update(grad_step(start, whole)[0])
-    own = [grad_step(start, pieces_of_rank(pieces, rank, ranks))[0] for rank in range(ranks)]
-    materialize(want, want_stats, own)
-
-    def act(group):
-        sharding = Sharding(group, None, bucket_bytes=2048)
-        step = make_sharded_update_step(OPTIMIZER, sharding, max_grad_norm=0.1, compile=False)
-        state = sharding.shard(start)
-        held = sum(leaf.size for leaf in arrays_of(state.opt_state))
-        mine = own[group.rank()]
-        state, stats = step(attrs.evolve(state, accum_grads=mine.accum_grads, accum_weight=mine.accum_weight))
-        back = sharding.whole(state)
-        materialize(state, back, stats)
-        return held, state, back, stats
-
-    size = sum(leaf.size for leaf in arrays_of(start.params))
-    results = on_ranks(ranks, act)
-    for held, state, back, stats in results:
-        assert held <= 3 * (size / ranks + 100)
-        assert same_tree(state.params, results[0][1].params)
-        assert same_tree(back.params, state.params)
-        assert_same_weights(back.params, want.params, start.params)
-        assert_same_gradients(back.opt_state, want.opt_state)
-        assert_same_figures(stats, want_stats)
-        assert not stats.skipped.item()
-    assert not same_tree(results[0][2].old_params, results[0][2].params)  # not synced since
-
-
-def test_sharding_and_back_is_the_same_state():
-    """A whole state goes through its shards bit for bit; roles that were the policy's weights stay so."""
-    start = with_moments(tiny_policy("llama-untied"))
-    start = attrs.evolve(start, old_params=start.params, ref_params=None)
-    for back in on_ranks(3, lambda group: (s := Sharding(group)).whole(s.shard(start))):
-        assert same_tree(back.params, start.params)
-        assert same_tree(back.opt_state, start.opt_state)
-        assert back.old_params is back.params
-
-
-def test_bfloat16_masters_are_not_sharded():
-    """Their rounding draws by leaf, which parts do not have."""
-    state = g.init_state({"w": mx.ones(4, mx.bfloat16)}, OPTIMIZER, key=mx.random.key(0))
-    materialize(state)
-    with pytest.raises(ValueError, match="bfloat16 is not sharded"):
-        on_ranks(2, lambda group: Sharding(group).shard(state))
-
-
-def test_a_sharded_update_is_skipped_on_all_ranks():
-    """A gradient that is not finite on one rank: all keep what they have."""
-    start = with_moments(tiny_policy("llama-untied"))
-
-    def act(group):
-        sharding = Sharding(group)
-        state = sharding.shard(start)
-        if group.rank() == 1:
-            state = attrs.evolve(state, accum_weight=mx.array(mx.nan))
-        after, stats = make_sharded_update_step(OPTIMIZER, sharding, compile=False)(state)
-        return state, after, stats
-
-    for before, after, stats in on_ranks(2, act):
-        assert stats.skipped.item()
-        assert same_tree(before.params, after.params)
-        assert same_tree(before.opt_state, after.opt_state)
