@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runners.checkpoints.run_folder import checkpoint_folders
+from tests.support.processes.waiting import wait_until
 from tests.support.processes.warm_process import Popen, run
 from tests.support.resuming import LETTERS, TINY, _model, outcome
 from tests.support.tiny_runs import PROBLEMS
@@ -25,37 +26,24 @@ PACE = [
     "log.report=true",
     "answer.form=exact",
 ]
-LOOP = "runners.training.evaluation:"
+EVALUATION = "runners.training.evaluation:evaluate_on_ranks"
 STAGES = {
     # name: function, its call, seconds in it, batch steps that are saved then
     "the config": ("runners.config.loading:load_config", 1, LONG, 0),
-    "the data": ("runners.training.setup:load_rows", 1, LONG, 0),
-    "the tokenizer's check": ("runners.tokenization.tokenizer_check:_digest", 1, LONG, 0),
     "the model's load": ("runners.training.setup:load_model", 1, LONG, 0),
-    "the model's check": ("runners.training.learner:check_model", 1, LONG, 0),
-    "the forecast": ("runners.training.setup:memory_outlook", 1, LONG, 0),
-    "the folder's clearing": ("runners.training.start:clear", 1, LONG, 0),
-    "the evaluation before training": (LOOP + "evaluate_on_ranks", 1, LONG, 0),
+    "the evaluation before training": (EVALUATION, 1, LONG, 0),
     "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 3, LONG, 0),
     "a rollout": ("runners.training.rollout:Collector.collect", 2, LONG, 1),
-    "a completion's text": ("runners.tokenization.text:TextDecoder.decode", 22, LONG, 1),
-    "a reward": ("runners.rewards.scoring:Scorer.score", 3, LONG, 1),
     "a reward's answer": ("runners.user_code.calls:Calls.collect", 3, LONG, 1),
-    "its batch": ("runners.training.steps:TrainSteps.cut", 2, LONG, 1),
     "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
     "the learner": ("runners.training.gradients:MicroBatches.gradients", 1, LONG, 2),
-    "an update": ("runners.training.steps:all_reduce", 1, SHORT, 2),
-    "the log": ("runners.telemetry.log:MetricsLog.log", 2, SHORT, 2),
-    "an evaluation": (LOOP + "evaluate_on_ranks", 2, LONG, 2),
-    "its scoring": ("runners.answers.forms:AnswerForm.agree", 3, LONG, 2),
     "the writing of a checkpoint": ("runners.training.session:write_checkpoint", 1, SHORT, 2),
-    "the evaluation at the end": (LOOP + "evaluate_on_ranks", 3, LONG, 3),
+    "the evaluation at the end": (EVALUATION, 3, LONG, 3),
     "the final model": ("runners.training.session:save_final", 1, LONG, 3),
     "the report": ("runners.report.end_report:write_report", 1, LONG, None),
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CASES = [(name, SIGNALS[number % 3]) for number, name in enumerate(STAGES)]
-CASES += [(name, number) for name in ("the model's load", "a reward", "the learner") for number in SIGNALS]
 
 
 @pytest.fixture(scope="module")
@@ -83,19 +71,6 @@ def environment(folder, name):
     return {**os.environ, "PYTHONPATH": str(ROOT), "GRPO_FN_CACHE": str(folder / f"{name}-cache")}
 
 
-def stopped(process, number, reached):
-    """Sends the signal once `reached()`; the seconds to the end."""
-    latest = time.monotonic() + 300
-    while not reached():
-        assert process.poll() is None and time.monotonic() < latest, "the stage did not come"
-        time.sleep(0.005)
-    time.sleep(0.05)
-    started = time.monotonic()
-    process.send_signal(number)
-    process.wait(120)
-    return time.monotonic() - started
-
-
 @pytest.mark.parametrize(("stage", "number"), CASES, ids=[f"{n}-{s.name}" for n, s in CASES])
 def test_a_signal_in(place, stage, number, request):
     """The process ends with 128 + the signal, has saved its last finished step once, and says how to go on.
@@ -109,11 +84,14 @@ def test_a_signal_in(place, stage, number, request):
     with open(place / f"{name}.out", "w+") as out:
         options = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT}
         process = Popen(words, env=environment(place, name), **options)
-        took = stopped(process, number, there.exists)
+        wait_until(there.exists, process)
+        started = time.monotonic()
+        process.send_signal(number)
+        process.wait(120)
+        took = time.monotonic() - started
         out.seek(0)
         lines = [line for line in out.read().splitlines() if line]
     shown = "\n".join(lines)
-    print(f"{stage}, {number.name}: {took:.2f} s")
     assert process.returncode == 128 + number, shown
     assert "Traceback" not in shown and took < 60, shown
     folder = place / name / "tiny"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiktoken
 
 from runners.data.rendering import render
 from runners.data.row_files import MAX_ROW, read_file
@@ -149,11 +150,11 @@ def test_a_command_ends_with_a_line_for_a_tokenizer_that_panics(folder):
 
 def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
     """tiktoken gives up and says so."""
-    from tests.campaigns import fuzz
-
-    folder = make_nanochat_folder(tmp_path / "model")
-    state = {**fuzz._STATE, "pat_str": r"((a+)+)+(?!a)b|."}
-    (folder / "tokenizer.pkl").write_bytes(fuzz._pickled(state, 4))
+    ranks = {bytes([i]): i for i in range(256)}
+    encoding = tiktoken.Encoding(
+        "n", pat_str=r"((a+)+)+(?!a)b|.", mergeable_ranks=ranks, special_tokens={"<|bos|>": 256}
+    )
+    folder = make_nanochat_folder(tmp_path / "model", encoding)
     with pytest.raises(UserError, match="the tokenizer fails on a text: Regex error"):
         load_tokenizer(folder)
 

@@ -1,0 +1,245 @@
+"""SIGKILL at random instants, mostly while something is saved: nothing may be lost, nothing may differ.
+
+`python -m tests.campaigns.kills --kills 1000` starts `grpo-run --resume` under `mlx.launch`, kills a random
+rank, and looks after each kill at what lies there: all ranks have ended, every checkpoint is whole and equal
+to the one of a run that nobody killed, and the logs are the beginning of that run's. In the end the run has
+that one's weights, logs and completions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import click
+
+import grpo_fn  # noqa: F401 (before MLX)
+from runners.checkpoints.manifest import check_manifest
+from runners.checkpoints.run_folder import checkpoint_folders
+from runners.errors import UserError
+from runners.files.durable import NEW, PREFIX
+from tests.support.ranks.launching import Launched, begin, is_running
+from tests.support.resuming import LETTERS, embedded_config, outcome, saved, without_noise
+from tests.support.tiny_models import make_model_folder
+
+SAVING = 0.7  # share of the kills that wait for a save
+PATIENCE = 600.0  # seconds for a run to come to its moment
+SECONDS = 30.0  # from a kill to the end of the last rank, at most
+COMMON = ["optim.max_steps=10", "checkpoint.every=1", "eval.every=3", "rollout.max_new_tokens=10"]
+ON_RANKS = [
+    "optim.max_steps=6",
+    "optim.gradient_accumulation_steps=2",
+    "eval.every=0",
+    "rollout.max_batch=64",
+]
+KINDS = {  # ranks, settings
+    "full": (1, ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"]),
+    "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
+    "quantized": (
+        1,
+        [
+            "rollout.quantization=affine-4",
+            "rollout.storage=packed",
+            "loss.sync_every=2",
+            "loss.correction=token_truncate",
+        ],
+    ),
+    "experts": (
+        1,
+        [
+            "model.path=mixtral",  # beside the config
+            "loss.router_replay=true",
+            "data.curriculum=adaptive",
+            "data.pass_reward=0.5",
+            "rollout.first_stage=2",
+        ],
+    ),
+    "2 ranks": (2, ON_RANKS),
+    "3 ranks": (3, ON_RANKS),
+}
+PRUNED = ["checkpoint.keep_last=2", "checkpoint.keep_best=1"]  # so that checkpoints are removed, too
+
+
+@attrs.define
+class Tally:
+    """What was seen."""
+
+    kills: int = 0
+    while_saving: int = 0
+    runs: int = 0  # brought to their end
+    problems: list[str] = attrs.field(factory=list)
+
+
+class Harness:
+    """Runs of one kind: the straight one, and those that are killed."""
+
+    def __init__(self, kind: str, folder: Path, chance: random.Random) -> None:
+        """Makes the straight run in `folder`."""
+        self.kind, self.folder, self.chance = kind, folder, chance
+        self.ranks, self.settings = KINDS[kind]
+        folder.mkdir(parents=True)
+        (folder / "letters.py").write_text(LETTERS)
+        (folder / "train.toml").write_text(embedded_config(folder))
+        make_model_folder(folder / "mixtral", "mixtral")
+        straight = self.folder / "straight/tiny"
+        started, saving = time.monotonic(), 0.0
+        run = self.start("straight", [])
+        while run.process.poll() is None:  # two samples a millisecond of whether it is saving
+            saving += 0.0005 * is_saving(straight)
+            time.sleep(0.0005)
+        self.seconds = time.monotonic() - started
+        if not (straight / "final").is_dir():
+            raise RuntimeError(f"the straight run did not end: {run.end()[-2000:]}")
+        run.end()
+        self.saved = {step: comparable(path) for step, path in checkpoint_folders(straight).items()}
+        self.save_seconds = saving / len(self.saved)
+        self.outcome = outcome(straight)
+
+    def run(self, name: str, kills: int, tally: Tally) -> None:
+        """One run that is killed up to `kills` times, and then left to end."""
+        target = self.folder / name / "tiny"
+        for _ in range(kills):
+            run = self.start(name, PRUNED)
+            rank = self.chance.randrange(self.ranks)
+            if not self.wait_for_moment(run, target) or not (pid := run.pid(rank)) or not is_running(pid):
+                run.end()
+                break
+            tally.while_saving += is_saving(target)
+            problems = [*self.strike(run, pid), *self.look(target)]
+            tally.kills += 1
+            tally.problems += [f"{self.kind}, {name}, kill {tally.kills}: {each}" for each in problems]
+        said = self.start(name, PRUNED).end(PATIENCE)
+        if not (target / "final").is_dir():
+            tally.problems.append(f"{self.kind}, {name}: lost: {said[-1000:]}")
+            return
+        tally.runs += 1
+        found = outcome(target)
+        problems = [f"{key} differs" for key in found if found[key] != self.outcome[key]]
+        problems += self.look(target)
+        problems += [f"left behind: {path}" for path in target.glob(f"{PREFIX}*") if any(path.iterdir())]
+        tally.problems += [f"{self.kind}, {name}: {each}" for each in problems]
+
+    def start(self, name: str, more: list[str]) -> Launched:
+        """The run of this name, from where it is."""
+        settings = [f"run.output_dir={self.folder / name}", *COMMON, *self.settings, *more]
+        words = [word for setting in settings for word in ("--set", setting)]
+        options = [str(self.folder / "train.toml"), "--resume", *words]
+        cache = str(self.folder / "cache")
+        return begin(self.ranks, self.folder / f"{name}-ranks", options, GRPO_FN_CACHE=cache)
+
+    def wait_for_moment(self, run: Launched, target: Path) -> bool:
+        """Waits for a random moment; False where the run ended before it came."""
+
+        def comes(holds: Callable[[], bool]) -> bool:
+            return run.wait_until(holds, PATIENCE)
+
+        if self.chance.random() < SAVING:
+            for _ in range(self.chance.randrange(4)):  # saves that succeed
+                if not comes(lambda: is_saving(target)) or not comes(lambda: not is_saving(target)):
+                    return False
+            if not comes(lambda: is_saving(target)):
+                return False
+            time.sleep(self.chance.uniform(0, 1.3) * self.save_seconds)
+            return True
+        if not comes(lambda: all(run.pid(rank) for rank in range(self.ranks))):
+            return False
+        latest = time.monotonic() + self.chance.uniform(0, self.seconds)
+        comes(lambda: time.monotonic() > latest)
+        return run.process.poll() is None
+
+    def strike(self, run: Launched, pid: int) -> list[str]:
+        """Kills one rank; a problem unless the others and the launcher end soon."""
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            run.process.wait(SECONDS + 60)
+        except subprocess.TimeoutExpired:
+            run.kill()
+        seconds = time.monotonic() - started
+        left = [rank for rank in range(self.ranks) if (pid := run.pid(rank)) and is_running(pid)]
+        run.kill()
+        if not left and seconds <= SECONDS:
+            return []
+        return [f"after {seconds:.1f} s {left or 'none'} of the ranks still ran: {run.said()[-600:]}"]
+
+    def look(self, run: Path) -> list[str]:
+        """What is wrong in the folder of a run that may be dead."""
+        problems = []
+        for step, path in checkpoint_folders(run).items():
+            try:
+                check_manifest(path)
+            except UserError as error:
+                problems.append(str(error))
+                continue
+            if comparable(path) != self.saved[step]:
+                problems.append(f"{path.name} differs")
+        lines = [json.loads(line) for line in whole_lines(run / "training_log.jsonl")]
+        log = without_noise([line for line in lines if "fault" not in line])  # which names a rank that failed
+        if log != self.outcome["log"][: len(log)]:
+            problems.append("the log is not the beginning of the straight run's")
+        if not self.outcome["completions"].startswith(b"".join(whole_lines(run / "completions.jsonl"))):
+            problems.append("the completions are not the beginning of the straight run's")
+        return problems
+
+
+def is_saving(run: Path) -> bool:
+    """Whether a half-made folder lies in the run's."""
+    try:
+        names = os.listdir(run)  # os.path and strings: this is asked thousands of times a second
+    except FileNotFoundError:
+        return False
+    return any(name.startswith(PREFIX) and os.path.isdir(f"{run}/{name}/{NEW}") for name in names)
+
+
+def whole_lines(file: Path) -> list[bytes]:
+    """The lines that were written to their end."""
+    content = file.read_bytes() if file.exists() else b""
+    return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def comparable(checkpoint: Path) -> dict:
+    """What a checkpoint holds, but for how many of them stay: in that alone the runs differ."""
+    found = saved(checkpoint)
+    state = found["trainer_state"]
+    return {**found, "trainer_state": {**state, "config": {**state["config"], "checkpoint": None}}}
+
+
+def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: int = 12) -> Tally:
+    """Kills so many processes, the kinds in turn; each run is killed up to `most` times."""
+    chance, tally, rounds = random.Random(seed), Tally(), 0
+    harnesses = [Harness(kind, folder / kind.replace(" ", "-"), chance) for kind in kinds]
+    while tally.kills < kills:
+        share = -(-(kills - tally.kills) // max(len(harnesses) - rounds, 1))
+        harnesses[rounds % len(harnesses)].run(f"run-{rounds}", min(share, most, kills - tally.kills), tally)
+        rounds += 1
+        print(
+            f"{tally.kills} kills ({tally.while_saving} while saving), {tally.runs} runs ended, "
+            f"{len(tally.problems)} problems",
+            flush=True,
+        )
+    return tally
+
+
+@click.command()
+@click.option("--kills", default=200, show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the instants.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(list(KINDS)), help="[all]")
+def main(kills: int, seed: int, kinds: tuple[str, ...]) -> None:
+    """Kill runs again and again, and compare. Exit code 1 where anything was lost or differs."""
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        tally = hunt(Path(folder), kills, kinds=kinds or tuple(KINDS), seed=seed)
+    print(*tally.problems, sep="\n")
+    sys.exit(bool(tally.problems))
+
+
+if __name__ == "__main__":
+    main()
