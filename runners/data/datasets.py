@@ -1,6 +1,6 @@
 """Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from runners.data.prompts import gold_answer
 from runners.data.remote_rows import hub_rows, task_rows
 from runners.data.row_files import (
     SUFFIXES,
-    RawRow,
     Row,
     Rows,
     Transform,
@@ -78,43 +77,39 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     Raises UserError where programs have no sandbox, for tests that no program can pass, and for lists that
     answer another form than "code".
     """
-    if config.answer.form == "code":
+    form, name = config.answer.form, config.data.answer
+    if form == "code":
         mechanism()  # before a model is loaded
     rows = [row for part in parts for row in part]
-    if any(config.data.answer in row for row in rows):
-        column = [row.get(config.data.answer) for row in rows]
-        for row, value in zip(rows, column, strict=True):
-            if fault := _form_fault(config.answer.form, value):
-                raise UserError(f"{row.place}: {config.data.answer}: {fault}")
-        golds = [gold for value in column[:_LOOKED_AT] if (gold := gold_answer(value)) is not None]
-        prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
-        if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
-            return config
-        asked = prompt.replace("the final number", "the final answer")
-        return attrs.evolve(config, data=attrs.evolve(config.data, system_prompt=asked))
-    data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
-    return attrs.evolve(config, data=data, answer=answer)
+    if not any(name in row for row in rows):
+        data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
+        return attrs.evolve(config, data=data, answer=answer)
+    for row in rows:
+        value = row.get(name)
+        if form == "code":
+            try:
+                read_tests(value)
+            except ValueError as error:
+                raise UserError(f"{row.place}: {name}: {error}") from error
+        elif form != NONE and isinstance(value, list | dict):
+            raise UserError(
+                f"{row.place}: {name}: expected a text or a number, found {show(value)}; the tests of a "
+                'program need form = "code"'
+            )
+    golds = [gold for row in rows[:_LOOKED_AT] if (gold := gold_answer(row.get(name))) is not None]
+    prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
+    if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
+        return config
+    asked = prompt.replace("the final number", "the final answer")
+    return attrs.evolve(config, data=attrs.evolve(config.data, system_prompt=asked))
 
 
-def _form_fault(form: str, answer: object) -> str:
-    if form == "code":
-        try:
-            read_tests(answer)
-        except ValueError as error:
-            return str(error)
-    elif form != NONE and isinstance(answer, list | dict):
-        return f'expected a text or a number, found {show(answer)}; the tests of a program need form = "code"'
-    return ""
-
-
-def load_split(
-    config: DataConfig, split: str, key: str = "data.eval_split", *, folders: Sequence[Path] = ()
-) -> Rows:
+def load_split(config: DataConfig, split: str, *, folders: Sequence[Path] = ()) -> Rows:
     """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
 
-    `key` is the split's name in messages. Raises UserError as `load_rows` does.
+    Raises UserError as `load_rows` does.
     """
-    return _reader(config, folders)[1](split, key)
+    return _reader(config, folders)[1](split, "data.eval_split")
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -143,7 +138,7 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
             return _usable(found, config, f"{config.source} ({split})", transform)
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
-        return _usable([raw for path in paths for raw in read_file(path)], config, where, transform)
+        return _usable([row for path in paths for row in read_file(path)], config, where, transform)
 
     return source, read
 
@@ -153,22 +148,21 @@ def _looks_local(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(SUFFIXES)
 
 
-def _usable(found: Iterable[RawRow], config: DataConfig, where: str, transform: Transform | None) -> Rows:
+def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
     """The rows with a question and an answer; others raise an error or are counted."""
-    rows, raw_rows = Rows(), list(found)
+    rows, kept = Rows(), found
     if transform is not None:
-        made = [transformed(raw, transform) for raw in raw_rows]
-        raw_rows = [raw for raw in made if raw is not None]
-        rows.dropped = len(made) - len(raw_rows)
-    if config.answer == DataConfig().answer and not any(config.answer in raw.values for raw in raw_rows):
+        kept = [made for row in found if (made := transformed(row, transform)) is not None]
+        rows.dropped = len(found) - len(kept)
+    if config.answer == DataConfig().answer and not any(config.answer in row for row in kept):
         config = attrs.evolve(config, answer="")  # the usual name, which data without gold answers lacks
-    _check_fields(raw_rows, config, where)
-    for raw in raw_rows:
-        fault = raw.fault or _fault(raw.values, config)
+    _check_fields(kept, config, where)
+    for row in kept:
+        fault = row.fault or _fault(row, config)
         if not fault:
-            rows.append(Row(raw.values, raw.place))
+            rows.append(row)
             continue
-        message = f"{raw.place}: {fault}"
+        message = f"{row.place}: {fault}"
         if config.on_bad_row == "raise":
             raise UserError(f'{message} (data.on_bad_row = "skip" would leave it out)')
         rows.first_fault = rows.first_fault or message
@@ -180,8 +174,8 @@ def _usable(found: Iterable[RawRow], config: DataConfig, where: str, transform: 
     return rows
 
 
-def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> None:
-    found = list(dict.fromkeys(name for raw in raw_rows if not raw.fault for name in raw.values))
+def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
+    found = list(dict.fromkeys(name for row in rows for name in row))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     named = (("answer", config.answer), ("image", config.image), ("completion", config.completion))
     for key, field in (asked, *named):
@@ -189,20 +183,9 @@ def _check_fields(raw_rows: list[RawRow], config: DataConfig, where: str) -> Non
             hint = did_you_mean(field, found)
             if key == "answer" and not hint:
                 hint = '; data.answer = "" if your own rewards measure'
-            if key == "question" and not hint and len(texts := _text_columns(raw_rows)) == 1:
-                hint = f"; data.question = {show(texts[0])}"
             raise UserError(
                 f"{where}: no field named {show(field)} (data.{key}); found {listed(found)}{hint}"
             )
-
-
-def _text_columns(raw_rows: list[RawRow]) -> list[str]:
-    """The columns that hold only texts in the rows that have them."""
-    found: dict[str, bool] = {}
-    for raw in raw_rows:
-        for name, value in ({} if raw.fault else raw.values).items():
-            found[name] = found.get(name, True) and isinstance(value, str)
-    return [name for name, texts in found.items() if texts]
 
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:

@@ -51,16 +51,16 @@ class GoldReader:
         """
         sft, found = self.config.sft, dict[str, Row]()
         read = read_file(Path(sft.completions))
-        for raw in read:
-            if raw.fault:
-                raise UserError(f"{raw.place}: {raw.fault}")
-            row, reward = raw.values, raw.values.get("reward")
+        for row in read:
+            if row.fault:
+                raise UserError(f"{row.place}: {row.fault}")
+            reward = row.get("reward")
             good = isinstance(reward, int | float) and reward >= sft.min_reward
             if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
                 same = repr([row.get(key) for key in ("context", "prompt", "completion")])
-                found.setdefault(same, _row(raw))
+                found.setdefault(same, _row(row))
         needed = ("prompt", "completion", "reward")
-        if missing := [key for key in needed if not any(key in raw.values for raw in read)]:
+        if missing := [key for key in needed if not any(key in row for row in read)]:
             raise UserError(
                 f"{sft.completions}: expected lines with {listed(needed)}, "
                 f"found {len(read)} lines without {listed(missing)}"
@@ -134,8 +134,7 @@ def gold_text(value: Any) -> str | None:
     return None if isinstance(value, Mapping) else value_text(value)
 
 
-def _row(raw: Any) -> Row:
+def _row(line: Row) -> Row:
     """A line of completions.jsonl with its prompt as messages."""
-    values = raw.values
-    messages = [*(values.get("context") or ()), {"role": "user", "content": values.get("prompt")}]
-    return Row({"prompt": messages, "completion": values.get("completion")}, raw.place)
+    messages = [*(line.get("context") or ()), {"role": "user", "content": line.get("prompt")}]
+    return Row({"prompt": messages, "completion": line.get("completion")}, line.place)

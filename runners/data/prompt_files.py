@@ -51,9 +51,9 @@ def _values(name: str, column: str, option: str) -> Iterator[tuple[str, Any]]:
     for row in read_file(path):
         if row.fault:
             raise UserError(f"{row.place}: {row.fault}")
-        if column not in row.values:
+        if column not in row:
             raise UserError(
-                f"{row.place}: no column {show(column)} (--column); found {listed(list(row.values))}"
-                f"{did_you_mean(column, row.values)}"
+                f"{row.place}: no column {show(column)} (--column); found {listed(list(row))}"
+                f"{did_you_mean(column, row)}"
             )
-        yield row.place, row.values[column]
+        yield row.place, row[column]

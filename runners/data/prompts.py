@@ -1,7 +1,6 @@
 """From a row to its prompt, for rollouts and evaluation alike: messages, text and tokens."""
 
 import json
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -115,17 +114,11 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = Tru
 
     They are the fields of all rows together and, if the data has one, the gold `answer`. A field with the
     name of an argument that every reward gets (completions, prompts, completion_ids), or `self`, becomes
-    ``column_completions`` and so on. A field that is a name in Python is spelled as Python spells it.
+    ``column_completions`` and so on.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
-    columns: dict[str, str] = {}
-    for field in fields:
-        name = unicodedata.normalize("NFKC", field) if field.isidentifier() else field
-        if name in (*REWARD_ARGUMENTS, "self"):
-            name = f"column_{name}"
-        while name in columns or (name != field and name in fields):
-            name = f"column_{name}"
-        columns[name] = field
+    taken = (*REWARD_ARGUMENTS, "self")
+    columns = {f"column_{field}" if field in taken else field: field for field in fields}
     return {**columns, "answer": "answer"} if with_answer else columns
 
 

@@ -107,7 +107,7 @@ def _first_rows(source: str) -> tuple[str, str, list[dict[str, Any]]]:
     def read(split: str) -> list[Any]:
         if not place.exists():
             return hub_rows(config, split, "data.split")
-        return [raw for path in find_split(place, split, "data.split") for raw in read_file(path)]
+        return [row for path in find_split(place, split, "data.split") for row in read_file(path)]
 
     train, fault = _first_split(read, ("train",))
     if not train and place.is_dir():  # one file of another name
@@ -132,7 +132,7 @@ def _first_split(read: Callable[[str], Any], names: Sequence[str]) -> tuple[str,
 
 
 def _sound(found: Sequence[Any]) -> list[dict[str, Any]]:
-    return [raw.values for raw in found[:LOOKED] if not raw.fault]
+    return [row for row in found[:LOOKED] if not row.fault]
 
 
 def _text(value: Any) -> str:

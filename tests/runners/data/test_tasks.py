@@ -119,7 +119,7 @@ def test_a_task_of_reasoning_gym_trains(folder, gym):
     ("change", "line"),
     [
         ("data.source=reasoning-gym:chain_summ", "no task .chain_summ.; did you mean chain_sum"),
-        ('data.name="x"', r"data\.name: expected a JSON object"),
+        ('data.name="x"', r"data\.name = .x.: JSONDecodeError"),
         ("data.name='{\"terms\": 1}'", "terms"),
         ("data.name='{\"max_terms\": 0}'", "max_terms"),
     ],
