@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from runners.environments.episodes import Episode, Session
 from runners.environments.own_code import loading
 from runners.environments.tool_calls import CallReader, Tool
 from runners.errors import UserError, error_line
-from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS
+from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.functions import Reward, UserFunction
 from runners.rewards.scoring import Scorer
@@ -251,9 +250,7 @@ def _own_reward(worker: Worker, names: Mapping[str, str], method: str, *takes: s
     """The reward that a method of the class gives; None if the class does not have the method."""
     if method not in names:
         return None
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in takes]
-    signature = inspect.Signature(parameters)
-    return Reward(names[method], UserFunction(worker, method, signature, is_async=False))
+    return Reward(names[method], UserFunction(worker, method, Parameters(takes, takes)))
 
 
 def _asked(environments: Environments, operation: str, number: int, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from runners.config.loading import Config
 from runners.config.names import CALCULATOR
 from runners.config.sections import EnvConfig
-from runners.rewards.functions import Reward, rewards_of
+from runners.rewards.functions import Reward, resolve_rewards
 from runners.rewards.functions import loading as reward_loading
 from runners.user_code.host import MAIN
 from runners.user_code.worker import Worker
@@ -36,8 +36,10 @@ def start_worker(config: Config) -> Worker:
 
 
 def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The config's rewards, when all code that it names is imported. UserError if some cannot be."""
-    rewards = rewards_of(config, worker)
+    """The config's rewards, when all code that it names is imported: its own ones in the worker, or with
+    reward.timeout = 0 in this process. UserError if some cannot be."""
+    reward, place = config.reward, worker if config.reward.timeout else None
+    rewards = resolve_rewards(reward.functions, reward.weights, config.folders, place, config.answer_form)
     if tools := loading(config.env, config.folders):
         worker.load(*tools)
     return rewards

@@ -14,28 +14,47 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from runners.config.user_functions import function_file, resolve_function
 from runners.errors import Failure, UserError, error_line, show
 from runners.rewards.trl_arguments import RewardLog
 from runners.user_code.host import finished, is_async
 
-BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e18  # of a reward times its weight, because advantages square it
 
-# values, faults, failures; of the log extras, metrics, refused; or error, exited
-Result = dict[str, Any]
+Result = dict[str, Any]  # values, faults, failures; of the log extras, metrics; or error, exited
 Store = dict[Any, Any]
+
+
+@attrs.frozen
+class Parameters:
+    """What a reward's function takes by name."""
+
+    names: tuple[str, ...]
+    needed: tuple[str, ...]  # those of them without a default
+    takes_all: bool = False  # it has ``**kwargs``
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Parameters:
+        """Those of a function in this process."""
+        every = inspect.signature(function).parameters.values()
+        named = [each for each in every if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        return cls(
+            tuple(each.name for each in named),
+            tuple(each.name for each in named if each.default is each.empty),
+            any(each.kind is each.VAR_KEYWORD for each in every),
+        )
 
 
 def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
     """Imports a reward's function for `score`, and describes it. Raises UserError as `resolve_function`."""
     function = store["reward", name] = resolved_function(name, folders)
-    parameters = inspect.signature(function).parameters.values()
     file = function_file(name, folders)
     return {
-        "parameters": [(each.name, each.kind.value, each.default is not each.empty) for each in parameters],
+        "parameters": attrs.astuple(Parameters.of(function)),
         "is_async": is_async(function),
         "file": None if file is None else str(file),
     }
@@ -44,12 +63,13 @@ def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
 def resolved_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
     """The function of a reward that is not built in; UserError for a signature that cannot be called."""
     function = resolve_function(name, folders, key="reward")
-    signature = inspect.signature(function)
-    kinds = [each.kind for each in signature.parameters.values() if each.default is each.empty]
-    named = [each.name for each in signature.parameters.values() if each.kind in BY_NAME]
-    if inspect.Parameter.POSITIONAL_ONLY in kinds or not (
-        inspect.Parameter.VAR_KEYWORD in kinds or {"completions", "environments"} & {*named}
-    ):
+    signature, takes = inspect.signature(function), Parameters.of(function)
+    by_place = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is each.POSITIONAL_ONLY and each.default is each.empty
+    ]
+    if by_place or not (takes.takes_all or {"completions", "environments"} & {*takes.names}):
         attribute = name.rpartition(":")[2]
         raise UserError(
             f"reward {show(name)}: the signature is {attribute}{signature}; arguments are passed by name, so "
@@ -106,7 +126,7 @@ async def run_async(
 def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
     """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
     completions there is none."""
-    found = {"extras": log.extras, "metrics": log.metrics, "refused": list(log.refused)}
+    found = {"extras": log.extras, "metrics": log.metrics}
     values, fault = _python_value(result), ""
     if not isinstance(values, list):
         fault = f"returned {type(values).__name__}; expected a list of {size} numbers or None"
@@ -158,9 +178,7 @@ def _as_float(value: Any, weight: float) -> tuple[float, str]:
         return math.nan, f"returned {type(value).__name__}, expected a number or None"
     try:
         number = float(value)
-    except (
-        Exception
-    ):  # an integer too large for floats; a signalling NaN of Decimal; a class of the reward's own
+    except Exception:  # an integer too large for floats; a class of the reward's own
         number = math.nan
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"

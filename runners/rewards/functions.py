@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import attrs
 
 from runners.answers.forms import AnswerForm
-from runners.config.loading import Config
 from runners.config.names import REWARD_ARGUMENTS
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.rewards.builtin import REWARDS, built_in
-from runners.rewards.calls import BY_NAME, resolved_function
+from runners.rewards.calls import Parameters, resolved_function
 from runners.user_code.worker import Worker
 
 
@@ -25,20 +23,9 @@ class UserFunction:
 
     worker: Worker
     name: str  # under which it is loaded there
-    signature: inspect.Signature
+    parameters: Parameters
     is_async: bool = False
     file: str | None = None  # that it was loaded from
-
-    @classmethod
-    def of(cls, worker: Worker, name: str, found: Mapping[str, Any]) -> UserFunction:
-        """The one that `calls.load` describes."""
-        parameters = [
-            inspect.Parameter(
-                each, inspect._ParameterKind(kind), default=None if optional else inspect._empty
-            )
-            for each, kind, optional in found["parameters"]
-        ]
-        return cls(worker, name, inspect.Signature(parameters), found["is_async"], found["file"])
 
 
 @attrs.frozen(eq=False)
@@ -50,34 +37,19 @@ class Reward:
     weight: float = 1.0
 
     @property
-    def _parameters(self) -> list[inspect.Parameter]:
+    def _parameters(self) -> Parameters:
         function = self.function
-        found = function.signature if isinstance(function, UserFunction) else inspect.signature(function)
-        return list(found.parameters.values())
+        return function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
 
     def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
         """The available arguments that the function takes: all of them if it has ``**kwargs``."""
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters):
-            return dict(available)
-        taken = {parameter.name for parameter in self._parameters if parameter.kind in BY_NAME}
-        return {name: value for name, value in available.items() if name in taken}
+        takes = self._parameters
+        return {name: each for name, each in available.items() if takes.takes_all or name in takes.names}
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The parameters that the function cannot be called without."""
-        return tuple(p.name for p in self._parameters if p.kind in BY_NAME and p.default is p.empty)
-
-
-def rewards_of(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The rewards of a config, those of its own code in the worker; empty if it names none.
-
-    With reward.timeout = 0 they run in this process. Raises UserError as `resolve_rewards`.
-    """
-    reward, place = config.reward, worker if config.reward.timeout else None
-    if not reward.functions:
-        return ()
-    form = config.answer_form
-    return resolve_rewards(reward.functions, reward.weights, config.folders, place, form)
+        return self._parameters.needed
 
 
 def resolve_rewards(
@@ -127,7 +99,9 @@ def resolve_reward(
     attribute = name.rpartition(":")[2]
     if worker is None:
         return Reward(attribute, resolved_function(name, tuple(base_dirs)), weight)
-    return Reward(attribute, UserFunction.of(worker, name, worker.load(*loading(name, base_dirs))), weight)
+    found = worker.load(*loading(name, base_dirs))
+    function = UserFunction(worker, name, Parameters(*found["parameters"]), found["is_async"], found["file"])
+    return Reward(attribute, function, weight)
 
 
 def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from runners.errors import UserError
 from runners.machine.bounded_process import BoundedFunction
 from runners.machine.versions import install_hint
 from runners.rewards.builtin import answer_text
-from runners.user_code.host import is_async
 
 Rewards = list[float | None]
 
@@ -40,22 +39,16 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     """A reward that was written for plain texts, as TRL's are for data without conversations.
 
     Its `completions` are the texts, its `prompts` the last messages' texts; everything else is passed
-    unchanged. It is plain or async like the wrapped function, with the same name and parameters.
+    unchanged. It has the name and the parameters of the wrapped function, which may be async.
     """
-
-    def texts(arguments: dict[str, Any]) -> dict[str, Any]:
-        both = {"completions", "prompts"} & arguments.keys()
-        return arguments | {name: [messages[-1]["content"] for messages in arguments[name]] for name in both}
 
     @functools.wraps(reward)
     def call(**arguments: Any) -> Any:
-        return reward(**texts(arguments))
+        for name in {"completions", "prompts"} & arguments.keys():
+            arguments[name] = [messages[-1]["content"] for messages in arguments[name]]
+        return reward(**arguments)
 
-    @functools.wraps(reward)
-    async def call_async(**arguments: Any) -> Any:
-        return await reward(**texts(arguments))
-
-    return call_async if is_async(reward) else call
+    return call
 
 
 # Called before a run loads its model: raises UserError if the reward cannot work.

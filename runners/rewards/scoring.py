@@ -5,11 +5,9 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import attrs
@@ -17,12 +15,11 @@ import numpy as np
 
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import RewardError, show
-from runners.rewards.calls import run, run_async
+from runners.rewards.calls import run
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
 from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 from runners.user_code.calls import Calls
 from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
-from runners.user_code.worker import Worker
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
@@ -60,7 +57,7 @@ class Scorer:
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
-    _calls: dict[Worker, Calls] = attrs.field(factory=dict, init=False)
+    _calls: Calls | None = attrs.field(default=None, init=False)
 
     def score(
         self,
@@ -116,68 +113,51 @@ class Scorer:
             if notes and failures == len(texts):
                 failed[k] = Failed(notes[0], outcome.ended or (outcome.value or {}).get("exited", False))
             problems.extend(notes)
-        for calls in self._calls.values():
-            problems += calls.worker.notices
-            calls.worker.notices.clear()
-        refusal = "is a name of the log's own and is left out; call it something else"
-        problems += [f"log_metric: {show(name)} {refusal}" for name in log.refused]
+        if self._calls is not None:
+            problems += self._calls.worker.notices
+            self._calls.worker.notices.clear()
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
     def _call_all(self, called: Sequence[_Arguments]) -> list[Outcome]:
-        """The outcome of each reward's call: async ones together, then the others one after another."""
+        """The outcome of each reward's call. In the process of user code async ones run together, meanwhile
+        the others one after another."""
         outcomes: dict[int, Outcome] = {}
         functions = [reward.function for reward in self.rewards]
         there = {k: each for k, each in enumerate(functions) if isinstance(each, UserFunction)}
-        here = [
-            k for k, each in enumerate(functions) if not isinstance(each, UserFunction) and is_async(each)
-        ]
         for k, function in there.items():
             if function.is_async:
                 self._start(k, function, called[k], TOGETHER)
-        if here:
-            found = _finished([run_async(*_own_copy(functions[k], called[k])) for k in here])
-            outcomes.update(zip(here, map(Outcome, found), strict=True))
         for k, function in enumerate(functions):
-            if k in there and not there[k].is_async:
-                self._start(k, there[k], called[k], MAIN)
-            elif k not in there and k not in here:
-                outcomes[k] = Outcome(run(*_own_copy(function, called[k])))
-            while k not in outcomes:
-                outcomes.update(self._calls[there[k].worker].collect(1))
+            if not isinstance(function, UserFunction):
+                outcomes[k] = Outcome(_called_here(function, *called[k]))
+            elif not function.is_async:
+                self._start(k, function, called[k], MAIN)
+                self._wait_for(k, outcomes)
+        for k in there:
+            self._wait_for(k, outcomes)
         return [outcomes[k] for k in range(len(called))]
 
     def _start(self, k: int, function: UserFunction, called: _Arguments, mode: str) -> None:
         """Starts a call in the process of user code."""
         arguments, *rest = called
         environments = arguments.pop("environments", None)
-        calls = self._calls.setdefault(function.worker, Calls(function.worker))
+        self._calls = self._calls or Calls(function.worker)
         what = ("runners.rewards.calls:score", function.name, arguments, *rest, environments)
-        calls.submit(k, *what, timeout=self.timeout, mode=mode)
+        self._calls.submit(k, *what, timeout=self.timeout, mode=mode)
+
+    def _wait_for(self, k: int, outcomes: dict[int, Outcome]) -> None:
+        while self._calls is not None and k not in outcomes:
+            outcomes.update(self._calls.collect(1))
 
 
-def _own_copy(function: Any, called: _Arguments) -> tuple[Any, ...]:
-    """The arguments of `calls.run`, copied for functions that are not ours and might change them, as the run
-    uses them again."""
-    ours = str(getattr(function, "__module__", "")).startswith("runners.")
-    return function, called[0] if ours else copy.deepcopy(called[0]), *called[1:]
-
-
-def _finished(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Their results, from a loop in a thread of its own: the caller may have a running loop."""
-
-    async def gathered() -> list[Any]:
-        return await asyncio.gather(*coroutines)
-
-    found: Future[list[Any]] = Future()
-
-    def act() -> None:
-        try:
-            found.set_result(asyncio.run(gathered()))
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=act, name="grpo-rewards", daemon=True).start()
-    return found.result()
+def _called_here(function: Callable[..., Any], arguments: dict[str, Any], *rest: Any) -> dict[str, Any]:
+    """`calls.run` of a function in this process."""
+    if not str(getattr(function, "__module__", "")).startswith("runners."):
+        arguments = copy.deepcopy(arguments)  # it is not ours, and might change what the run uses again
+    if not is_async(function):
+        return run(function, arguments, *rest)
+    with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop
+        return pool.submit(run, function, arguments, *rest).result()
 
 
 def _read(outcome: Outcome, reward: Reward, row_b: np.ndarray, log: RewardLog) -> tuple[list[str], int]:

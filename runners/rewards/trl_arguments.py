@@ -14,8 +14,6 @@ import attrs
 from runners.data.value_text import value_text
 from runners.metrics import METRICS
 
-_OWN_GROUPS = {"rewards", "rollout", *(name.partition("/")[0] for name in METRICS if "/" in name)}
-
 
 @attrs.frozen
 class TrainerState:
@@ -38,7 +36,6 @@ class RewardLog:
     size: int  # completions
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # name -> each value that was logged
-    refused: dict[str, None] = attrs.field(factory=dict)  # names that the log itself uses
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
@@ -47,24 +44,17 @@ class RewardLog:
         self.extras[column] = [_plain(value) for value in values]
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for training_log.jsonl, which gets the mean of an update's values; a name that the log
-        itself uses is refused."""
-        if is_own_name(name):
-            self.refused[name] = None
-            return
+        """A number for training_log.jsonl, which gets the mean of an update's values. Raises ValueError for a
+        name of the log's own."""
+        if name in METRICS:
+            raise ValueError(f"log_metric: {name} is a name of the log's own; call it something else")
         self.metrics.setdefault(name, []).append(float(value))
 
     def add(self, found: Mapping[str, Any]) -> None:
         """What a call of one reward has logged."""
         self.extras.update(found["extras"])
-        self.refused.update(dict.fromkeys(found["refused"]))
         for name, values in found["metrics"].items():
             self.metrics.setdefault(name, []).extend(values)
-
-
-def is_own_name(name: str) -> bool:
-    """Whether a run's log itself may have numbers of this name."""
-    return name in METRICS or name.partition("/")[0] in _OWN_GROUPS
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,9 @@
 """Running rewards: what they are given, what of their results counts, and that no failure is silent."""
 
 import asyncio
-import json
 import re
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,15 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.loading import load_config
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import UserError
 from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import Reward, Scorer, Scores
-from runners.rewards.trl_arguments import RewardLog, is_own_name
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
-from tests.support.tiny_runs import small
+from runners.rewards.trl_arguments import RewardLog
 
 TEXTS = ["alpha", "beta", "gamma"]
 
@@ -108,11 +102,9 @@ def test_arguments_are_copies() -> None:
     ("result", "expected"),
     [
         ([1, 0.5, None], [1.0, 0.5, None]),
-        ((True, False, 2), [1.0, 0.0, 2.0]),
         (np.array([1.0, 2.0, 3.0], dtype=np.float32), [1.0, 2.0, 3.0]),
         ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0]),
         ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0]),
-        (mx.arange(3) * 0.5, [0.0, 0.5, 1.0]),
         ([mx.array(2.0) * k for k in range(3)], [0.0, 2.0, 4.0]),
         ([1e18, -1e18, 0.0], [1e18, -1e18, 0.0]),  # the largest: its square is within float32
     ],
@@ -123,13 +115,6 @@ def test_results_that_count(result: Any, expected: list[float | None]) -> None:
     assert_row(scores.values_kb[0], expected)
     assert scores.values_kb.dtype == np.float64
     assert scores.problems == []
-
-
-class Mute(Exception):
-    """An exception that cannot be shown."""
-
-    def __str__(self):
-        raise SystemExit(0)
 
 
 BEYOND = "returned a number beyond 1e+18, whose square float32 cannot hold, at completion 0"
@@ -145,19 +130,11 @@ BEYOND = "returned a number beyond 1e+18, whose square float32 cannot hold, at c
         ),
         ([1.0, float("nan"), 2.0], [1.0, None, 2.0], "not finite, at completion 1 (nan)"),
         ([float("-inf"), 1, 10**400], [None, 1.0, None], "not finite, at completion 0 (-inf) and 1 more"),
-        ([np.float64("inf"), 1, 2], [None, 1.0, 2.0], "returned a number that is not finite"),
         ([1e39, 1.0, 2.0], [None, 1.0, 2.0], f"{BEYOND} (1e+39)"),
-        ([10**30, 1.0, 2.0], [None, 1.0, 2.0], BEYOND),
-        ([Decimal("1e99"), 1.0, 2.0], [None, 1.0, 2.0], BEYOND),
         (["\x1b[31m\x9b", 1.0, 2.0], [None, 1.0, 2.0], r'None, at completion 0 ("\u001b[31m'),
-        ([1j, 1.0, 2.0], [None, 1.0, 2.0], "returned complex"),
         ([[1.0], 1.0, 2.0], [None, 1.0, 2.0], "returned list"),
         ([1.0, 2.0], [None] * 3, "returned 2 values for 3 completions"),
-        ([], [None] * 3, "returned 0 values for 3 completions"),
         (1.0, [None] * 3, "returned float; expected a list of 3 numbers"),
-        (None, [None] * 3, "returned NoneType"),
-        ("abc", [None] * 3, "returned str; expected a list"),
-        ({0: 1.0, 1: 1.0, 2: 1.0}, [None] * 3, "returned dict"),
         (np.zeros((3, 1)), [None] * 3, "returned list, expected a number or None, at completion 0"),
     ],
     ids=lambda part: type(part).__name__,
@@ -181,27 +158,19 @@ def test_the_bound_on_a_reward_is_on_its_product_with_the_weight(weight: float, 
     assert (score(giving(1e18, 1.0, 2.0), weight=weight).problems == []) is counts
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (SystemExit("first\nsecond"), "failed: SystemExit: first second"),
-        (Mute(), "failed: Mute: (its text fails with SystemExit)"),
-        (OSError("\x1b[31m\nred\x9b"), r"failed: OSError: \x1b[31m red\x9b"),
-    ],
-    ids=["exit", "a text that exits", "escapes"],
-)
-def test_a_note_is_one_line(error: BaseException, line: str) -> None:
-    """Whatever the error and the completion hold; of plain and async rewards."""
+def test_a_note_is_one_line_with_the_place() -> None:
+    """Of plain and async rewards, whatever the error's text holds."""
 
     def fails(completions):
-        raise error
+        raise OSError("\x1b[31m\nred\x9b")
 
     async def fails_later(completions):
-        raise error
+        raise OSError("\x1b[31m\nred\x9b")
 
-    scores = Scorer([Reward("f", fails), Reward("f", fails_later)]).score(["a\nb"], ["p"], {})
+    scores = Scorer([Reward("f", fails), Reward("f", fails_later)]).score(["a"], ["p"], {})
     where = re.compile(r"test_scoring\.py, line \d+: ")  # the line of the reward that raised
-    assert [where.sub("", problem) for problem in scores.problems] == [f'reward "f" {line}'] * 2
+    line = r'reward "f" failed: OSError: \x1b[31m red\x9b'
+    assert [where.sub("", problem) for problem in scores.problems] == [line] * 2
     assert all(where.search(problem) for problem in scores.problems)
 
 
@@ -213,25 +182,6 @@ def test_a_reward_that_fails_at_every_completion_is_named() -> None:
     assert set(scores.failed) == {0, 2}
     line = 'reward "f2" returned str, expected a number or None, at completion 0 ("a")'
     assert scores.failed[2].line == line
-
-
-def test_async_rewards_run_together() -> None:
-    """Async functions, partials and objects overlap in time: each waits until all have started."""
-    started = []
-
-    async def meet(completions, value):
-        started.append(value)
-        while len(started) < 3:
-            await asyncio.sleep(0.001)
-        return [value] * len(completions)
-
-    class Judge:
-        async def __call__(self, completions):
-            return await meet(completions, 3.0)
-
-    scores = score(partial(meet, value=1.0), lambda completions: [7.0] * 3, partial(meet, value=2.0), Judge())
-    np.testing.assert_array_equal(scores.values_kb[:, 0], [1.0, 7.0, 2.0, 3.0])
-    assert scores.problems == []
 
 
 def test_async_results_behind_a_plain_function() -> None:
@@ -289,28 +239,14 @@ def test_what_is_logged_is_plain() -> None:
     assert log.extras == {"x": [1.5, "a", True, 3, "{'a': 1}", None]} and log.metrics == {"y": [2.0]}
 
 
-def test_names_of_the_log_are_refused() -> None:
-    """They are left out, with a line; others are logged, and the reward counts."""
+@pytest.mark.parametrize("name", ["update", "kl", "update_skipped"])
+def test_names_of_the_log_are_refused(name) -> None:
+    """An error of the reward."""
 
     def logs(completions, log_metric):
-        for name in ("update", "kl", "update_skipped", "rewards/x/mean", "time/new", "accuracy", "my/kl"):
-            log_metric(name, 1.0)
+        log_metric("accuracy", 1.0)
+        log_metric(name, 1.0)
         return [1.0, 2.0, 3.0]
 
-    scores = score(logs)
-    assert set(scores.metrics) == {"accuracy", "my/kl"} and scores.values_kb.tolist() == [[1, 2, 3]]
-    assert len(scores.problems) == 5
-    assert scores.problems[0] == (
-        'log_metric: "update" is a name of the log\'s own and is left out; call it something else'
-    )
-
-
-def test_every_name_of_a_real_log_is_refused(tmp_path, monkeypatch) -> None:
-    """A name that is added to the log is refused from then on."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.toml").write_text(small(loss={"beta": 0.1}, rollout={"quantization": "affine-8"}))
-    folder = run_training(load_config("train.toml"), report=Quiet()).folder
-    rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-    names = {name for row in rows for name in row}
-    assert "kl" in names and "em" in names
-    assert [name for name in names if not is_own_name(name)] == []
+    (line,) = score(logs).problems
+    assert f"ValueError: log_metric: {name} is a name of the log's own" in line
