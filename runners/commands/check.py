@@ -15,8 +15,9 @@ from runners.errors import UserError, show
 from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
+    from runners.data.prompts import Example
+    from runners.evaluation.completions import Completion
     from runners.evaluation.reward_check import RewardCheck
-    from runners.evaluation.sampled_check import Sampled
 
 _NOTES = """\
 \b
@@ -55,7 +56,7 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     if sample:
         from runners.evaluation.sampled_check import sample_completions
 
-        _show_sampled(sample_completions(loaded, machine, sample))
+        _show_sampled(*sample_completions(loaded, machine, sample))
 
 
 def _show(checked: RewardCheck, sample: int) -> None:
@@ -77,10 +78,10 @@ def _show(checked: RewardCheck, sample: int) -> None:
         echo(f"warning: {warning}")
 
 
-def _show_sampled(sampled: Sampled) -> None:
+def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]) -> None:
     """Shows real completions: the text, what was read from it as the answer, and each reward."""
-    for number, (example, one) in enumerate(sampled.completions, 1):
-        echo(f"completion {number} of {len(sampled.completions)}, {one.tokens} tokens, ended by {one.finish}")
+    for number, (example, one) in enumerate(completions, 1):
+        echo(f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}")
         for line in one.text.rstrip("\n").split("\n"):
             echo(f"  + {line}")
         if one.right is not None:
@@ -89,7 +90,7 @@ def _show_sampled(sampled: Sampled) -> None:
             echo(f"  read as the answer  {answer}  ({verdict})")
         for name, value in one.rewards.items():
             echo(f"  {name}  {'none' if value is None else f'{value:.3g}'}")
-    for warning in sampled.warnings:
+    for warning in warnings:
         echo(f"warning: {warning}")
 
 
@@ -150,9 +151,11 @@ def difficulty_command(
         rest = f", {duration_text(seconds)} left" if done < total else ""
         echo(f"{done:,} of {total:,} prompts{rest}", err=True)
 
-    found = measure_difficulty(loaded, machine, samples, path, overwrite=overwrite, progress=progress)
-    echo_all(found.notices)
-    lines = [line for line in found.lines if line["samples"]]
+    measured, notices = measure_difficulty(
+        loaded, machine, samples, path, overwrite=overwrite, progress=progress
+    )
+    echo_all(notices)
+    lines = [line for line in measured if line["samples"]]
     rates = [line["passes"] / line["samples"] for line in lines]
     if not rates:
         raise UserError(f"{path}: no completion has a reward")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -53,8 +53,7 @@ class ModelResult:
     seconds: float = 0.0  # of conversations with tools
 
 
-@attrs.frozen
-class Difference:
+class Difference(NamedTuple):
     """The second model's value minus the first's, on the problems of both."""
 
     mean: float
@@ -119,20 +118,15 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:
         content["models"][each.model] = {
-            name: {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": _ends(metric.interval)}
+            name: {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": metric.interval}
             for name, metric in each.metrics.items()
         }
     if any(each.seconds for each in measured):
         content["seconds"] = {each.model: each.seconds for each in measured}
     if len(measured) == 2:
-        found = {
-            name: difference(metric, measured[1].metrics[name])
-            for name, metric in measured[0].metrics.items()
-        }
-        content["difference"] = {
-            name: None if each is None else {"mean": each.mean, "interval": _ends(each.interval), "p": each.p}
-            for name, each in found.items()
-        }
+        first, second = (each.metrics for each in measured)
+        found = {name: difference(metric, second[name]) for name, metric in first.items()}
+        content["difference"] = {name: each and each._asdict() for name, each in found.items()}
     return content
 
 
@@ -143,7 +137,3 @@ def _cell(mean: float, interval: Interval | None, percent: bool, sign: str = "")
         return f"{value:{sign}.3g}" if abs(value) < 1000 else f"{value:{sign},.0f}"
 
     return f"{spell(mean)} [{spell(interval.low)}, {spell(interval.high)}]" if interval else ""
-
-
-def _ends(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [interval.low, interval.high]

@@ -17,6 +17,7 @@ from runners.environments.environments import Environments
 from runners.errors import UserError
 from runners.images.tower import VisionPart
 from runners.inference.text_generation import LENGTH, Batch, sample_batches
+from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Scorer
 from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
@@ -86,63 +87,73 @@ class Evaluator:
             yield self._judged(batch, sampling.num_generations), batch
 
     def _judged(self, batch: Batch, size: int) -> list[Completion]:
-        played, asked = batch.played, [example for example in batch.examples for _ in range(size)]
-        rewards = self.scorer.rewards if self.scorer else ()
-        values_kb = np.zeros((0, len(asked)))
-        if self.scorer:
-            scores = self.scorer.score(
-                batch.texts,
-                [list(example.messages) for example in asked],
-                columns_of(batch.examples, size),
-                batch.rollout.completions(),
-                self.state,
-                conversations=None if played is None else played.messages,
-                environments=None if played is None else played.environments,
-            )
-            values_kb = scores.values_kb
-            self.problems.update(dict.fromkeys(scores.problems))
-        if played is not None:
-            values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
-            self.problems.update(dict.fromkeys(played.problems))
+        asked = [example for example in batch.examples for _ in range(size)]
+        rewards, values_kb = self.scorer.rewards if self.scorer else (), self._scored(batch, asked, size)
         known_kb, weights = ~np.isnan(values_kb), np.array([reward.weight for reward in rewards])
         totals_b = (np.where(known_kb, values_kb, 0.0) * weights[:, None]).sum(axis=0)
         totals_b[~known_kb.any(axis=0)] = np.nan
-        own = self.environments.reward if self.environments else None
-        place = rewards.index(own) if own in rewards else None
         answers = [self._read(text) for text in batch.texts]
-        rights: list[bool | None] = [None] * len(answers)
-        if self.form:
-            known = [row for row, example in enumerate(asked) if example.answer]
-            given = [answers[row] for row in known]
-            agreed = self.form.agreements(given, [asked[row].answer for row in known])
-            for row, right in zip(known, agreed, strict=True):
-                rights[row] = right
+        rights = self._compared(answers, asked)
         found = []
-        for row, (text, answer, right) in enumerate(zip(batch.texts, answers, rights, strict=True)):
+        for row, text in enumerate(batch.texts):
+            named = zip(rewards, values_kb[:, row], strict=True)
             one = Completion(
                 text=text,
-                answer=answer,
-                right=right,
-                rewards={r.name: _known(value) for r, value in zip(rewards, values_kb[:, row], strict=True)},
+                answer=answers[row],
+                right=rights[row],
+                rewards={reward.name: _known(value) for reward, value in named},
                 reward=_known(totals_b[row]),
                 tokens=batch.lengths[row],
                 finish=batch.finish[row],
             )
-            if played is not None:
-                success = bool(right) and not played.faults[row]
-                if place is not None:
-                    success = bool(values_kb[place, row] >= SUCCESS)
-                counted = {name: played.counted[row][name] for name in ("turns", "calls", "failures")}
-                one = attrs.evolve(
-                    one,
-                    success=None if place is None and right is None else success,
-                    **counted,
-                    seconds=played.seconds[row],
-                    fault=played.faults[row],
-                    messages=tuple(played.messages[row]),
-                )
-            found.append(one)
+            found.append(one if batch.played is None else self._as_episode(one, batch.played, row))
         return found
+
+    def _scored(self, batch: Batch, asked: Sequence[Example], size: int) -> np.ndarray:
+        """The rewards' values [K, B]; NaN: none."""
+        if self.scorer is None:
+            return np.zeros((0, len(asked)))
+        played = batch.played
+        scores = self.scorer.score(
+            batch.texts,
+            [list(example.messages) for example in asked],
+            columns_of(batch.examples, size),
+            batch.rollout.completions(),
+            self.state,
+            conversations=None if played is None else played.messages,
+            environments=None if played is None else played.environments,
+        )
+        self.problems.update(dict.fromkeys(scores.problems))
+        if played is not None:
+            scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+            self.problems.update(dict.fromkeys(played.problems))
+        return scores.values_kb
+
+    def _compared(self, answers: Sequence[str | None], asked: Sequence[Example]) -> list[bool | None]:
+        """Whether each answer is right; None without a form or a gold answer."""
+        rights: list[bool | None] = [None] * len(answers)
+        if self.form:
+            known = [row for row, example in enumerate(asked) if example.answer]
+            golds = [asked[row].answer for row in known]
+            agreed = self.form.agreements([answers[row] for row in known], golds)
+            for row, right in zip(known, agreed, strict=True):
+                rights[row] = right
+        return rights
+
+    def _as_episode(self, one: Completion, played: FinishedEpisodes, row: int) -> Completion:
+        """A conversation's completion with its counts, and whether it is a success."""
+        fault, own = played.faults[row], self.environments and self.environments.reward
+        success = None if one.right is None else one.right and not fault
+        if own is not None:
+            success = (one.rewards[own.name] or 0.0) >= SUCCESS
+        return attrs.evolve(
+            one,
+            success=success,
+            **{name: played.counted[row][name] for name in ("turns", "calls", "failures")},
+            seconds=played.seconds[row],
+            fault=fault,
+            messages=tuple(played.messages[row]),
+        )
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
         """`form_notice` of completions, one of each example."""

@@ -25,18 +25,11 @@ from runners.machine.startup import Platform
 Progress = Callable[[int, int, float], None]  # prompts done, those in all, and seconds that are left
 
 
-@attrs.frozen(eq=False)
-class Difficulty:
-    """What a file holds when all prompts are measured."""
-
-    lines: list[dict[str, Any]]
-    notices: tuple[str, ...]  # of model and data, and faults of rewards
-
-
 def measure_difficulty(
     config: Config, machine: Platform, samples: int, path: Path, *, overwrite: bool, progress: Progress
-) -> Difficulty:
-    """Samples each training prompt of a checked config, and appends a line for each to the file.
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Samples each training prompt of a checked config, and appends a line for each to the file. Returns what
+    the file then holds, and lines on model, data and faults of rewards.
 
     Prompts that the file has already are left alone, so that a call which ended early is gone on with: a
     prompt's completions depend on seed, prompt and number alone.
@@ -50,7 +43,7 @@ def measure_difficulty(
             f"{path}: was measured with another model, sampling or reward; --overwrite starts over, --out "
             "FILE writes elsewhere"
         )
-    opened = open_problems(config, machine, config.reward.on_error)
+    opened = open_problems(config, machine)
     sampling, begun = attrs.evolve(opened.sampling, num_generations=samples), time.perf_counter()
     measured_before, before = {str(line["prompt"]) for line in known}, len(known)
     left = {name: each for each in opened.examples if (name := prompt_id(each)) not in measured_before}
@@ -70,7 +63,7 @@ def measure_difficulty(
             progress(len(known), before + total, (time.perf_counter() - begun) / done * (total - done))
     finally:
         lines.close()
-    return Difficulty(known, (*opened.notices, *opened.evaluator.problems))
+    return known, (*opened.notices, *opened.evaluator.problems)
 
 
 def _line(group: list[Completion], at_least: float) -> dict[str, Any]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import NamedTuple
 
-import attrs
 import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 
 
-@attrs.frozen
-class Interval:
+class Interval(NamedTuple):
     """A confidence interval."""
 
     low: float

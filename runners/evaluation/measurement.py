@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -18,7 +18,6 @@ from runners.data.rendering import use_template
 from runners.data.row_files import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments, build_environments
-from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult
 from runners.evaluation.completions import Completion, Evaluator, is_cut
 from runners.evaluation.estimators import pass_at_k
@@ -30,7 +29,6 @@ from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
-OnError = Literal["skip", "raise"]  # of a failing reward
 
 
 def eval_rows(config: Config, *, whole: bool) -> Rows:
@@ -68,16 +66,13 @@ def evaluator_of(
     config: Config,
     rewards: Sequence[Reward],
     environments: Environments | None,
-    *,
-    on_error: OnError | None = None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
     """What completes and scores a config's problems by a model, and sampling as in [rollout]: one of each."""
+    reward = config.reward
     evaluator = Evaluator(
         engine=model.engine,
-        scorer=Scorer(rewards, config.reward.timeout, on_error or config.reward.on_error)
-        if rewards
-        else None,
+        scorer=Scorer(rewards, reward.timeout, reward.on_error) if rewards else None,
         form=config.answer_form,
         decoder=model.decoder,
         nudge=config.data.nudge,
@@ -94,19 +89,11 @@ def choose_problems(
 ) -> tuple[dict[int, Example], int]:
     """The problems by their rows' numbers, the same `eval.samples` as in training; and how many prompts are
     longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
-    unlimited = attrs.evolve(config.data, max_prompt_length=2**31 - 1)
     processor = model.vision.processor if model.vision else None
-    examples, _ = build_examples(rows, unlimited, model.tokenizer, tools, processor)
-    fitting = [(each.number, each) for each in examples if len(each.tokens) <= config.data.max_prompt_length]
-    if not fitting:
-        shortest = min(len(example.tokens) for example in examples)
-        raise UserError(
-            f"data.max_prompt_length is {config.data.max_prompt_length}, but the shortest of {len(examples)} "
-            f"prompts has {shortest} tokens"
-        )
+    examples, too_long = build_examples(rows, config.data, model.tokenizer, tools, processor)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    model.check([example.tokens for _, example in fitting], most)
-    return dict(held_out(fitting, config.eval.samples)), len(examples) - len(fitting)
+    model.check([example.tokens for example in examples], most)
+    return {each.number: each for each in held_out(examples, config.eval.samples)}, too_long
 
 
 def measure(
@@ -129,7 +116,7 @@ def measure(
     answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
     config's). `progress` gets the kind of completions, how many problems are done, and of how many.
     """
-    evaluator, sampling = evaluator_of(model, config, rewards, environments, rows=rows)
+    evaluator, sampling = evaluator_of(model, config, rewards, environments, rows)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
     sampling = attrs.evolve(sampling, max_new_tokens=most)
     numbered, json_rows, spent = list(chosen.items()), [], 0.0

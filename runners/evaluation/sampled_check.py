@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import attrs
 
 import grpo_fn as g
@@ -13,7 +11,7 @@ from runners.data.prompts import Example, build_examples
 from runners.environments.environments import all_rewards
 from runners.environments.own_code import load_code, start_worker
 from runners.evaluation.completions import Completion, Evaluator
-from runners.evaluation.measurement import OnError, evaluation_key, evaluator_of, open_model
+from runners.evaluation.measurement import evaluation_key, evaluator_of, open_model
 from runners.machine.startup import Platform
 
 
@@ -27,15 +25,7 @@ class Problems:
     notices: tuple[str, ...]
 
 
-@attrs.frozen(eq=False)
-class Sampled:
-    """A completion of each of the first problems, drawn as in the run."""
-
-    completions: Sequence[tuple[Example, Completion]]
-    warnings: tuple[str, ...]
-
-
-def open_problems(config: Config, machine: Platform, on_error: OnError, most: int | None = None) -> Problems:
+def open_problems(config: Config, machine: Platform, most: int | None = None) -> Problems:
     """Loads the model of a checked config, and its training prompts: the first `most`, None: all.
 
     Sampling is the run's, with weights in full precision, and rewards score as in a run, as do its errors.
@@ -56,16 +46,18 @@ def open_problems(config: Config, machine: Platform, on_error: OnError, most: in
     examples, too_long = build_examples(rows, config.data, loaded.tokenizer, tools, processor)
     left_out = rows.notices("train", too_long, config.data.max_prompt_length) if most is None else []
     loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)
-    evaluator, sampling = evaluator_of(loaded, config, every, environments, on_error=on_error)
+    evaluator, sampling = evaluator_of(loaded, config, every, environments)
     return Problems(evaluator, sampling, examples, (*loaded.notices, *left_out))
 
 
-def sample_completions(config: Config, machine: Platform, count: int) -> Sampled:
-    """A completion of each of the first `count` training problems of a checked config."""
-    opened = open_problems(config, machine, "skip", count)
+def sample_completions(
+    config: Config, machine: Platform, count: int
+) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
+    """A completion of each of the first `count` training problems of a checked config, and warnings."""
+    opened = open_problems(config, machine, count)
     found: list[Completion] = []
     for part, _ in opened.evaluator.complete(opened.examples, opened.sampling, evaluation_key(config)):
         found += part
     notice = opened.evaluator.notice(found, opened.examples, opened.sampling.max_new_tokens)
     warnings = (*opened.notices, *opened.evaluator.problems, *filter(None, [notice]))
-    return Sampled(list(zip(opened.examples, found, strict=True)), warnings)
+    return list(zip(opened.examples, found, strict=True)), warnings
