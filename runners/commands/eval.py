@@ -186,10 +186,6 @@ def _measure_all(
                 raise UserError(f"{models[0]} and {name}: no problem's prompt is short enough for both")
         wanted = set(chosen)
 
-        def progress(what: str, done: int, total: int, name: str = name) -> None:
-            if done == total:
-                echo(f"{name}: {what} completions of {total} problems are done", err=True)
-
         result = measure(
             loaded,
             name,
@@ -200,11 +196,9 @@ def _measure_all(
             ks=ks,
             rows=values["batch"] or 0,
             environments=environments,
-            progress=progress,
+            note=partial(echo, err=True),
         )
         measured.append(result)
-        if environments is not None:
-            echo(f"{name}: the conversations took {result.seconds:.1f} s", err=True)
         echo_all(result.problems)
         del loaded
     return measured

@@ -50,7 +50,6 @@ class ModelResult:
     metrics: dict[str, Metric]  # name -> values in the order of `indices`
     completions: tuple[dict[str, Any], ...]  # JSON rows
     problems: tuple[str, ...]  # faults in scoring
-    seconds: float = 0.0  # of conversations with tools
 
 
 class Difference(NamedTuple):
@@ -121,8 +120,6 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
             name: {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": metric.interval}
             for name, metric in each.metrics.items()
         }
-    if any(each.seconds for each in measured):
-        content["seconds"] = {each.model: each.seconds for each in measured}
     if len(measured) == 2:
         first, second = (each.metrics for each in measured)
         found = {name: difference(metric, second[name]) for name, metric in first.items()}

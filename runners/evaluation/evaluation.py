@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -45,27 +46,24 @@ class EvalResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log; those that are not known are left out."""
-        rows = self.completions
-        squares = _mean([None if each.reward is None else each.reward**2 for each in rows])
+        rows, names = self.completions, self.completions[0].rewards if self.completions else ()
+        rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
             "em": self.score,
             "em_subset": len(rows),
             "eval/reward": self.reward,
-            "eval/reward_std": None,
+            "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
             "eval/truncated": _mean([is_cut(each) for each in rows]),
+            **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
         }
-        if squares is not None and self.reward is not None:
-            found["eval/reward_std"] = math.sqrt(max(squares - self.reward**2, 0.0))
-        for name in rows[0].rewards if rows else ():
-            found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
         if any(each.turns for each in rows):
-            names = {
+            fields = {
                 "success": "success",
                 "turns": "turns",
                 "tool_calls": "calls",
                 "failed_calls": "failures",
             }
-            for name, field in names.items():
+            for name, field in fields.items():
                 found[f"eval/{name}"] = _mean([getattr(each, field) for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}

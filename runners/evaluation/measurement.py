@@ -107,36 +107,33 @@ def measure(
     ks: Sequence[int] = (),
     rows: int = 0,
     environments: Environments | None = None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> ModelResult:
     """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in [rollout].
 
     With environments each completion is a conversation, which succeeds if the environment's own reward is at
     least 1; without one, if the last turn has the gold answer. pass@k for each of `ks` is of right
     answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
-    config's). `progress` gets the kind of completions, how many problems are done, and of how many.
+    config's). `note` gets a line when all completions of a kind are done.
     """
     evaluator, sampling = evaluator_of(model, config, rewards, environments, rows)
-    most = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    sampling = attrs.evolve(sampling, max_new_tokens=most)
-    numbered, json_rows, spent = list(chosen.items()), [], 0.0
+    sampling = attrs.evolve(
+        sampling, max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens
+    )
+    numbered, examples, json_rows = list(chosen.items()), list(chosen.values()), list[dict[str, Any]]()
 
     def completed(kind: str, sampling: g.Sampling) -> list[Completion]:
-        nonlocal spent
-        found: list[Completion] = []
-        size = sampling.num_generations
-        for part, batch in evaluator.complete(list(chosen.values()), sampling, evaluation_key(config)):
-            for place, one in enumerate(part, len(found)):
-                json_rows.append(_row(name, kind, *numbered[place // size], place % size, one))
-            found += part
-            spent += batch.seconds
-            progress(kind, len(found) // size, len(numbered))
+        batches = evaluator.complete(examples, sampling, evaluation_key(config))
+        found = [one for part, _ in batches for one in part]
+        for place, one in enumerate(found):
+            problem, sample = divmod(place, sampling.num_generations)
+            json_rows.append(_row(name, kind, *numbered[problem], sample, one))
+        note(f"{name}: {kind} completions of {len(examples)} problems are done")
         return found
 
     greedy = completed("greedy", attrs.evolve(sampling, temperature=0))
     details = _metrics(greedy, 1, "")
-    heads = ["success", "exact match", "reward"]
-    metrics = {head: details.pop(head) for head in heads if head in details}
+    metrics = {head: details.pop(head) for head in ("success", "exact match", "reward") if head in details}
     if num:
         sampled = completed("sample", attrs.evolve(sampling, num_generations=num))
         good = [each.success if each.right is None else each.right for each in sampled]
@@ -147,10 +144,9 @@ def measure(
                 metrics[f"pass@{k}"] = Metric(values, percent=True)
         details |= _metrics(sampled, num, "sampled ")
         details.pop("sampled exact match", None)
-    notice = evaluator.notice(greedy, list(chosen.values()), sampling.max_new_tokens)
+    notice = evaluator.notice(greedy, examples, sampling.max_new_tokens)
     faults = (*evaluator.problems, *filter(None, [notice]))
-    seconds = 0.0 if environments is None else spent
-    return ModelResult(name, tuple(chosen), metrics | details, tuple(json_rows), faults, seconds)
+    return ModelResult(name, tuple(chosen), metrics | details, tuple(json_rows), faults)
 
 
 def evaluation_key(config: Config) -> mx.array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from runners.checkpoints.own_runs import is_own
 from runners.config.loading import Config, load_config
@@ -31,8 +30,7 @@ def config_of_runs(
     It may name code, so it has to be one that this user has trained with here. With another one the result is
     None if there is other data. `note` gets a line that names the file.
 
-    Raises UserError for another one without data, and if two models' runs are not measured in the same way;
-    ConfigError as `load_config` does.
+    Raises UserError for another one without data, and if two models' runs are not measured in the same way.
     """
     files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
     if others := [file for file in files if not is_own(file)]:
@@ -42,21 +40,16 @@ def config_of_runs(
             f"{others[0]}: is of no run of yours on this machine, and may name code; --config {others[0]} "
             "measures with its data and rewards, --data with other data"
         )
+    if not files:
+        return None
     found = [load_config(str(file), overrides) for file in files]
-    for file, config in zip(files[1:], found[1:], strict=True):
-        _check_same(files[0], found[0], file, config)
-    if files:
-        note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
-    return found[0] if found else None
-
-
-def _check_same(first: Path, one: Config, second: Path, other: Config) -> None:
-    """Raises UserError, with the first key that differs, unless two runs are measured in the same way."""
-    was, now = one.to_dict(), other.to_dict()
+    was, now = found[0].to_dict(), found[-1].to_dict()
     for section, keys in _MEASURED.items():
         for key in keys:
             if was[section].get(key) != now[section].get(key):
                 raise UserError(
-                    f"the runs differ in {section}.{key} ({show(was[section].get(key))} in {first}, "
-                    f"{show(now[section].get(key))} in {second}); --config says what both are measured by"
+                    f"the runs differ in {section}.{key} ({show(was[section].get(key))} in {files[0]}, "
+                    f"{show(now[section].get(key))} in {files[-1]}); --config says what both are measured by"
                 )
+    note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
+    return found[0]
