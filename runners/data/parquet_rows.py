@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from runners.data.row_files import check_names
 from runners.errors import UserError
 
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
@@ -29,7 +28,9 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            check_names(path, file.schema_arrow.names)
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UserError(f"{path} has two columns of one name")
             for batch in _bounded_batches(path, file):
                 yield from table_rows(batch)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
     try:
         lines = filter(None, reader)
         header = next(lines, [])
-        check_names(path, header)
+        if len(set(header)) < len(header):
+            raise UserError(f"{path} has two columns of one name")
         for cells in lines:
             place = f"{path}, line {reader.line_num}"
             if len(cells) == len(header):
@@ -168,12 +168,6 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
                 yield Row({}, place, f"expected {len(header)} cells, as in the header, found {len(cells)}")
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
-
-
-def check_names(path: Path, names: list[str]) -> None:
-    """Raises UserError if two columns of a file have one name."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{path} has two columns named {show(twice[0])}")
 
 
 def transformed(row: Row, transform: Transform) -> Row | None:
