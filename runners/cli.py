@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import runners
-from runners.commands.base import HELP, INTERRUPTED, LazyGroup, ends_with_a_line
+from runners.commands.base import HELP, LazyGroup, ends_with_a_line
 from runners.commands.options import SET, echo_all, flag, option, options, read_config
 from runners.errors import UserError
-from runners.machine.signals import Stopped, StopSignals, to_stderr, to_terminal
+from runners.machine.signals import Stopped, StopSignals, to_stderr
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
@@ -166,8 +166,6 @@ def run_command(
     except Stopped as stopped:
         go_on = shlex.join(["--resume"] if stopped.saved else again)
         stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
-        if stopped.exit_code == INTERRUPTED and not getattr(stopped, "reported", True):
-            to_terminal(stopped.advice)  # of several ranks: after Ctrl-C mlx.launch shows nothing more
         raise
 
 

@@ -1,17 +1,13 @@
-"""The manifest of a checkpoint: its files with their sizes and digests, and the program that wrote them."""
+"""The manifest of a checkpoint: its files with their sizes and digests."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import platform
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import runners
 from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
@@ -19,7 +15,6 @@ from runners.files.run_files import RESOLVED
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = "grpo_fn.checkpoint"
-MANIFEST_VERSION = 2  # version 1 used other random streams: a resumed run would give another result
 
 
 class Damaged(UserError):
@@ -33,20 +28,12 @@ def write_manifest(folder: Path) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
-    content = {
-        "format": MANIFEST_FORMAT,
-        "version": MANIFEST_VERSION,
-        "written_by": _versions(),
-        "files": files,
-    }
+    content = {"format": MANIFEST_FORMAT, "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
-    """Raises Damaged unless every file, including those of `wanted`, is there as it was written.
-
-    Raises UserError for a manifest of another version, which is not damage.
-    """
+    """Raises Damaged unless every file, including those of `wanted`, is there as it was written."""
     if folder.is_symlink() or not folder.is_dir():
         raise Damaged(f"{folder}: expected a folder, found {'a link' if folder.is_symlink() else 'none'}")
     # Links are not followed, so that no name of the manifest leads out of the folder.
@@ -77,7 +64,7 @@ def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
 def newest_whole(folder: Path, wanted: tuple[str, ...], note: Callable[[str], None]) -> Path | None:
     """The newest checkpoint in a folder whose files match its manifest.
 
-    `note` gets a line for each damaged one. Raises UserError if a newer one is of another version.
+    `note` gets a line for each damaged one.
     """
     for path in reversed(checkpoint_folders(folder).values()):
         try:
@@ -118,21 +105,9 @@ def _read(file: Path) -> dict[str, Any]:
         content = read_json(file)
     except UserError as error:
         raise Damaged(str(error)) from error
-    found, files = content.get("version"), content.get("files")
+    files = content.get("files")
     if content.get("format") != MANIFEST_FORMAT:
         raise Damaged(f"{file}: expected the format {MANIFEST_FORMAT}, found {show(content.get('format'))}")
-    if found != MANIFEST_VERSION:
-        raise UserError(
-            f"{file}: expected version {MANIFEST_VERSION} of {MANIFEST_FORMAT}, found {show(found)}, written "
-            f"by {show(content.get('written_by'))}: finish the run with the grpo_fn that wrote it, or start "
-            "again with --overwrite"
-        )
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
         raise Damaged(f"{file}: its table of files is damaged")
     return files
-
-
-@functools.cache  # reading the installed versions takes as long as a small file's digest
-def _versions() -> dict[str, str]:
-    installed = {name: version(name) for name in ("mlx", "mlx-lm")}
-    return {"grpo_fn": runners.__version__, **installed, "python": platform.python_version()}

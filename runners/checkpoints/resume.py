@@ -135,11 +135,12 @@ def compare_inputs(
     *,
     allowed: bool,
 ) -> None:
-    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of `arithmetic`.
+    """Notes other inputs than the checkpoint's (see `run_inputs`), and other facts of `Platform.arithmetic`.
 
     Raises UserError if weights or completions depend on such an input, unless that is `allowed`.
     """
-    found = _differing(origin.facts.inputs, inputs)
+    was = origin.facts.inputs
+    found = [name for name, value in inputs.items() if was.get(name) != value]
     line = f"{', '.join(found)}: not what {origin.folder} was trained with"
     if {*found} - {HELD_OUT} and not allowed:
         raise UserError(f"{line}; --allow-config-change continues anyway")
@@ -147,8 +148,9 @@ def compare_inputs(
         note(line)
     was = origin.facts.arithmetic
     rows = [
-        f"{key} (was {show(was.get(key))}, is {show(computing.get(key))})"
-        for key in _differing(was, computing)
+        f"{name} (was {show(was.get(name))}, is {show(value)})"
+        for name, value in computing.items()
+        if was.get(name) != value
     ]
     if rows:
         note(
@@ -168,8 +170,3 @@ def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:
 def decisions(config: Config) -> dict[str, Any]:
     """The decisions that `earlier_decisions` returns, from a config in which all is decided."""
     return {name: getattr(config.rollout, name) for name in DECIDED}
-
-
-def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys in which two tables differ, including keys of only one of them."""
-    return [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]

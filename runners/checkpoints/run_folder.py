@@ -32,17 +32,12 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with disk_errors(f"{key}: {folder} cannot be locked"):
-            owner = os.read(lock, 64).decode("ascii", "replace").strip()
-            if owner and not owner.isdigit():
-                raise UserError(
-                    f"{folder / LOCK}: found a file that is no run's lock; choose another run.name"
-                )
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
                 raise UserError(
-                    f"{folder} is in use by process {owner or 'unknown'}; wait for it, or choose another "
-                    "run.name"
+                    f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
                 ) from None
         with suppress(OSError):  # a full disk: the number only tells others who holds the lock
             os.ftruncate(lock, 0)
@@ -85,12 +80,10 @@ def interrupted(folder: Path) -> str | None:
 
 def clear(folder: Path) -> None:
     """Removes an earlier run's checkpoints and model; its logs are renamed when new ones begin."""
-    try:
+    with disk_errors(f"{folder} cannot be cleared"):
         for found in (*checkpoint_folders(folder).values(), folder / "final"):
             if found.is_dir() and not found.is_symlink():
                 remove_folder(found)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be cleared: {error.strerror or error}") from error
 
 
 def set_aside(folder: Path, after: int) -> list[tuple[str, str]]:

@@ -13,12 +13,10 @@ from typing import Any
 
 from runners.checkpoints.manifest import digest
 from runners.config.loading import Config
-from runners.config.names import SELF
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
 from runners.files.json_files import read_json
 from runners.models.adapters import adapter_files
-from runners.models.folders import resolve_model
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.functions import Reward
 
@@ -34,47 +32,38 @@ def run_inputs(
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
-    others = {"answer", config.data.image}  # compared with the prompts, and below
+    others = {"answer", config.data.image}  # one is compared with the prompts, and reading images takes long
     columns = sorted(examples[0].columns.keys() - others) if examples else []
+    values = ([(name, example.columns[name]) for name in columns] for example in examples)
     found: dict[str, Any] = {
-        "the data's columns": _digest(
-            json.dumps([(name, example.columns[name]) for name in columns], default=_plain) + "\n"
-            for example in examples
-        )
+        "the data's columns": _digest(json.dumps(row, default=repr) + "\n" for row in values),
+        HELD_OUT: data_digest(held_out),
+        "the model's config.json": _digest(
+            [json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)]
+        ),
+        "the tokens that end a completion": list(loaded.eos_ids),
     }
-    files = {
-        f"the file of the reward {name}": getattr(reward.function, "file", None)
-        or function_file(name, config.folders)
-        for name, reward in zip(config.reward.functions, rewards, strict=False)
-        if ":" in name
-    }
+    if gold:
+        found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
+    if loaded.base_digest:
+        found["the weights of the base model"] = loaded.base_digest
+    return found | {what: digest(Path(file)) for what, file in _files(config, rewards).items() if file}
+
+
+def _files(config: Config, rewards: Sequence[Reward]) -> dict[str, Path | str | None]:
+    """The files of custom code and of given adapters, by their names in messages."""
+    files: dict[str, Path | str | None] = {}
+    for name, reward in zip(config.reward.functions, rewards, strict=False):
+        if ":" in name:
+            file = getattr(reward.function, "file", None) or function_file(name, config.folders)
+            files[f"the file of the reward {name}"] = file
     named = {f"the file of the tool {name}": name for name in config.env.tools}
     named |= {"the file of env.factory": config.env.factory, "the file of model.loader": config.model.loader}
     for what, name in named.items():
         files[what] = function_file(name if ":" in name else f"{name}:", config.folders)
-    if adapters := config.model.adapters:
-        for file in adapter_files(Path(adapters)):
-            files[f"the {file.name} of model.adapters"] = file
-    found |= {what: digest(Path(file)) for what, file in files.items() if file is not None}
-    found[HELD_OUT] = data_digest(held_out)
-    if gold:
-        found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
-    if config.teacher.path not in ("", SELF):
-        folder = resolve_model(config.teacher.path, "teacher.path")
-        found["the teacher's config.json"] = _digest(
-            [json.dumps(read_json(folder / "config.json"), sort_keys=True)]
-        )
-    found["the model's config.json"] = _digest(
-        [json.dumps(read_json(loaded.path / "config.json"), sort_keys=True)]
-    )
-    found["the tokens that end a completion"] = list(loaded.eos_ids)
-    if config.data.image:  # names and sizes in bytes: reading all images would take long
-        found["the images of data.image"] = _digest(
-            repr([(image.name, image.size) for image in example.images]) for example in examples
-        )
-    if loaded.base_digest:
-        found["the weights of the base model"] = loaded.base_digest
-    return found
+    for file in adapter_files(Path(config.model.adapters)) if config.model.adapters else ():
+        files[f"the {file.name} of model.adapters"] = file
+    return files
 
 
 def data_digest(examples: Sequence[Example]) -> str:
@@ -87,13 +76,3 @@ def _digest(texts: Iterable[str]) -> str:
     for text in texts:
         whole.update(text.encode("utf-8", "backslashreplace"))
     return whole.hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON lacks, the same in every process: an object's own text may contain its address."""
-    if hasattr(value, "tolist"):  # NumPy's
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, value))
-    text = repr(value)
-    return text if " at 0x" not in text else type(value).__qualname__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from runners.errors import UserError
 from runners.files.json_files import whole_number
 from runners.files.run_files import METRICS, RESOLVED
 from runners.report.run_record import RunRecord, is_running
-
-DEPTH = 4  # a run's name may be a path
 
 
 @attrs.frozen
@@ -38,7 +35,8 @@ def find_runs(folder: Path) -> list[RunSummary]:
     """The runs in a folder and below it, the last changed one first. UserError if it does not exist."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; expected one that holds runs, such as outputs")
-    return sorted(map(summarize, _folders(folder, DEPTH)), key=lambda run: (-run.changed, run.folder))
+    found = {file.parent for file in folder.rglob(RESOLVED) if file.is_file()}
+    return sorted(map(summarize, found), key=lambda run: (-run.changed, run.folder))
 
 
 def summarize(folder: Path) -> RunSummary:
@@ -63,16 +61,6 @@ def summarize(folder: Path) -> RunSummary:
         changed=changed,
         go_on=_advice(folder, state),
     )
-
-
-def _folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders of runs; links are not followed, and runs are not searched inside."""
-    if (folder / RESOLVED).is_file():
-        yield folder
-    elif depth:
-        with suppress(OSError):
-            for path in sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()):
-                yield from _folders(path, depth - 1)
 
 
 def _advice(folder: Path, state: str) -> str:

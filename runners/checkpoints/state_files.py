@@ -15,27 +15,20 @@ from typing import TYPE_CHECKING, Any, cast
 import attrs
 import mlx.core as mx
 
-from runners.errors import UserError
+from runners.errors import UserError, first_line
 from runners.files.tensor_files import load_arrays
 from runners.models.model_reader import check_finite
 
 if TYPE_CHECKING:
     from grpo_fn.learner import TrainState
 
-STATE_FORMAT = "grpo_fn.state"
-STATE_VERSION = "2"  # 1 held the TrainState alone
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
 
-
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
 DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
-
-
-class Missing(KeyError):
-    """An array that a structure names but no file contains."""
 
 
 def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
@@ -68,11 +61,9 @@ def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str
 
 
 def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
-    """The tree that `pack` described. Raises Missing, with the name, if an array is missing."""
+    """The tree that `pack` described. KeyError if an array is missing, and others for a damaged shape."""
     ((kind, content),) = shape.items()
     if kind == "array":
-        if content not in arrays:
-            raise Missing(content)
         return arrays[content]
     if kind == "zeros":
         size, dtype = content
@@ -110,23 +101,18 @@ def pack_state(
         "state": {name: pack(getattr(state, name), name, arrays, known) for name in names},
         "loop": {name: pack(tree, f"loop.{name}", arrays, known) for name, tree in loop.items()},
     }
-    return arrays, {"format": STATE_FORMAT, "version": STATE_VERSION, "structure": json.dumps(shapes)}
+    return arrays, {"structure": json.dumps(shapes)}
 
 
 def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
     """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
 
-    Shared arrays are shared again. Raises UserError if a file is missing, cut off, of another format or
-    version, lacks an array, or has a weight or moment that is not finite.
+    Shared arrays are shared again. Raises UserError if a file is missing, cut off, lacks an array, or has a
+    weight or moment that is not finite.
     """
     from grpo_fn.learner import TrainState
 
     arrays, metadata = load_arrays(folder / STATE_FILE)
-    if metadata.get("format") != STATE_FORMAT or metadata.get("version") != STATE_VERSION:
-        found = f"{metadata.get('format', 'no format')} version {metadata.get('version', '?')}"
-        raise UserError(
-            f"{folder / STATE_FILE}: expected {STATE_FORMAT} version {STATE_VERSION}, found {found}"
-        )
     for file in WEIGHT_FILES:
         if (folder / file).is_file():
             arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
@@ -136,9 +122,7 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         shapes = json.loads(metadata["structure"])
         state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})
         return state, {name: unpack(shape, arrays) for name, shape in shapes["loop"].items()}
-    except Missing as error:
-        raise UserError(f"{folder}: the array {error} of the training state is missing") from error
     except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise UserError(
-            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__})"
+            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: {first_line(error)})"
         ) from error

@@ -46,7 +46,7 @@ class TrainerState:
     decided: Decided
     data: str  # digest of the training data
     inputs: dict  # see `run_inputs`
-    arithmetic: dict  # see `arithmetic_facts`
+    arithmetic: dict  # see `Platform.arithmetic`
     logs: dict = attrs.field(validator=_check_logs)  # bytes of each log
     loop: dict  # the plain fields of `RunState`
 

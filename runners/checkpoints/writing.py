@@ -83,8 +83,3 @@ def _score(folder: Path) -> list[float]:
         state = {}
     numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
     return [-math.inf if number is None else number for number in numbers]
-
-
-def final_size(loaded: LoadedModel) -> int:
-    """About the bytes of the final model: every parameter, unpacked, in the dtype of the source's files."""
-    return loaded.num_parameters * loaded.source_dtype.size

@@ -25,7 +25,7 @@ def install_completion(command: click.Command) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from runners.files.durable import disk_errors, save_text
+    from runners.files.durable import save_text
 
     shell = Path(os.environ.get("SHELL", "")).name
     kind = get_completion_class(shell)
@@ -33,8 +33,6 @@ def install_completion(command: click.Command) -> None:
         raise UserError(f"SHELL: completions are for bash, fish and zsh, found {show(shell)}")
     (variable, usual), place = _FILES[shell]
     file = Path(os.environ.get(variable) or usual).expanduser() / place
-    with disk_errors(f"{file}: cannot be written"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_text(file, kind(command, {}, "grpo", "_GRPO_COMPLETE").source())
+    save_text(file, kind(command, {}, "grpo", "_GRPO_COMPLETE").source())
     then = f"; add to ~/.zshrc: source {file}" if shell == "zsh" else "; new shells read it"
     echo(f"{file}: written{then}")

@@ -51,12 +51,9 @@ def init_command(model: str, data: str, out: str) -> None:
     echo(f"data     {found.prompt or found.question} → {found.answer or 'no answers'}: {found.why}")
     rewards = target.with_name(f"{target.stem}_reward.py")
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
-    try:
-        if found.form == "none" and not rewards.exists():
-            save_text(rewards, REWARD.format(config=target.name))
-            echo(f"written  {rewards}, an example of a reward: write yours")
-        save_text(target, text)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error
+    if found.form == "none" and not rewards.exists():
+        save_text(rewards, REWARD.format(config=target.name))
+        echo(f"written  {rewards}, an example of a reward: write yours")
+    save_text(target, text)
     echo(f"written  {target}")
     echo(f"next     grpo check {out} --sample 4, then grpo-run {out}")

@@ -60,7 +60,7 @@ Examples:
 @click.command("watch", context_settings=HELP, epilog=_WATCH_EXAMPLES)
 @click.argument("run")
 @options(
-    option("--port", "The port, or the next free one [8517].", click.IntRange(0, 65535), 8517),
+    option("--port", "The port; a free one if it is taken [8517].", click.IntRange(0, 65535), 8517),
     flag("--open as show", "Open the page in a browser."),
 )
 @ends_with_a_line

@@ -22,7 +22,7 @@ from runners.config.reading import (
     key_hint,
     read_settings,
 )
-from runners.errors import ConfigError, UserError, show, spell_tables
+from runners.errors import ConfigError, show, spell_tables
 from runners.files.durable import save_text
 from runners.files.run_files import RESOLVED
 
@@ -163,15 +163,9 @@ def write_resolved(config: Config) -> Path:
 
     A crash leaves either the old or the new file. Raises UserError if the folder cannot be written to.
     """
-    folder = Path(config.run.output_dir) / config.run.name
-    path = folder / RESOLVED
+    path = Path(config.run.output_dir) / config.run.name / RESOLVED
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_text(path, content)
-    except OSError as error:
-        where = config.where("run.output_dir")
-        raise UserError(f"{where}: {path} cannot be written: {error.strerror or error}") from error
+    save_text(path, content)
     return path
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from runners.errors import UserError, did_you_mean, error_line, show
-from runners.files.links import check_links
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -95,7 +94,6 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
         raise UserError(f"{key}: expected {show(split)} whole and once in {folder}, found {names}")
-    check_links(folder, files)
     return sorted(files, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0)
 
 

@@ -24,13 +24,9 @@ _NAME = re.compile(re.escape(PREFIX) + r"[0-9a-f]{12}-(.+)", re.DOTALL)
 
 
 def save_text(file: Path, text: str) -> None:
-    """Writes a text file into an existing folder; a crash leaves the old file or the new one.
-
-    OSError if the disk refuses, or if the folder is gone: it is not created again for this file.
-    """
-    with _staging(file) as stage:
-        (stage / NEW).write_text(text, encoding="utf-8")
-        _put(stage / NEW, file)
+    """Writes a text file; a crash leaves the old file or the new one. UserError if the disk refuses."""
+    with new_file(file) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def check_target(target: Path, force: bool) -> None:
@@ -57,62 +53,41 @@ def disk_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """A file to be written that takes the name and place of `target` when the block ends without an error.
+    """A file, or a folder, to be made that gets the name of `target` when the block ends without an error.
 
-    Raises UserError as `new_folder` does.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _staging(target) as stage:
-            yield stage / NEW
-            if not replace and os.path.lexists(target):
-                raise UserError(_exists(target))
-            _put(stage / NEW, target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
-    """A folder that takes the name and place of `target` when the block ends without an error.
-
-    Everything in it is on the disk before the rename. A crash at any point leaves the old folder or the new
-    one under the name, or (between two renames) the old one beside it, which the next start restores.
+    Everything in it is on the disk before the rename. A crash at any point leaves the old file or folder or
+    the new one under the name, or (between two renames) an old folder beside it, which the next start
+    restores.
 
     Raises UserError if the disk refuses (full, read-only, no permission), and if `target` exists at the end
     without `replace`.
     """
-    try:
+    with disk_errors(f"{target}: cannot be written"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _staging(target) as stage:
-            (stage / NEW).mkdir()
-            try:
-                yield stage / NEW
-            except OSError:
-                raise
-            except Exception as error:
-                # Rust libraries and MLX raise no OSError: the first name its number, and where the disk
-                # refuses MLX, this write has the reason.
-                if found := re.search(r"\(os error (\d+)\)", str(error)):
-                    raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
-                (stage / NEW / "probe").write_bytes(bytes(1 << 16))
-                raise
-            for path in (*(stage / NEW).rglob("*"), stage / NEW):
+            new = stage / NEW
+            yield new
+            for path in (*new.rglob("*"), new):
                 flush(path)
-            if replace and os.path.lexists(target):
-                os.rename(target, stage / OLD)
-            os.rename(stage / NEW, target)
+            if os.path.lexists(target):
+                if not replace:
+                    raise UserError(_exists(target))
+                if new.is_dir():  # a file takes the name in one step
+                    os.rename(target, stage / OLD)
+            os.rename(new, target)
             flush(target.parent)
-    except OSError as error:
-        if not replace and os.path.lexists(target):
-            raise UserError(_exists(target)) from error
-        raise UserError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
-def _put(new: Path, file: Path) -> None:
-    flush(new)
-    os.rename(new, file)
-    flush(file.parent)
+@contextmanager
+def new_folder(target: Path, *, replace: bool = True) -> Iterator[Path]:
+    """An empty folder to be filled; see `new_file`."""
+    with new_file(target, replace=replace) as folder:
+        folder.mkdir()
+        try:
+            yield folder
+        except RuntimeError:  # MLX does not say why the disk refuses: this write does
+            (folder / "probe").write_bytes(bytes(1 << 16))
+            raise
 
 
 def remove_folder(folder: Path) -> None:

@@ -23,16 +23,6 @@ def to_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def to_terminal(text: str) -> None:
-    """Writes lines to the process's terminal, if it has one, wherever its output goes."""
-    with suppress(OSError):
-        terminal = os.open("/dev/tty", os.O_WRONLY | os.O_NOCTTY)
-        try:
-            os.write(terminal, f"{text}\r\n".encode())
-        finally:
-            os.close(terminal)
-
-
 def _exit(number: int, text: str = "") -> NoReturn:
     """Ends the process at once, after this text."""
     with suppress(OSError):  # the terminal may be gone

@@ -6,13 +6,14 @@ Importing this module imports nothing heavy; `prepare` imports grpo_fn, which lo
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -51,6 +52,14 @@ class Platform:
         On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
         """
         return "float32" if self.backend == "cpu" else None
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Facts that are equal on machines where the same computation gives the same bits."""
+        found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}
+        if self.backend != "cpu":
+            return found
+        processor = platform.processor() or platform.machine()
+        return found | {"blas": self.blas, "cores": self.cores, "processor": processor}
 
 
 def load_blas() -> Blas:

@@ -14,7 +14,6 @@ from grpo_fn.trees import named_leaves, on_host
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError, did_you_mean, first_lines, show
 from runners.files.json_files import read_json
-from runners.files.links import check_links
 from runners.files.tensor_files import check_header, load_arrays
 from runners.models.base_digest import base_digest
 from runners.models.folders import final_of
@@ -92,7 +91,6 @@ def check_adapters(folder: Path) -> None:
         raise UserError(
             f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them{final_of(folder)}"
         )
-    check_links(folder)
     check_header(weights)
     check = check_adapter_config if weights.name == ADAPTERS else check_peft_config
     check(read_json(config), config)

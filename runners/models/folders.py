@@ -9,7 +9,6 @@ from pathlib import Path
 from runners.errors import UserError
 from runners.files.hub import hub_errors
 from runners.files.json_files import read_json
-from runners.files.links import check_links, check_weight_map
 from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
 from runners.models.json_keys import check_config, end_ids
 from runners.models.rope_keys import with_rope_keys
@@ -65,15 +64,13 @@ def final_of(folder: Path) -> str:
 
 
 def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
-    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer, and no
-    link that leads out of it.
+    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer.
 
     For a folder that a custom function opens, weights and model_type are not required. Tokenizer files are
     required here, because mlx-lm would continue without them, with a wrong end-of-text token.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: expected a model folder with config.json and *.safetensors, found a file")
-    check_links(folder)
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
         base = read_json(folder / "adapter_config.json").get("model")
@@ -160,10 +157,20 @@ def _check_weights(folder: Path, names: set[str]) -> None:
             "from_pretrained(FOLDER).save_pretrained(NEW) writes them from pytorch_model.bin"
         )
     if "model.safetensors.index.json" in names:
-        check_weight_map(folder, read_json(folder / "model.safetensors.index.json"), names)
+        _check_weight_map(folder, names)
     empty = sorted(name for name in weights if (folder / name).stat().st_size == 0)
     if empty:
         raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
+
+
+def _check_weight_map(folder: Path, names: set[str]) -> None:
+    """Raises UserError unless the files that model.safetensors.index.json names are files of the folder."""
+    file = folder / "model.safetensors.index.json"
+    weight_map = read_json(file).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{file}: weight_map is not a table from tensors to files")
+    if missing := sorted(set(weight_map.values()) - names):
+        raise UserError(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:

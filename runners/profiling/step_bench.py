@@ -24,7 +24,7 @@ from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
 from runners.telemetry.diary import Diary
 from runners.telemetry.progress import duration_text
-from runners.telemetry.report import Silent
+from runners.telemetry.report import Report
 from runners.training.run_state import RunState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
@@ -142,7 +142,7 @@ class Stepping:
         run.learner.engine.load(train.old_params, 0)
         self.state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
         self.run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-        self.steps = TrainSteps(self.run, Diary(Silent()))
+        self.steps = TrainSteps(self.run, Diary(Report()))
 
     def step(self) -> dict[str, float]:
         """The rollouts of an update and all updates that use them: seconds by part, and counts."""

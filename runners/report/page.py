@@ -6,7 +6,8 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.durable import save_text
 from runners.metrics import METRICS
@@ -38,7 +40,7 @@ class Written:
 
 
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
-    """Writes the page of these runs' folders to `out`, whose folder has to exist.
+    """Writes the page of these runs' folders to `out`.
 
     Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are used.
     Raises UserError for a folder that holds no run, and if the file cannot be written.
@@ -54,12 +56,27 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     first = put(packed({"runs": shown}))
     text = page(" · ".join(run["name"] for run in shown), blobs, {"mode": "file", "at": first})
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
-    try:
-        save_text(out, content.decode("utf-8"))
-    except OSError as error:
-        raise UserError(f"{out}: cannot be written: {error.strerror or error}") from error
+    save_text(out, content.decode("utf-8"))
     rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
     return Written(out, len(content), rows, left_out)
+
+
+@contextmanager
+def final_report(folder: Path, settings: LogConfig, note: Callable[[str], None]) -> Iterator[list[bool]]:
+    """After the block, also after an error, writes report.html into a run's folder if log.report asks for it.
+
+    The block gets a list, and appends True when there is something to report; otherwise nothing is written.
+    If the report cannot be written, a line says so; the run is not affected.
+    """
+    begun: list[bool] = []
+    try:
+        yield begun
+    finally:
+        if begun and settings.report:
+            try:
+                write_report([folder], folder / REPORT)
+            except (UserError, OSError, MemoryError) as error:
+                note(f"no report was written: {error}; `grpo report RUN` tries again")
 
 
 def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
@@ -68,11 +85,24 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
     The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
     a file, makes no connections.
     """
-    script, _ = _assets()
+    script, style = _assets()
     connect = "'self'" if start["mode"] == "live" else "'none'"
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        f"script-src {_digest(script)}; connect-src {connect}; form-action 'none'"
+    )
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}
     begin = json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c")
-    body = [
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="referrer" content="no-referrer">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{html.escape(_printable(title))} – training report</title>",
+        f'<link rel="icon" href="{_ICON}">',
+        f"<style>{style}</style></head><body>",
         _asset("page.html"),
         f'<script type="application/json" id="start">{begin}</script>',
         *(
@@ -80,25 +110,6 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
             for number, blob in enumerate(blobs)
         ),
         f"<script>{script}</script>",
-    ]
-    policy = f"script-src {_digest(script)}; connect-src {connect}"
-    return _document(f"{title} – training report", "\n".join(body), policy)
-
-
-def _document(title: str, body: str, policy: str) -> str:
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; {policy}"
-    _, style = _assets()
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}; form-action \'none\'">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="referrer" content="no-referrer">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{html.escape(_printable(title))}</title>",
-        f'<link rel="icon" href="{_ICON}">',
-        f"<style>{style}</style></head><body>",
-        body,
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"

@@ -1,7 +1,6 @@
 """The live page of a run, for this machine alone: it reads the run's files and writes nothing.
 
-Only requests whose Host and Origin are the server's own get an answer, so that no other web page can read a
-run through the browser.
+Only requests whose Host is the server's own get an answer: a browser lets no other web page read one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from runners.errors import UserError, error_line, one_line
 from runners.machine.terminal import echo
@@ -21,12 +20,10 @@ from runners.report.page import page
 HOST, PORT = "127.0.0.1", 8517
 MOST_BYTES = 16_000_000  # of completions.jsonl in the page, which gets all of its data after each update
 _NAMES = (HOST, "localhost")
-_TRIED = 20  # ports, from the wanted one on
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",
 }  # fmt: skip
 Answer = tuple[int, str, bytes]  # status, content type, content
@@ -37,8 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        headers = self.headers.get("Host", ""), self.headers.get("Origin")
-        status, kind, content = answer(self.server.run, self.path, *headers)
+        status, kind, content = answer(self.server.run, self.path, self.headers.get("Host", ""))
         self.send_response(status)
         for name, value in {"Content-Type": kind, **_HEADERS}.items():
             self.send_header(name, value)
@@ -57,18 +53,12 @@ class Server(ThreadingTCPServer):
     daemon_threads = allow_reuse_address = True
 
     def __init__(self, folder: Path, port: int) -> None:
-        """Listens on the port, or the next free one; 0: on any. UserError without a run or a free port."""
+        """Listens on the port, or on a free one if it is taken. UserError without a run."""
         self.run = LiveRun(folder, MOST_BYTES)
-        last = min(port + _TRIED, 65535) if port else 0
-        for number in range(port, last + 1):
-            try:
-                super().__init__((HOST, number), _Handler)
-                break
-            except OSError as error:
-                if number == last:
-                    raise UserError(
-                        f"{HOST}, port {port}: cannot be listened on: {error.strerror}"
-                    ) from error
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError:
+            super().__init__((HOST, 0), _Handler)
         self.url = f"http://{HOST}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -78,12 +68,10 @@ class Server(ThreadingTCPServer):
             echo(error_line(error), err=True)
 
 
-def answer(run: LiveRun, target: str, host: str, origin: str | None = None) -> Answer:
-    """The answer to a request for `target` with these headers: the page, or its data unless it has them."""
-    if _address(f"//{host}")[0] not in _NAMES:
+def answer(run: LiveRun, target: str, host: str) -> Answer:
+    """The answer to a request for `target` with this Host: the page, or its data unless it has them."""
+    if host.rpartition(":")[0] not in _NAMES:
         return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
-    if origin is not None and _address(origin)[1] != host.lower():
-        return _text(403, "requests of other pages are refused")
     path, _, seen = target.partition("?")
     try:
         if path == "/":
@@ -96,15 +84,6 @@ def answer(run: LiveRun, target: str, host: str, origin: str | None = None) -> A
         return 200, "application/octet-stream", run.data()
     except UserError as error:
         return _text(503, one_line(str(error), {}))
-
-
-def _address(url: str) -> tuple[str, str]:
-    """A URL's host name, and it with its port; both empty if it is none."""
-    try:
-        found = urlsplit(url)
-        return (found.hostname or "").lower(), found.netloc.lower()
-    except ValueError:
-        return "", ""
 
 
 def _text(status: int, text: str) -> Answer:

@@ -78,13 +78,11 @@ _DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB}
 
 def check_dashboards_installed(settings: LogConfig) -> None:
     """Raises UserError if a dashboard that [log] asks for is not installed."""
-    missing = [
-        f"log.{key} = true needs the package {kind.package}: `pip install {kind.package}`"
-        for key, kind in _DASHBOARDS.items()
-        if getattr(settings, key) and find_spec(kind.package) is None
-    ]
-    if missing:
-        raise UserError("; ".join(missing))
+    for key, kind in _DASHBOARDS.items():
+        if getattr(settings, key) and find_spec(kind.package) is None:
+            raise UserError(
+                f"log.{key} = true needs the package {kind.package}: `pip install {kind.package}`"
+            )
 
 
 def open_dashboards(target: Target) -> list[Dashboard]:
@@ -92,13 +90,12 @@ def open_dashboards(target: Target) -> list[Dashboard]:
     check_dashboards_installed(target.settings)
     found: list[Dashboard] = []
     for key, kind in _DASHBOARDS.items():
-        if getattr(target.settings, key):
-            try:
-                found.append(kind(target))
-            except Exception as error:  # each package has its own errors: no login, no network, no disk
-                raise UserError(
-                    f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
-                ) from error
+        try:
+            found += [kind(target)] if getattr(target.settings, key) else []
+        except Exception as error:  # each package has its own errors: no login, no network, no disk
+            raise UserError(
+                f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
+            ) from error
     return found
 
 

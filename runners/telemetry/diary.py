@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
 from runners.config.loading import Config
@@ -17,12 +16,12 @@ from runners.machine.memory_readings import read_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
+from runners.machine.versions import installed_version
 from runners.telemetry.events import (
     Advanced,
     Alert,
     Event,
     Note,
-    Remark,
     Report,
     Started,
     Status,
@@ -65,8 +64,6 @@ class Diary(Report):
                 self._update = int(metrics.get("update", self._update + 1))
             case Note(text):
                 self._record("note", text=one_line(text, os.environ))
-            case Remark(kind, text):
-                self._record(kind, text=one_line(text, os.environ))
         if self._log is not None:
             self._log.handle(event)
         with self._whole():
@@ -87,10 +84,6 @@ class Diary(Report):
     def alert(self, text: str) -> None:
         """Sends an `Alert`."""
         self.handle(Alert(text))
-
-    def remark(self, kind: str, text: str) -> None:
-        """Sends a `Remark`."""
-        self.handle(Remark(kind, text))
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -150,15 +143,10 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
         **{name: getattr(machine, name) for name in ("backend", "device", "cores", "blas")},
         "memory_gb": round(read_memory().total / 1e9, 1),
     }
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
+    versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {
         "process": os.getpid(),
         "machine": {name: value for name, value in found.items() if value},
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions},
         "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],
     }

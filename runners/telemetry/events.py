@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import attrs
@@ -17,9 +17,8 @@ class Started:
     updates: int  # of the whole run
     header: Mapping[str, Any]  # shown once; "run" is the title
     done: int = 0  # the current update of a resumed run
-    scores: Sequence[float] = ()  # its evaluations so far: exact match
-    rewards: Sequence[float] = ()  # the same: the mean of its own rewards
-    waiting: bool = False  # a part of the next update's rollouts, or all of them, is in the checkpoint
+    score: float | None = None  # its last evaluation: exact match
+    reward: float | None = None  # the same: the mean of its own rewards
 
 
 @attrs.frozen
@@ -27,8 +26,6 @@ class Status:
     """The current activity, such as "evaluating"; it ends with the next update or status."""
 
     text: str
-    rest: float = 0.0  # how much of the same kind follows, as a multiple of what begins now
-    expected: float = 0.0  # seconds that it takes, as far as one can say before it begins; 0: not known
 
 
 @attrs.frozen
@@ -84,25 +81,18 @@ class Alert:
 
 
 @attrs.frozen
-class Remark:
-    """A line for the log of events alone; `kind` is the event's name there."""
-
-    kind: str
-    text: str
-
-
-@attrs.frozen
 class Finished:
     """The run is over. `summary` is name -> value, shown once."""
 
     summary: Mapping[str, Any]
 
 
-Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note | Alert | Remark | Finished
+Event = Started | Status | Advanced | Updated | Evaluated | Completions | Note | Alert | Finished
 
 
 class Report:
-    """A listener; this one shows nothing. A context manager that restores the terminal."""
+    """A listener; this one shows nothing, as for a rank whose run is shown by another rank. A context manager
+    that restores the terminal."""
 
     @property
     def fault(self) -> Exception | None:
@@ -116,10 +106,6 @@ class Report:
         return self
 
     def __exit__(self, *error: object) -> None: ...
-
-
-Silent = Report
-"""Shows nothing at all: for a rank whose run is shown by another rank."""
 
 
 class Quiet(Report):

@@ -30,41 +30,35 @@ class Progress:
         """Starts the clock. `clock` gives seconds, `memory` bytes."""
         self.total = self.done = 0  # updates
         self.metrics: Mapping[str, Any] = {}  # of the last update
-        self.scores: list[float] = []  # of evaluations, in order: exact match
-        self.held_out: list[float] = []  # the same: the mean of the run's own rewards
+        self.score: float | None = None  # of the last evaluation: exact match
+        self.reward: float | None = None  # the same: the mean of the run's own rewards
         self.memory = 0
         self._read_memory, self._clock = memory, clock
         self._started = self._last_step = clock()
         self._steps = 0  # of this process
-        self._shortened = False  # the first of them, by rollouts that a checkpoint had
         self._evaluating = 0.0  # seconds of evaluation since the last step
         self._intervals: deque[float] = deque(maxlen=20)
-        self._status, self._status_began = Status(""), self._started
-        self._advanced: tuple[Advanced, float] | None = None  # the last one, and when it came
-        self._phase_began = self._started  # what it names
+        self._status, self._status_began = "", self._started
+        self._advanced: Advanced | None = None  # the last one of this status
 
     def handle(self, event: Event) -> None:
         """Takes in an event; the clock starts again with the run."""
         match event:
             case Started():
                 self.total, self.done = event.updates, event.done
-                self.scores, self.held_out = list(event.scores), list(event.rewards)
+                self.score, self.reward = event.score, event.reward
                 self._started = self._last_step = self._clock()
-                self._shortened = event.waiting
-            case Status():
-                self._status, self._status_began, self._advanced = event, self._clock(), None
-            case Advanced(what, done, _):
-                now, last = self._clock(), self._advanced
-                if last is None or last[0].what != what or done < last[0].done:
-                    self._phase_began = self._status_began if last is None else now
-                self._advanced = event, now
+            case Status(text):
+                self._status, self._status_began, self._advanced = text, self._clock(), None
+            case Advanced():
+                self._advanced = event
             case Updated(metrics):
-                self._status = Status("")
+                self._status = ""
                 self._step(metrics)
             case Evaluated():
-                self._status = Status("")
-                self.scores += [] if event.score is None else [event.score]
-                self.held_out += [] if event.reward is None else [event.reward]
+                self._status = ""
+                self.score = self.score if event.score is None else event.score
+                self.reward = self.reward if event.reward is None else event.reward
                 self._evaluating += event.seconds
         if isinstance(event, Updated | Evaluated):
             self.memory = max(self.memory, self._read_memory())
@@ -75,8 +69,7 @@ class Progress:
         self._last_step, self._evaluating = now, 0.0
         if self._steps == 1:
             self._intervals.clear()  # the first update compiles: it is slower than the others
-        if self._steps or not self._shortened:
-            self._intervals.append(interval)
+        self._intervals.append(interval)
         self._steps += 1
         self.metrics, self.done = metrics, int(metrics.get("update", self.done + 1))
 
@@ -92,29 +85,20 @@ class Progress:
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
 
     def activity(self) -> str:
-        """The current activity, how far it has come, and its time left; empty: there is none."""
-        text, now = self._status.text, self._clock()
-        if not text:
+        """The current activity, how far it has come, and its time so far; empty: there is none."""
+        if not self._status:
             return ""
-        spent, line = now - self._status_began, text
-        if self._advanced is not None:
-            event, came = self._advanced
-            line = f"{text}: {event.what} {event.done:,} of {event.total:,},"
-        if self._advanced is None or not event.done:
-            ahead = self._status.expected - spent
-            if ahead > 0:
-                return f"{line.removesuffix(',')}, about {duration_text(ahead)} left"
-            return f"{line} {duration_text(spent)}"
-        left = (came - self._phase_began) * (event.total - event.done) / event.done
-        left += self._status.rest * (came - self._status_began + left) - (now - came)
-        return f"{line} {duration_text(max(left, 0.0))} left"
+        spent, event = duration_text(self._clock() - self._status_began), self._advanced
+        if event is None:
+            return f"{self._status} {spent}"
+        return f"{self._status}: {event.what} {event.done:,} of {event.total:,}, {spent}"
 
     @property
     def headline(self) -> tuple[str, str]:
         """The latest exact match, or the mean of the run's own rewards where there are no gold answers."""
-        if not self.scores and self.held_out:
-            return "held-out reward", number_text(self.held_out[-1])
-        return "exact match", percent_text(self.scores[-1] if self.scores else None)
+        if self.score is None and self.reward is not None:
+            return "held-out reward", number_text(self.reward)
+        return "em", percent_text(self.score)
 
 
 def number_text(value: float | None) -> str:

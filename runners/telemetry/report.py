@@ -18,7 +18,6 @@ from runners.telemetry.events import (
     Note,
     Quiet,
     Report,
-    Silent,
     Started,
     Updated,
 )
@@ -31,7 +30,7 @@ from runners.telemetry.progress import (
     number_text,
 )
 
-__all__ = ["PlainReport", "Quiet", "Report", "Silent"]
+__all__ = ["PlainReport", "Quiet", "Report"]
 
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
@@ -108,7 +107,7 @@ def step_line(progress: Progress, columns: int = LINE_WIDTH) -> str:
     parts = [
         f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
         "" if penalty is None else f"length penalty {number_text(penalty)}",
-        "{} {}".format(*progress.headline).replace("exact match", "em"),
+        " ".join(progress.headline),
         f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",
         gigabytes(progress.memory) if progress.memory else "",
         f"{duration_text(progress.seconds_left())} left",

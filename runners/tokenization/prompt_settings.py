@@ -19,7 +19,6 @@ from runners.config import rules
 from runners.config.sections import DataConfig, RolloutConfig
 from runners.errors import UserError, did_you_mean, show
 from runners.files.json_files import read_json
-from runners.files.links import check_links
 
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
@@ -80,7 +79,6 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):
         return None
-    check_links(folder, [file])
     content = read_json(file)
     stated, version = content.pop("format", None), content.pop("version", None)
     if stated != PROMPT_FORMAT:

@@ -18,7 +18,7 @@ from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
 from runners.rewards.trl_arguments import TrainerState
-from runners.telemetry.events import Evaluated, Status
+from runners.telemetry.events import Evaluated
 from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
@@ -94,10 +94,6 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
 
-    def answered(problems: Sequence[Example], left: int) -> EvalResult:
-        session.shown.handle(Status("evaluating", rest=left / len(problems)))
-        return evaluate_on_ranks(session.ranks, evaluator, problems, sampling)
-
     problems = held_out(run.data.evaluation, state.eval_problems)
     results: list[EvalResult] = []
     done, size = 0, rows
@@ -106,7 +102,8 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         problems = [problems[i] for i in epoch_order(len(problems), 0, 0)]  # the order of `held_out`
     while done < len(problems):
         part = problems[done : done + size]
-        results.append(answered(part, len(problems) - done - len(part)))
+        session.shown.status("evaluating" + f", {done:,} of {len(problems):,} done" * (done > 0))
+        results.append(evaluate_on_ranks(session.ranks, evaluator, part, sampling))
         done += len(part)
         if size < rows and done < len(problems):
             problems = problems[: _affordable(session, results[0], len(problems), limit)]

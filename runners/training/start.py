@@ -26,11 +26,10 @@ from runners.checkpoints.resume import (
 )
 from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
-from runners.checkpoints.writing import final_size, prune_checkpoints
+from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
-from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
 from runners.ranks.ranks import Ranks
@@ -38,7 +37,7 @@ from runners.report import final_report
 from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog
-from runners.telemetry.report import PlainReport, Quiet, Report, Silent
+from runners.telemetry.report import PlainReport, Quiet, Report
 from runners.training.run_state import RunState, check_alike, restore, share_start
 from runners.training.session import Session
 from runners.training.setup import Run, build_run
@@ -70,7 +69,7 @@ def start_or_resume(
         else:  # this rank's files go into a temporary folder
             silent = LogConfig(every=config.log.every, jsonl=False, completions=False, report=False)
             config = attrs.evolve(config, log=silent)
-            report, resume, overwrite = Silent(), False, True
+            report, resume, overwrite = Report(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = stack.enter_context(Diary(report, whole=signals.deferred))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
@@ -85,7 +84,7 @@ def start_or_resume(
             "decided": decisions(run.config),
             "data": data_digest(run.data.train),
             "inputs": inputs,
-            "arithmetic": arithmetic_facts(machine),
+            "arithmetic": machine.arithmetic(),
         }
         state = _state(run, origin, facts, shown, changed=allow_config_change)
         check_alike(ranks, run, inputs)
@@ -172,7 +171,8 @@ def _files(
 ) -> MetricsLog:
     """The log, in a folder that has only files of this run; the run's notices."""
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
-    final = final_size(run.loaded) if writes else 0
+    # Every parameter, unpacked, in the dtype of the source's files.
+    final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
     where = config.where("run.name")
     free = shutil.disk_usage(folder).free
     if origin is None or _replaces(folder, origin):  # these are removed

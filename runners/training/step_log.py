@@ -29,8 +29,8 @@ def show_start(session: Session) -> None:
         head |= {"supervised": f"{first:,} update{'s' * (first > 1)} of {gold:,} gold completions"}
         if session.config.sft.only:
             head.pop("each update")
-    before = (state.update, state.scores, state.eval_rewards, bool(state.waiting))
-    session.shown.handle(Started(run.length.updates, head, *before))
+    last = [values[-1] if values else None for values in (state.scores, state.eval_rewards)]
+    session.shown.handle(Started(run.length.updates, head, state.update, *last))
 
 
 def show_summary(session: Session, final: Path) -> None:

@@ -5,7 +5,6 @@ Each takes a `RunState` and leaves it as it is; `accept`, `update` and `sync` gi
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import attrs
@@ -58,7 +57,6 @@ class TrainSteps:
     def __init__(self, run: Run, shown: Diary) -> None:
         """`shown` gets the lines about what happens in a step."""
         self.run, self.config, self.shown = run, run.config, shown
-        self._learned = 0.0  # seconds of the last gradients
         self.engine, self.ranks, self.times = run.learner.engine, run.ranks, PartTimes()
         self.micro_batches = MicroBatches(
             run.learner.grad_step,
@@ -169,18 +167,12 @@ class TrainSteps:
         self.engine.load(None, state.update)
         return attrs.evolve(state, train=attrs.evolve(state.train, old_params=None))
 
-    def expected_seconds(self, state: RunState) -> float:
-        """Of the next gradients: as the last ones, and before the first as their rollouts."""
-        return self._learned or sum(tally.seconds["rollout"] for tally in state.tallies)
-
     def gradients(self, state: RunState) -> Sums:
         """The accumulated gradient of the next update."""
-        started = time.perf_counter()
         with self.times.timing("learner"):
             steps = [parts[state.reused % len(parts)] for parts in state.waiting]
             learn = self.sft if self.supervised(state) else self.micro_batches
             train, stats, budget = learn.gradients(state.train, steps, state.micro_batch_tokens)
-        self._learned = time.perf_counter() - started
         return Sums(attrs.evolve(state, train=train, micro_batch_tokens=budget), stats)
 
     def update(self, sums: Sums) -> tuple[RunState, g.LossStats, g.UpdateStats]:
@@ -213,14 +205,11 @@ class TrainSteps:
                 if not self.supervised(state):
                     _ = self.engine.sampler  # is rounded here; supervised steps draw nothing
             state = attrs.evolve(state, train=train, synced_at=state.batch_step, version=state.update)
-            if loss.sync_every > 1:
-                self.shown.remark("sync", "the sampler took the learner's weights")
         every = loss.ref_sync_every
         if every and state.train.ref_params is not None and state.batch_step - state.ref_synced_at >= every:
             reference = self._reference(state.moments)
             train = g.sync_ref(state.train, loss.ref_mixup, reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
-            self.shown.remark("sync", "the reference took the learner's weights")
         if state.batch_step == self.run.length.supervised < self.run.length.batch_steps:
             train = begin_grpo(state.train, self._reference(state.moments))
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)

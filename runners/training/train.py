@@ -16,7 +16,6 @@ from runners.machine.metal_faults import explained_aborts
 from runners.machine.signals import Stopped, StopSignals
 from runners.ranks.rank_place import read_rank_place
 from runners.ranks.ranks import Ranks
-from runners.telemetry.events import Status
 from runners.telemetry.report import Report
 from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
@@ -118,7 +117,7 @@ def take_batch_step(session: Session) -> None:
 def take_update(session: Session) -> None:
     """One optimizer update, with its gradients."""
     steps = session.steps
-    session.shown.handle(Status("learning", expected=steps.expected_seconds(session.state)))
+    session.shown.status("learning")
     session.state = steps.free_sampler(session.state)
     sums = steps.gradients(session.state)  # Σ over the micro-batches that wait
     with session.committing("the update"):

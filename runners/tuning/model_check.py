@@ -85,11 +85,9 @@ def check_model(
             raise UserError(f"{error}; {key} = false goes on all the same") from error
         answer = {"given_up": found.given_up, "notices": found.notices, "facts": facts}
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             save_text(file, json.dumps(answer, indent=1) + "\n")
-        except OSError as error:
-            line = f"{file} cannot be written ({error.strerror or error}): the next run checks again"
-            found = attrs.evolve(found, notices=(*found.notices, line))
+        except UserError as error:
+            found = attrs.evolve(found, notices=(*found.notices, f"{error}; the next run checks again"))
     return found
 
 

@@ -11,12 +11,10 @@ import pytest
 from runners.config.loading import load_config
 from runners.data.rendering import render
 from runners.errors import UserError, one_line
-from runners.files.links import check_links
 from runners.models import model_reader
-from runners.models.model_reader import load_tokenizer, read_model
+from runners.models.model_reader import load_tokenizer
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,59 +178,3 @@ def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch,
         render(tokenizer, ({"role": "user", "content": "hi"},))
     assert "\n" not in str(caught.value)
     assert not Path("ran").exists()
-
-
-def test_links_stay_inside(folder, tmp_path):
-    """Within the folder, from a link to the folder, and within a repository of the Hub's cache: allowed."""
-    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    (folder / "model.safetensors").symlink_to("model-1.safetensors")
-    check_links(folder)
-    (tmp_path / "alias").symlink_to(folder)
-    check_links(tmp_path / "alias")
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for number, file in enumerate(sorted(folder.iterdir())):
-        (blobs / str(number)).write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    assert read_model(snapshot.resolve())
-    check_links(snapshot)
-    (snapshot / "vocab.txt").symlink_to("../../../outside.txt")
-    with pytest.raises(UserError, match=r"vocab.txt is a link that leads out of the folder"):
-        check_links(snapshot)
-
-
-def test_a_link_to_a_private_file_is_not_copied_into_a_model(folder, tmp_path):
-    """Files beside the weights travel into final/: one that leads out is refused before."""
-    (tmp_path / "private.txt").write_text(PLANTED)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool.jinja").symlink_to(tmp_path / "private.txt")
-    overrides = [*QUICK, f"model.path={folder}", f"run.output_dir={tmp_path / 'out'}"]
-    with pytest.raises(UserError, match=r"additional_chat_templates/tool.jinja is a link that leads out"):
-        run_training(load_config("quickstart", overrides), report=Quiet())
-    assert {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()} == {".lock"}
-
-
-@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-def test_adapters_and_data_read_nothing_outside(folder, tmp_path, name):
-    """The same for a folder of adapters and one of data."""
-    from runners.config.sections import DataConfig
-    from runners.data.datasets import load_rows
-
-    adapters, data = tmp_path / "adapters", tmp_path / "data"
-    for place, names in (
-        (adapters, ("adapters.safetensors", "adapter_config.json")),
-        (data, ("train.jsonl",)),
-    ):
-        place.mkdir()
-        for each in names:
-            (place / each).write_text(json.dumps({"model": str(folder), "question": "1", "answer": "2"}))
-    for link in (adapters / name, data / "test.jsonl"):
-        target = tmp_path / f"private-{link.name}"
-        target.write_text('{"question": "1", "answer": "2"}')
-        link.unlink(missing_ok=True)
-        link.symlink_to(target)
-    result = grpo("generate", folder, "hi", "--adapter", adapters, code=2)
-    assert f"{name} is a link that leads out" in result.stderr
-    with pytest.raises(UserError, match=r"test.jsonl is a link that leads out"):
-        load_rows(DataConfig(source=str(data)))

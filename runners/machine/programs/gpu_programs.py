@@ -5,15 +5,16 @@ Importing this module does not import MLX.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
     from runners.config.loading import Config
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
-_PREFIX = "grpo-fn-programs-"  # of a folder that belongs to one process
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
-_at_exit = atexit.register
-_cache_of: dict[Path, Path] = {}  # this process's folder -> the permanent one
 _CODE = """
 import sys
 from grpo_fn.backends import compile_cuda_program
@@ -38,54 +36,15 @@ for name in sys.argv[1:]:
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
-    """Sets the folder where MLX keeps its compiled programs from now on; a setting of the user stays.
+    """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the user stays.
 
-    The folder belongs to this process. It starts with copies of the programs in the user's cache, and at the
-    end new programs are copied to the cache. MLX writes its files in place and uses every file that it finds.
-    In a shared folder a process could read a half-written file, and an incomplete file would stop every later
-    run. Each version and each GPU has its own part of the cache, because home folders may be shared.
+    Each version and each GPU has its own, because home folders may be shared, and each rank: MLX writes
+    programs in place, and ranks compile the same ones at the same time.
     """
-    given = os.environ.get(_VARIABLE, "")
-    if given and (Path(given) in _cache_of or not Path(given).name.startswith(_PREFIX)):
-        return  # set by an earlier call or by the user; with the prefix it is a parent process's
-    cache = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}"
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix=_PREFIX)
-    except OSError:  # no space: MLX compiles without keeping programs
-        os.environ.pop(_VARIABLE, None)
-        return
-    own = Path(scratch.name)
-    _cache_of[own] = cache
-    os.environ[_VARIABLE] = str(own)
-    with contextlib.suppress(OSError):  # programs are compiled again
-        _copy(cache, own, _programs(cache))
-    _at_exit(_end, scratch, cache, _programs(own))
-
-
-def _programs(folder: Path) -> list[Path]:
-    """Complete programs of a folder, as paths relative to it; each program's code is last."""
-    found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    whole = {path.with_suffix("") for path in found if path.suffix == ".ptx"}
-    wanted = [path for path in found if path.with_suffix("") in whole]
-    return sorted(wanted, key=lambda path: path.suffix == ".ptx")
-
-
-def _copy(source: Path, target: Path, places: Iterable[Path]) -> None:
-    """Copies files from folder to folder, so that others see only complete files."""
-    for place in places:
-        file = target / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", suffix=".part", delete=False) as part:
-            part.write((source / place).read_bytes())
-        os.replace(part.name, file)
-
-
-def _end(scratch: tempfile.TemporaryDirectory[str], cache: Path, before: Sequence[Path]) -> None:
-    """Keeps the programs that MLX has compiled, and removes the process's folder."""
-    own = Path(scratch.name)
-    with contextlib.suppress(OSError):  # no space, or the folder is gone: programs are compiled again
-        _copy(own, cache, (place for place in _programs(own) if place not in set(before)))
-    scratch.cleanup()
+    name = f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{os.environ.get('MLX_RANK', '0')}"
+    folder = Path(os.environ.setdefault(_VARIABLE, str(cache_folder() / "gpu-programs" / name)))
+    with contextlib.suppress(OSError):  # MLX then compiles without keeping programs
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilation:
@@ -154,11 +113,23 @@ class Compilation:
         lines = [
             f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(self._faults)
         ]
-        for folder in filter(None, (self.folder, _cache_of.get(self.folder))):
-            with contextlib.suppress(OSError):
-                for part in self._parts:
-                    _copy(part, folder, _programs(part))
+        with contextlib.suppress(OSError):  # no space: MLX compiles them when it needs them
+            for part in self._parts:
+                _move(part, self.folder)
         return lines
+
+
+def _move(source: Path, target: Path) -> None:
+    """Moves whole programs from folder to folder, a program's code last: others see only complete files."""
+    files = [path for path in source.rglob("*") if path.is_file()]
+    whole = {path.with_suffix("") for path in files if path.suffix == ".ptx"}
+    for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
+        if path.with_suffix("") in whole:
+            place = target / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part = place.with_name(f".{secrets.token_hex(6)}")  # the folders may be on different disks
+            shutil.copyfile(path, part)
+            os.replace(part, place)
 
 
 def _stop(running: list[subprocess.Popen[str]], scratch: ExitStack) -> None:

@@ -116,21 +116,6 @@ def test_without_a_whole_checkpoint_nothing_is_begun(copy):
     assert before == {path: path.read_bytes() for path in copy.folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    ("number", "writer", "told"),
-    [
-        (1, {"grpo_fn": "0.0.9", "mlx": "0.32.4"}, r".*grpo_fn.*0\.0\.9.*"),  # it drew other random numbers
-        (7, "somebody", '"somebody"'),
-    ],
-)
-def test_another_version_is_refused_and_not_passed_over(copy, number, writer, told):
-    """A checkpoint of another grpo_fn is no damage: going on from the one before would lose it."""
-    rewrite(copy.folder / "checkpoint-3", version=number, written_by=writer)
-    message = rf"expected version 2 of grpo_fn\.checkpoint, found {number}, written by {told}: .*overwrite"
-    with pytest.raises(UserError, match=message):
-        run_training(copy(), report=Quiet(), resume=True)
-
-
 @pytest.mark.parametrize("name", ["../training_log.jsonl", "/etc/passwd", "..", "", "sub/../x", "a\0b"])
 def test_no_name_in_a_manifest_leads_out_of_its_folder(copy, name):
     """Parents, absolute paths and the like are refused before anything is opened."""
@@ -148,7 +133,8 @@ def test_a_damaged_state_behind_a_right_manifest_is_refused(copy):
     folder = copy.folder / "checkpoint-3"
     whole = json.loads((folder / "trainer_state.json").read_text())
     for changes, line in (
-        ({"version": None}, r"trainer_state\.json: expected version 5, found None: another grpo_fn saved it"),
+        # No damage: going on from the checkpoint before would lose this one.
+        ({"version": 4}, r"trainer_state\.json: expected version 5, found 4: another grpo_fn saved it"),
         ({"loop": {}}, "loop: batch_step is missing"),
         ({"loop": None}, "loop: expected a table, found None"),
         *[

@@ -8,9 +8,7 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.machine.arithmetic import arithmetic_facts
 from runners.machine.startup import Platform
-from runners.training import start
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
@@ -146,8 +144,8 @@ def test_other_held_out_problems_are_reported(place):
 
 def test_another_arithmetic_is_told(place, monkeypatch):
     """Other threads of the BLAS give other last bits: the run goes on, and a line has both numbers."""
-    here = arithmetic_facts(Platform(backend="cpu", blas="libopenblas.so.0"))
-    monkeypatch.setattr(start, "arithmetic_facts", lambda _: {**here, "cores": 64, "more": "x"})
+    here = Platform(backend="cpu", blas="libopenblas.so.0").arithmetic()
+    monkeypatch.setattr(Platform, "arithmetic", lambda _: {**here, "cores": 64, "more": "x"})
     result, lines = train(resume=True)
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]

@@ -133,7 +133,7 @@ def spoil(file, part):
         (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors: cannot be read"),
         (
             lambda folder: (folder / "model.safetensors").unlink(),
-            "the array 'weights:.*' of the training state",
+            "its structure is damaged \\(KeyError: 'weights:",
         ),
         (
             lambda folder: (folder / "optimizer.safetensors").write_bytes(
@@ -141,18 +141,12 @@ def spoil(file, part):
             ),
             "optimizer.safetensors: cannot be read",
         ),
-        (
-            lambda folder: save_arrays(
-                folder / "optimizer.safetensors", {}, {"format": "grpo_fn.state", "version": "99"}
-            ),
-            "expected grpo_fn.state version 2, found grpo_fn.state version 99",
-        ),
         (lambda folder: spoil(folder / "model.safetensors", "layers.0"), "the weight weights:.* holds NaN"),
         (lambda folder: spoil(folder / "optimizer.safetensors", "opt_state"), "the weight opt_state.* holds"),
     ],
 )
 def test_a_damaged_state_is_named(llama, tmp_path, damage, message):
-    """Missing, cut off, of a later format, not finite: one line that says which."""
+    """Missing, cut off, not finite: one line that says which."""
     folder = write_checkpoint(tmp_path, 1, make_state(llama), llama, {})
     damage(folder)
     with pytest.raises(UserError, match=message):

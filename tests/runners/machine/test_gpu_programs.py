@@ -2,9 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -47,108 +44,34 @@ def test_other_names_are_refused(name):
         compile_program(name)
 
 
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """The user's cache; MLX's variable is not set, and is what it was afterwards."""
-    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
-    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    ends = []
-    monkeypatch.setattr(gpu_programs, "_at_exit", lambda *call: ends.append(call))
-    yield tmp_path / "cache" / "gpu-programs" / "mlx-0.32.4-sm_90", ends
-    os.environ.pop("MLX_PTX_CACHE_DIR", None)
-    monkeypatch.setattr(gpu_programs.tempfile, "tempdir", None)
-
-
-def process_of(code, **environment):
-    """A Python process of its own that runs this code; what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-START = """
-import os, pathlib
-from runners.machine.programs.gpu_programs import keep_programs
-keep_programs("0.32.4", "sm_90")
-folder = pathlib.Path(os.environ["MLX_PTX_CACHE_DIR"])
-"""
-
-
-def test_what_a_process_compiles_outlives_it(cache):
-    """Each has a folder of its own, which begins with what others have left, and is gone afterwards."""
-    kept, _ = cache
-    write = START + "print(folder)\nfor end in 'ptx', 'txt', 'cu': (folder / f'gather.{end}').write_text(end)"
-    own = process_of(write)
-    assert {file.name: file.read_text() for file in kept.iterdir()} == {
-        f"gather.{end}": end for end in ("ptx", "txt", "cu")
-    }
-    assert not Path(own).exists()
-    assert process_of(START + "print((folder / 'gather.ptx').read_text())") == "ptx"
-
-
-def test_programs_in_folders_are_kept_and_parts_of_one_are_not_taken(cache):
-    """MLX cuts long names into folders; of a program whose code is not there yet nothing is copied."""
-    kept, _ = cache
-    (kept / "long").mkdir(parents=True)
-    for name in ("long/name.ptx", "long/name.txt", "begun.txt", "begun.cu", ".x.part"):
-        (kept / name).write_text(name)
+def test_programs_are_kept_by_version_gpu_and_rank(monkeypatch, tmp_path):
+    """In the user's cache, unless the user names another folder; one that cannot be made is no fault."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")  # and what it was afterwards
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
     keep_programs("0.32.4", "sm_90")
-    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    found = {str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()}
-    assert found == {"long/name.ptx", "long/name.txt"}
-
-
-def test_a_cache_that_cannot_be_read_or_written_is_no_fault(cache, monkeypatch):
-    """The process has its own folder all the same, with what was compiled ahead; its end is quiet."""
-    kept, ends = cache
-    kept.parent.mkdir(parents=True)
-    kept.touch()  # a file in the folder's place
-    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
+    kept = tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-0"
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept) and kept.is_dir()
+    keep_programs("9", "sm_100")
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept)
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    monkeypatch.setenv("MLX_RANK", "1")
+    (tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-1").touch()
     keep_programs("0.32.4", "sm_90")
-    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    with Compilation(own, ["a"], 1) as compilation:
-        assert compilation.wait() == [] and (own / "a.ptx").exists()
-    ((end, *arguments),) = ends
-    end(*arguments)
+    assert os.environ["MLX_PTX_CACHE_DIR"].endswith("rank-1")
 
 
-def test_a_child_does_not_share_its_parents_folder(cache):
-    """It inherits the variable, and would write where its parent reads."""
-    keep_programs("0.32.4", "sm_90")
-    own = os.environ["MLX_PTX_CACHE_DIR"]
-    keep_programs("0.32.4", "sm_90")  # again, as each command does that asks for the platform
-    assert os.environ["MLX_PTX_CACHE_DIR"] == own
-    child = process_of(START + "print(folder)")
-    assert child != own and Path(child).name.startswith(gpu_programs._PREFIX)
-
-
-def refuse(*_, **__):
-    """In place of what asks the disk for room."""
-    raise OSError(28, "No space left on device")
-
-
-def test_without_room_mlx_takes_its_own_folder(cache, monkeypatch):
-    """A full disk: nothing is compiled ahead, and the run goes on."""
-    monkeypatch.setattr(gpu_programs.tempfile, "TemporaryDirectory", refuse)
-    keep_programs("0.32.4", "sm_90")
-    assert "MLX_PTX_CACHE_DIR" not in os.environ
-    with compile_ahead("cuda", "auto", 8 << 30, cores=2) as compilation:
-        assert compilation.names == []
-
-
-def test_what_is_compiled_ahead_is_kept_at_once(cache, monkeypatch):
-    """In the process's folder and in the cache: a run that is killed later has not lost it."""
-    kept, _ = cache
-    monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
-    keep_programs("0.32.4", "sm_90")
-    own = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    with Compilation(own, ["a"], 1) as compilation:
+def test_a_program_whose_code_is_not_there_yet_is_not_kept(monkeypatch, tmp_path):
+    """MLX cuts long names into folders; parts of a program would be taken for it."""
+    code = WRITES + '\n(folder / "long").mkdir()\nfor end in ("long/a.ptx", "b.txt"): (folder / end).touch()'
+    monkeypatch.setattr(gpu_programs, "_CODE", code)
+    with Compilation(tmp_path, ["c"], 1) as compilation:
         assert compilation.wait() == []
-    assert (own / "a.ptx").read_text() == (kept / "a.ptx").read_text() == "code"
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == {
+        "long/a.ptx",
+        "c.ptx",
+        "c.txt",
+    }
 
 
 def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):

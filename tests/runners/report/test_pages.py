@@ -98,9 +98,9 @@ def lines(folder, name):
 
 
 def test_a_run_keeps_a_diary_and_its_held_out_texts(trained):
-    """How it began and ended, what it synced, and each problem of each evaluation."""
+    """How it began and ended, and each problem of each evaluation."""
     events = lines(trained, "events.jsonl")
-    assert [event["event"] for event in events if event["event"] != "note"] == ["start", "sync", "end"]
+    assert [event["event"] for event in events if event["event"] != "note"] == ["start", "end"]
     assert events[0]["updates"] == 2 and "loss.sync_every" in events[0]["given"]
     assert events[0]["versions"]["mlx"] and events[-1]["state"] == "finished"
     records = lines(trained, "evaluations.jsonl")

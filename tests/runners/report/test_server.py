@@ -11,7 +11,6 @@ from urllib.request import urlopen
 
 import pytest
 
-from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.report.live_run import LiveRun
 from runners.report.server import Server, answer
@@ -32,7 +31,7 @@ def unpacked(answer):
 def ask(tmp_path):
     """Asks the page of a run."""
     run = LiveRun(make_run(tmp_path / "run"))
-    return lambda path, host=HOST, origin=None: answer(run, path, host, origin)
+    return lambda path, host=HOST: answer(run, path, host)
 
 
 @contextmanager
@@ -61,15 +60,12 @@ def test_what_is_not_there_is_not_found(ask, path):
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [{"host": "evil.example"}, {"host": "127.0.0.1.evil.example:8517"}, {"host": ""}, {"host": "[::"},
-     {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:1"}, {"origin": "http://["}],
-)  # fmt: skip
-def test_other_hosts_and_pages_are_refused(ask, headers):
-    """Whatever they ask for."""
+    "host", ["evil.example", "evil.example:8517", "127.0.0.1.evil.example:8517", "", "[::"]
+)
+def test_other_hosts_are_refused(ask, host):
+    """A page elsewhere whose name leads here, whatever it asks for."""
     for path in ("/", "/data"):
-        assert ask(path, **headers)[0] == 403
-    assert ask("/", origin=f"http://{HOST}")[0] == 200
+        assert ask(path, host)[0] == 403
 
 
 def test_it_can_only_be_read_and_not_be_framed(tmp_path):
@@ -141,13 +137,10 @@ def test_of_completions_that_grow_large_fewer_updates_are_shown(tmp_path):
     assert shown() == (8 * 4, 8)  # of updates 1, 3 (the log's last), 5, 9
 
 
-def test_a_taken_port_is_followed_by_the_next(tmp_path):
-    """And where all are taken, a line says so."""
+def test_a_taken_port_is_replaced_by_a_free_one(tmp_path):
     folder = make_run(tmp_path / "run")
     with Server(folder, 0) as first, Server(folder, first.server_address[1]) as second:
-        assert second.server_address[1] > first.server_address[1]
-    with Server(folder, 65535), pytest.raises(UserError, match="cannot be listened on"):
-        Server(folder, 65535)
+        assert second.server_address[1] != first.server_address[1]
 
 
 def test_the_command_refuses_a_folder_without_a_run(tmp_path):
