@@ -38,8 +38,15 @@ from benchmarks.harness.generators import as_a_run
 from benchmarks.harness.machine import backend
 from benchmarks.harness.measure import run_once, timed
 from benchmarks.harness.record import Figure, time_figure
-from grpo_fn.policy import STORAGES, QuantizedRole, input_moments, quantized_role
-from grpo_fn.trees import Tree, materialize
+from grpo_fn.policy import (
+    STORAGES,
+    QuantizedRole,
+    formats_within,
+    input_moments,
+    quantized_role,
+    rounding_effects,
+)
+from grpo_fn.trees import Tree, materialize, named_leaves
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
@@ -53,7 +60,7 @@ PARTS = ("rounding", "rates", "mlx-lm")  # the last takes long on a CPU: there o
 NEAREST = ("affine-8", "mxfp8", "mxfp4", "nvfp4")
 SEEDS = 3
 DWQ_EPOCHS = 8
-AT_4_BITS = (0.32, 0.11, 75.0)  # targets: off, KL, sample size
+AT_4_BITS, AT_5_BITS = (0.32, 0.11, 75.0), (0.21, 0.05, 90.0)  # targets: off, KL, sample size
 
 
 @attrs.frozen(eq=False)
@@ -137,6 +144,22 @@ def roles(policy: g.Policy, texts: Texts, quick: bool) -> Iterator[tuple[str, Qu
     for name in CALIBRATED[: 1 if quick else None]:
         yield f"rounding: {name}, calibrated", quantized_role(policy, name, moments=moments)
         yield f"rounding: {name}, to nearest", quantized_role(policy, name)
+    few = 2 if quick else 6
+    effects = rounding_effects(
+        policy,
+        policy.params,
+        quantized_role(policy, "affine-4", moments=moments),
+        texts.calibration_bl[:few],
+        texts.lengths_b[:few],
+        mx.random.key(0),
+    )
+    sizes = {name: leaf.size for name, leaf in named_leaves(policy.params).items()}
+    for budget in (5.0, 4.6):
+        formats = formats_within(effects, sizes, 4, 64, budget)
+        yield (
+            f"rounding: {budget:g} bits, calibrated",
+            quantized_role(policy, "affine-4", moments=moments, formats=formats),
+        )
     for name in NEAREST[: 1 if quick else None]:
         yield f"rounding: {name}, to nearest", quantized_role(policy, name)
 
@@ -152,7 +175,7 @@ def measured(
     title: str, role: QuantizedRole, policy: g.Policy, full: Sequence[mx.array], texts: Texts
 ) -> list[Figure]:
     """All figures of a role."""
-    bits = role.mode.bits_stored
+    bits = role.bits(policy.params)
     params: list[Tree] = []
 
     def round_all() -> Tree:
@@ -163,7 +186,7 @@ def measured(
     low = log_probs(role.policy, params[-1], texts)
     targets = ()
     if "calibrated" in title:
-        targets = AT_4_BITS if bits == 4.5 else ()
+        targets = AT_4_BITS if bits == 4.5 else AT_5_BITS if 4.9 < bits < 5.1 else ()
     figures = apart(title, full, low, texts, targets)
     return [
         Figure(name=f"{title}: bits", value=bits),

@@ -4,6 +4,7 @@ Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `
 `grpo_fn.rollout`.
 """
 
+from grpo_fn.policy.bits_budget import formats_within, rounding_effects
 from grpo_fn.policy.caches import kv_caches
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays

@@ -6,7 +6,7 @@ full speed; `packed` keeps them small (see `packed`). Both compute with the same
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import attrs
 import mlx.core as mx
@@ -42,10 +42,19 @@ class QuantizedRole:
 
     policy: Policy
     transform: Callable[[Tree], Tree]  # learner params -> this policy's params; for `sync_old`, `sync_ref`
-    mode: QuantMode
-    names: tuple[str, ...]  # the weights that are quantized
+    modes: Mapping[str, QuantMode]  # of the weights that are quantized
     unfit: tuple[str, ...]  # keep their precision, because their rows are no multiple of the group
-    remade: Callable[[str, Moments | None], "QuantizedRole"]  # the same in the format of that name
+    remade: Callable[..., "QuantizedRole"]  # (name, moments, formats, storage): the same, made in another way
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The weights that are quantized."""
+        return tuple(self.modes)
+
+    def bits(self, params: Tree) -> float:
+        """Bits of a quantized weight on average, with its share of scales; `params` give the sizes."""
+        sizes = {name: leaf.size for name, leaf in named_leaves(params).items() if name in self.modes}
+        return sum(self.modes[name].bits_stored * size for name, size in sizes.items()) / sum(sizes.values())
 
 
 def quantized_role(
@@ -56,6 +65,7 @@ def quantized_role(
     group_size: int = 0,
     head: bool = False,
     moments: Moments | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> QuantizedRole:
     """A policy of the same model whose block weights are quantized.
 
@@ -66,6 +76,7 @@ def quantized_role(
         group_size: weights that share a scale; 0: the mode's own.
         head: embeddings and head too; tied ones are one matrix.
         moments: see `input_moments`; weights that have none, and all if it is None, are rounded to nearest.
+        formats: of the weights that have another format than `name`, with the same group size.
 
     Raises:
         ValueError: a name is unknown, the mode has no such group or no calibrated rounding, the model is
@@ -88,29 +99,38 @@ def quantized_role(
     del leaves
     policy = attrs.evolve(policy, params=None)
 
-    def made(name: str, moments: Moments | None) -> QuantizedRole:
+    def made(
+        name: str,
+        moments: Moments | None = None,
+        formats: Mapping[str, str] | None = None,
+        storage: str = storage,
+    ) -> QuantizedRole:
         mode = quant_mode(name, group_size)
         if moments is not None and mode.mode != "affine":
             raise ValueError(f"calibrated rounding has affine formats only; found {name}")
-        names = tuple(each for each, width in widths.items() if width % mode.group_size == 0)
-        if not names:
+        modes = {
+            each: quant_mode((formats or {}).get(each, name), group_size)
+            for each, width in widths.items()
+            if width % mode.group_size == 0
+        }
+        if not modes:
             raise ValueError(
                 f"no weight can be quantized as {name}: none has rows in multiples of {mode.group_size}"
             )
-        carries = carries_of({each: moments[each] for each in names if each in moments} if moments else {})
+        carries = carries_of({each: moments[each] for each in modes if each in moments} if moments else {})
 
         def transform(params: Tree) -> Tree:
-            return _transformed(params, names, mode, carries, storage == "packed", policy.compute_dtype)
+            return _transformed(params, modes, carries, storage == "packed", policy.compute_dtype)
 
         role = attrs.evolve(policy, frozen=transform(policy.frozen) if policy.frozen else {})
         if storage == "packed":
-            module = _packed_module(policy.module, names, mode, dtypes)
-            role = attrs.evolve(role, module=module, split=_packed_split(policy.split, names, mode))
+            module = _packed_module(policy.module, modes, dtypes)
+            role = attrs.evolve(role, module=module, split=_packed_split(policy.split, modes))
         return QuantizedRole(
-            role, transform, mode, names, tuple(each for each in widths if each not in names), made
+            role, transform, modes, tuple(each for each in widths if each not in modes), made
         )
 
-    return made(name, moments)
+    return made(name, moments, formats)
 
 
 def quant_mode(name: str, group_size: int = 0) -> QuantMode:
@@ -151,33 +171,34 @@ def quantizable(path: str, module: nn.Module, head: bool) -> bool:
 
 
 def _packed_module(
-    module: nn.Module, names: Sequence[str], mode: QuantMode, dtypes: Mapping[str, mx.Dtype]
+    module: nn.Module, modes: Mapping[str, QuantMode], dtypes: Mapping[str, mx.Dtype]
 ) -> nn.Module:
     """A copy of the module's structure, without weights, with packed layers in place of the named ones."""
     with parameters_replaced(module, from_names({name: mx.zeros(()) for name in dtypes})):
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
-    paths = {name: name.removesuffix(".weight") for name in names}
+    paths = {name: name.removesuffix(".weight") for name in modes}
     structure.update_modules(
         tree_unflatten(
-            [(path, packed_layer(parts[path], mode, dtypes[name])) for name, path in paths.items()]
+            [(path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()]
         )
     )
     return structure
 
 
-def _packed_split(split: HeadSplit, names: Sequence[str], mode: QuantMode) -> HeadSplit:
+def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
     """The split for packed weights: a packed head's matrix is several leaves and no plain product."""
     trainable = tuple(
-        leaf for name in split.trainable for leaf in (packed_names(name, mode) if name in names else [name])
+        leaf
+        for name in split.trainable
+        for leaf in (packed_names(name, modes[name]) if name in modes else [name])
     )
-    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in names else split.weight)
+    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in modes else split.weight)
 
 
 def _transformed(
     tree: Tree,
-    names: Sequence[str],
-    mode: QuantMode,
+    modes: Mapping[str, QuantMode],
     carries: Carries,
     packed: bool,
     dtype: mx.Dtype | None,
@@ -186,13 +207,16 @@ def _transformed(
         name: leaf.astype(dtype) if dtype is not None and mx.issubdtype(leaf.dtype, mx.floating) else leaf
         for name, leaf in named_leaves(tree).items()
     }
-    chosen = {name: leaves[name] for name in carries if name in leaves}
-    rounded = round_calibrated(chosen, carries, mode) if chosen else {}
+    rounded: dict[str, dict[str, mx.array]] = {}
+    for mode in dict.fromkeys(modes[name] for name in carries):
+        chosen = {name: leaves[name] for name in carries if name in leaves and modes[name] == mode}
+        rounded |= round_calibrated(chosen, carries, mode)
     out: dict[str, mx.array] = {}
     for name, leaf in leaves.items():
-        if name not in names:
+        if name not in modes:
             out[name] = leaf
             continue
+        mode = modes[name]
         parts = rounded[name] if name in rounded else quantize(leaf, mode)
         if packed:
             out |= dict(zip(packed_names(name, mode), parts.values(), strict=True))

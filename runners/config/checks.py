@@ -279,6 +279,13 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}
     if value("rollout.group_size") and modes and not any(map(built["rollout"].group_size_of, modes)):
         expect("rollout.group_size", f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size")
+    if (budget := value("rollout.bits_budget")) and (
+        value("rollout.quantization") not in ("affine-3", "affine-4", "affine-6")
+        or value("rollout.calibration") == "none"
+        or value("data.image")
+    ):
+        few = '"affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations"'
+        expect("rollout.bits_budget", f"0, or {few}, without images", budget)
     mixes = value("loss.ref_sync_every") and value("loss.ref_mixup") < 1
     if (reference := value("loss.ref_quantization")) not in ("none", None):
         if value("model.tune") in ("lora", "dora"):

@@ -134,6 +134,7 @@ class RolloutConfig:
     group_size: int = key(0, "weights that share a scale, in affine modes, of sampler and reference; 0: 64", "0 or 32 or 64 or 128")
     quantize_head: bool = key(False, "round embeddings and head too, of sampler and reference")
     calibration: Literal["none", "activations"] = key("activations", "affine formats of at most 6 bits, of sampler and reference, are rounded with the moments of their layers' inputs in the first rollout, which is drawn in full precision; `none`: to nearest")
+    bits_budget: float = key(0.0, "with `calibration`: average bits of a sampler's weight, scales included; affine formats of 3 to 8 bits go where rounding changes log-probs most, as the first rollout shows; 0: all have `quantization`", "0 or 3.5 <= x <= 9")
     mismatch_limit: float = key(0.2, "a quantized sampler gets a finer format, and at last full precision, if its KL divergence from the learner is larger (nats a token), or less than half of the sample counts; 0: never", ">= 0")
     launch: Literal["auto", "eval", "async"] = key("auto", "wait for each decoding step (`eval`), or prepare the next step meanwhile (`async`, which copies the KV cache); auto: `eval` on a CPU, `async` on a GPU")
     check_every: int = key(8, "decoding steps between two checks which completions have ended", ">= 1")

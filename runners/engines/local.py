@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -35,6 +35,7 @@ class LocalEngine:
         fallback: None, or why the quantized weights were given up. After that it samples in full precision.
         format: of the quantized weights; finer than at the start if that was too coarse.
         moments: of their layers' inputs, for calibrated rounding; None: there are none.
+        formats: of weights that have another format.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class LocalEngine:
         self._quantized, self.format = quantized, name
         self._calibrates = calibrates
         self.moments: Moments | None = None
+        self.formats: Mapping[str, str] = {}
         self._limit, self._vocabulary, self._advance = mismatch_limit, vocabulary, advance
         self._loaded: Tree = None  # the learner's parameters
         self._params: Tree = None  # those that it samples with
@@ -156,12 +158,13 @@ class LocalEngine:
             columns.close()
             self._kept = None if caches is None else ([*prompt, *tokens], caches)
 
-    def round_as(self, name: str, moments: Moments | None) -> None:
-        """From now on its weights have that format ("": the present one)."""
+    def round_as(self, name: str, moments: Moments | None, formats: Mapping[str, str] | None = None) -> None:
+        """From now on its weights have that format ("": the present one), or theirs in `formats`."""
         if self._quantized is None:
             return
         self.format, self.moments = name or self.format, moments if self._calibrates else None
-        made = self._quantized.remade(self.format, self.moments)
+        self.formats = formats or {}
+        made = self._quantized.remade(self.format, self.moments, self.formats)
         before = self._quantized.policy
         parts = {part: getattr(made.policy, part) for part in ("module", "frozen", "split")}
         self._quantized = attrs.evolve(made, policy=attrs.evolve(before, **parts))

@@ -67,6 +67,7 @@ def make_plan(
             "largest_batch_size": best,
         }
         return json.dumps(facts, indent=1), problem
+    budget = config.rollout.bits_budget
     names = [field.name for field in attrs.fields(Phase)]
     largest = (
         f"optim.batch_size = {best} (now {config.optim.batch_size})" if best else "not even one prompt fits"
@@ -80,6 +81,8 @@ def make_plan(
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
         f"largest batch {largest}",
+        *([f"formats       affine-3 to affine-8, {budget:g} bits a weight of the sampler on average, chosen "
+           "after the first rollout: grpo bench CONFIG shows how many weights have which"] if budget else []),
         *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),
         f"assumes       prompts of {prompt} tokens ({source}), completions of full length",
         "time          grpo bench CONFIG measures some steps and says how long the run will take",

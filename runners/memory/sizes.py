@@ -98,11 +98,13 @@ def model_sizes(
     trained, frozen = split_leaves(module)
     count, master = sum(leaf.size for leaf in trained.values()), getattr(mx, settings.master).size
 
-    def role(name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int) -> int:
+    def role(
+        name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int, budget: float = 0.0
+    ) -> int:
         if name == "none":
             return unquantized
         if storage == "packed":
-            return _packed_bytes(config, module, leaves, compute, name)
+            return _packed_bytes(config, module, leaves, compute, name, budget)
         return sum(leaf.size for leaf in leaves.values()) * compute.size
 
     weights = count * master + _in_dtype(frozen, compute)
@@ -131,7 +133,13 @@ def model_sizes(
         weights=weights,
         moments=2 * count * getattr(mx, config.optim.moments).size,
         copy=0 if compute.size == master else count * compute.size,
-        rollout=role(rollout.quantization, rollout.storage, trained | frozen, count * master if lags else 0),
+        rollout=role(
+            rollout.quantization,
+            rollout.storage,
+            trained | frozen,
+            count * master if lags else 0,
+            rollout.bits_budget,
+        ),
         decoding=0 if packed else decode_weights_bytes(module, compute),
         rounding=master < FLOAT,
         ranks=ranks,
@@ -201,8 +209,9 @@ def _packed_bytes(
     leaves: Mapping[str, mx.array],
     dtype: mx.Dtype,
     quantization: str,
+    budget: float,
 ) -> int:
-    """The weights of a quantized role that is kept packed."""
+    """The weights of a quantized role that is kept packed; `budget`: bits on average, 0: the format's."""
     try:
         mode = quant_mode(quantization, config.rollout.group_size_of(quantization))
     except ValueError as error:
@@ -213,6 +222,9 @@ def _packed_bytes(
     def nbytes(name: str, leaf: mx.array) -> int:
         if name not in rounded or leaf.shape[-1] % mode.group_size:
             return leaf.size * dtype.size
+        if budget:
+            wider = 16 * dtype.size - 32  # bits of a scale and a bias, more than a budget counts
+            return int(leaf.size * (budget + wider / mode.group_size) / 8)
         return sum(part.nbytes for part in quantize(mx.zeros(leaf.shape, dtype), mode).values())  # lazy
 
     return sum(nbytes(name, leaf) for name, leaf in leaves.items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -13,16 +14,21 @@ from grpo_fn.policy import (
     QuantizedRole,
     added,
     folded,
+    formats_within,
     input_moments,
+    quant_mode,
     quantized_role,
+    rounding_effects,
 )
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
 from runners.errors import UserError
 
 CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
 SLICE_TOKENS, CALIBRATION_TOKENS = 4096, 16_384  # tokens of a pass for the moments, and of all
+BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of rounding
 Calibration = Callable[[Tree, g.Batch], Moments]
+Budget = Callable[[Tree, g.Batch, Moments], dict[str, str]]
 
 
 def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
@@ -48,7 +54,7 @@ def is_calibrated(config: Config, name: str) -> bool:
 
 def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
     """The function that gives the moments of a role's layers over rows of a batch, as many as are needed."""
-    group = role.mode.group_size
+    group = next(iter(role.modes.values())).group_size
 
     def moments(params: Tree, batch: g.Batch) -> Moments:
         lengths_b = _lengths(batch)
@@ -65,6 +71,39 @@ def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
         return folded(found)
 
     return moments
+
+
+def budget_of(config: Config, policy: g.Policy, role: QuantizedRole) -> Budget:
+    """The function that gives the formats within rollout.bits_budget, from a batch and its moments."""
+    name, budget = config.rollout.quantization, config.rollout.bits_budget
+
+    def formats(params: Tree, batch: g.Batch, moments: Moments) -> dict[str, str]:
+        rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
+        mode = next(iter(role.modes.values()))
+        plain = role.remade(name, moments, storage="dequantized")
+        effects = rounding_effects(
+            policy,
+            params,
+            plain,
+            batch.tokens_bl[:rows],
+            _lengths(batch)[:rows],
+            mx.random.key(config.run.seed),
+        )
+        leaves = named_leaves(params) | named_leaves(policy.frozen)
+        sizes = {each: leaves[each].size for each in effects}
+        return formats_within(effects, sizes, mode.bits, mode.group_size, budget)
+
+    return formats
+
+
+def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:
+    """How many weights have which format by rollout.bits_budget, and their bits on average."""
+    leaves = named_leaves(params) | named_leaves(policy.frozen)
+    bits = {name: quant_mode(form, config.rollout.group_size).bits_stored for name, form in formats.items()}
+    mean = sum(bits[name] * leaves[name].size for name in bits) / sum(leaves[name].size for name in bits)
+    counts = ", ".join(f"{n} in {form}" for form, n in sorted(Counter(formats.values()).items()))
+    budget = config.rollout.bits_budget
+    return f"rollout.bits_budget = {budget:g}: {mean:.3g} bits on average; weights: {counts}"
 
 
 def _lengths(batch: g.Batch) -> mx.array:

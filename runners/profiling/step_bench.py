@@ -22,6 +22,7 @@ from runners.machine.memory_readings import read_memory, usable_memory
 from runners.machine.terminal import aligned
 from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
+from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
 from runners.telemetry.progress import duration_text
 from runners.telemetry.report import Report
@@ -85,6 +86,7 @@ class StepBench:
     learned: float  # tokens that a step's gradient is of, prompts included
     peak: int  # bytes of MLX's arrays
     expected_peak: int | None  # the forecast of `grpo plan`; None: the model's sizes are not known
+    formats: str  # of the sampler's weights, by rollout.bits_budget; "": all have the same
     advice: str  # what would make the slowest part shorter
     run: RunTime  # of the whole run
 
@@ -106,6 +108,7 @@ class StepBench:
             "learned_tokens_per_step": self.learned,
             "peak_bytes": self.peak,
             "expected_peak_bytes": self.expected_peak,
+            "formats": self.formats,
             "limited_by": self.limit,
             "run_seconds": self.run.seconds,
         }
@@ -126,6 +129,7 @@ class StepBench:
             f"{self.tokens / whole:,.0f} of the whole step",
             "learned": f"{self.learned:,.0f} tokens a step, prompts included",
             "peak": f"{gigabytes(self.peak)} of MLX's arrays{expected}",
+            **({"formats": self.formats} if self.formats else {}),
             "a run": str(self.run),
             "most time": f"{self.limit}; shorter with {self.advice}",
         }
@@ -187,6 +191,7 @@ def bench_steps(
         rows.append(stepping.step())
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
     seconds = {part: median[f"time/{part}"] for part in BENCH_PARTS}
+    formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
     return StepBench(
         steps=steps,
         first=rows[0]["step_time"],
@@ -196,6 +201,7 @@ def bench_steps(
         step=median["step_time"],
         tokens=median["tokens"],
         learned=median["learned"],
+        formats=formats_line(config, formats, *sampled) if formats else "",
         peak=read_memory().peak,
         expected_peak=_expected(run, machine),
     )

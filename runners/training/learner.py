@@ -29,7 +29,9 @@ from runners.memory.forecast import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_reader import vocabulary_rows
 from runners.models.role_quantization import (
+    Budget,
     Calibration,
+    budget_of,
     calibration_of,
     is_calibrated,
     make_quantized_role,
@@ -50,6 +52,7 @@ class Learner:
     evaluator: LocalEngine  # it answers the held-out problems, in full precision; the same
     reference: QuantizedRole | None  # of the KL term; None: the learner's own function
     calibration: Calibration | None  # gives the moments for the roles; None: they are rounded to nearest
+    budget: Budget | None  # gives the formats within rollout.bits_budget; None: all weights have the same
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: UpdateStep
@@ -139,6 +142,7 @@ def build_learner(
         evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
         calibration=None if calibrated is None else calibration_of(policy, calibrated),
+        budget=budget_of(config, policy, quantized) if rollout.bits_budget and quantized else None,
         spec=spec,
         grad_step=g.make_grad_step(
             policy,

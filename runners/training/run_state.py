@@ -76,6 +76,7 @@ class RunState(Counters):
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
     waiting: tuple[list[Pieces], ...] = ()  # of these steps: minibatch × micro-batch
     moments: Moments | None = None  # of the sampler's layers, for calibrated rounding
+    formats: Mapping[str, str] | None = None  # of its weights, by `rollout.bits_budget`
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
     experiences: tuple[Experience, ...] = ()  # of these steps, as far as this process made them; not saved
@@ -100,6 +101,7 @@ class RunState(Counters):
             "shapes": [list(shape) for shape in sorted(self.shapes)],
             "curriculum": self.curriculum and {n: mx.array(a) for n, a in _fields(self.curriculum).items()},
             "moments": dict(self.moments or {}),
+            "formats": dict(self.formats or {}),
         }
 
 
@@ -119,6 +121,7 @@ def restore_state(
             shapes=frozenset(Shape(*map(int, shape)) for shape in trees["shapes"]),
             curriculum=known and Estimates(**{name: np.array(array) for name, array in known.items()}),
             moments=trees["moments"] or None,
+            formats=trees["formats"] or None,
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{where}: not what a run saved: {error}") from error
@@ -162,7 +165,7 @@ def _tally_of(tree: Mapping[str, Any]) -> Tally:
     return Tally(**{**tree, **floats, **counts})
 
 
-_ROUNDING = ("quantization", "group_size", "quantize_head", "calibration")  # of the sampler
+_ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")  # of the sampler
 
 
 def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
@@ -200,7 +203,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         state = attrs.evolve(state, curriculum=first)
     was, now = origin.facts.config.get("rollout", {}), run.config.to_dict()["rollout"]
     if any(was.get(key, now[key]) != now[key] for key in _ROUNDING):  # what was found is of another format
-        state = attrs.evolve(state, moments=None, sampler_format="", fallback=None)
+        state = attrs.evolve(state, moments=None, formats=None, sampler_format="", fallback=None)
     return attrs.evolve(state, train=train, micro_batch_tokens=budget)
 
 

@@ -91,7 +91,8 @@ def start_or_resume(
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
         if state.moments is not None or state.sampler_format:
-            run.learner.engine.round_as(state.sampler_format, state.moments)
+            formats = None if state.sampler_format else state.formats
+            run.learner.engine.round_as(state.sampler_format, state.moments, formats)
         run.learner.engine.load(state.train.old_params, state.version)
         log = stack.enter_context(_files(run, state, folder, origin, shown, wanted))
         # Otherwise the first weights and moments would stay in memory beside the current ones.

@@ -28,7 +28,7 @@ from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
 from runners.data.stream import gold_batch
 from runners.machine.metal_faults import LONGEST
-from runners.models.role_quantization import is_calibrated
+from runners.models.role_quantization import formats_line, is_calibrated
 from runners.rewards.experience import Experience
 from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
@@ -225,9 +225,12 @@ class TrainSteps:
         with self.times.timing("sync"):
             batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
             moments = learner.calibration(state.train.old_params, batch)
-            self.engine.round_as("", moments)
+            formats = learner.budget and learner.budget(state.train.old_params, batch, moments)
+            if formats:
+                self.shown.note(formats_line(self.config, formats, learner.policy, state.train.old_params))
+            self.engine.round_as("", moments, formats)
             _ = self.engine.sampler
-            state = attrs.evolve(state, moments=moments)
+            state = attrs.evolve(state, moments=moments, formats=formats)
             role, first = self._reference(moments), state.update == length.supervised_updates
             if role is not None and first and state.train.ref_params is not None:
                 reference = role.transform(state.train.params)

@@ -183,6 +183,21 @@ def test_experts_are_rounded_to_nearest(model):
     assert {name for name in made if not mx.array_equal(made[name], plain[name])} == moments.keys()
 
 
+def test_some_weights_may_have_more_bits():
+    """`formats` names them; the others have the role's format, in both kinds of rounding."""
+    policy = tiny_policy("llama-untied", **SIZE)
+    role = quantized_role(policy, "affine-4", "packed")
+    wide = {name: "affine-6" for name in role.names if "down_proj" in name}
+    moments = input_moments(policy, policy.params, token_rows(2, 8), mx.array([8, 8]), role.names, 64)
+    for mixed in (role.remade("affine-4", None, wide), role.remade("affine-4", moments, wide)):
+        assert {name for name, mode in mixed.modes.items() if mode.bits == 6} == wide.keys()
+        leaves = named_leaves(mixed.transform(policy.params))
+        for name in role.names:
+            rows = dict(named_leaves(policy.params))[name].shape[-1]
+            assert leaves[name].shape[-1] == rows * (6 if name in wide else 4) // 32
+        g.materialize(mixed.policy.logits(mixed.transform(policy.params), token_rows(1, 4)))
+
+
 def test_formats_with_own_scales_are_refused():
     """Their scales are powers of two or eight-bit floats, which nobody calibrates here."""
     policy = tiny_policy("llama-untied", **SIZE)

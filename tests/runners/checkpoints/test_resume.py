@@ -12,6 +12,7 @@ SYNCED_LATE = ["loss.sync_every=3", "optim.batch_size=5"]
 LATE_QUANTIZED = ["loss.sync_every=2", "rollout.quantization=affine-4", "loss.correction=token_truncate"]
 PACKED = ["rollout.quantization=mxfp8", "rollout.storage=packed"]
 CALIBRATED = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.mismatch_limit=0"]
+CALIBRATED += ["rollout.bits_budget=5"]
 ADAPTERS = ["model.tune=lora", "model.lora={rank=4}", "loss.beta=0.05"]
 SUPERVISED = ["sft.updates=2", "sft.learning_rate=1e-3", "rollout.max_new_tokens=44"]
 CASES = {

@@ -145,6 +145,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "rollout.group_size": ("32", PACKED),
     "rollout.quantize_head": ("true", PACKED, "rollout.group_size=32"),
     "rollout.calibration": ('"none"', 'rollout.quantization="affine-4"', "rollout.group_size=32"),
+    "rollout.bits_budget": ("5.5", 'rollout.quantization="affine-4"', "rollout.group_size=32"),
     "rollout.mismatch_limit": ("1e-9", PACKED, "rollout.group_size=32"),
     "reward.functions": ('["{root}/rewards.py:some"]',),
     "reward.timeout": ("0.05", 'reward.functions=["{root}/rewards.py:slow"]'),

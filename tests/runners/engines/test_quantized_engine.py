@@ -302,13 +302,20 @@ def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_pa
     assert same_tree(references[1], role.transform(weights))
 
 
-def test_another_format_in_the_config_is_taken_after_a_resume(tmp_path):
-    """What the run had found out about the old one, finer formats, does not count."""
+@pytest.mark.parametrize(
+    ("change", "formats"), [("quantization=mxfp8", ()), ("bits_budget=9", ("affine-8",))]
+)
+def test_another_format_in_the_config_is_taken_after_a_resume(tmp_path, change, formats):
+    """What the run had found out about the old one, finer formats and a budget's choice, does not count."""
     folder = make_model_folder(tmp_path / "model", "llama")
-    limits = ["rollout.quantization=affine-3", "rollout.mismatch_limit=1e-9", "checkpoint.every=1"]
+    limits = ["rollout.quantization=affine-3", "rollout.bits_budget=4.5", "rollout.mismatch_limit=1e-9"]
+    limits.append("checkpoint.every=1")
     run(tmp_path, f"model.path={folder}", *limits)
-    changed = ["rollout.quantization=mxfp8", "rollout.group_size=0", "rollout.mismatch_limit=0"]
-    changed.append("optim.max_steps=5")
+    changed = [f"rollout.{change}", "rollout.mismatch_limit=0", "optim.max_steps=5"]
+    changed += ["rollout.bits_budget=0", "rollout.group_size=0"] if "mx" in change else []
     how = {"resume": tmp_path / "out/small/checkpoint-3", "allow_config_change": True}
-    log, _, _ = run(tmp_path, f"model.path={folder}", *limits, *changed, **how)
-    assert [line["rollout/quantization"] for line in log[3:]] == ["mxfp8"] * 2
+    log, _, result = run(tmp_path, f"model.path={folder}", *limits, *changed, **how)
+    wanted = "mxfp8" if "mx" in change else "affine-3"
+    assert [line["rollout/quantization"] for line in log[3:]] == [wanted] * 2
+    _, loop = load_trees(max(result.folder.glob("checkpoint-*")))
+    assert set(loop["formats"].values()) == set(formats)

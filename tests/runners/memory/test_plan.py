@@ -153,6 +153,18 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
+def test_a_budget_of_bits_counts_in_full(config, grpo_plan):
+    """The sampler's bytes follow from it, as from 4 bits and a scale; the choice takes a rollout."""
+    overrides = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.group_size=32"]
+    four, five, six = (
+        model_sizes(config(*overrides, *more), CPU).rollout
+        for more in ([], ["rollout.bits_budget=5"], ["rollout.bits_budget=6"])
+    )
+    assert four == five < six
+    plan = grpo_plan(*overrides, "rollout.bits_budget=6").output
+    assert "formats       affine-3 to affine-8, 6 bits a weight" in plan and "grpo bench" in plan
+
+
 def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
     """Against a plain run: a reference, an older sampler, half precision, checkpointing, sums, tools."""
     base, count = predict(config()), model_sizes(config(), CPU).trained

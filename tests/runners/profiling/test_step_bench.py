@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -37,6 +38,16 @@ def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
     text = found.table()
     assert f"{found.limit}; shorter with {found.advice}" in text and "forecast" in text
     assert json.loads(json.dumps(found.facts()))["limited_by"] == found.limit
+
+
+def test_the_choice_of_formats_is_shown(train):
+    """Of rollout.bits_budget, with the bits on average; the other weights add up to all that are rounded."""
+    budget = ["rollout.quantization=affine-4", "rollout.group_size=32", "rollout.bits_budget=5.2"]
+    found = bench_steps(load_config(str(train), budget).check(), steps=1)
+    assert re.fullmatch(
+        r"rollout.bits_budget = 5.2: [45]\.\d* bits on average; weights: \d+ in affine-.*", found.formats
+    )
+    assert found.formats in found.table() and found.facts()["formats"] == found.formats
 
 
 def test_the_command_refuses_what_a_run_refuses(tmp_path):
