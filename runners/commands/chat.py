@@ -14,20 +14,16 @@ from runners.commands.options import (
     MODEL,
     PROMPT,
     SAMPLING,
-    TOOLS,
-    TOOLS_OF,
     TRUST,
     open_model,
-    open_tools,
     options,
     resolve_prompt,
-    row_of,
     sampling_of,
 )
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.inference.conversation import Conversation, Event
+    from runners.inference.conversation import Conversation
     from runners.inference.inference_model import InferenceModel
 
 PROMPT_SIGN = ">>> "
@@ -42,7 +38,7 @@ _KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 @click.command("chat", context_settings=HELP, epilog=_KEYS)
 @click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, TRUST, TOOLS, TOOLS_OF)
+@options(PROMPT, SAMPLING, MODEL, TRUST)
 @ends_with_a_line
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -53,39 +49,26 @@ def chat_command(model: str, **values: Any) -> None:
     """
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
-    conversation = open_conversation(model, loaded, values)
+    conversation = open_conversation(loaded, values)
     if sys.stdin.isatty():
         echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
     talk(conversation)
 
 
-def open_conversation(name: str, model: InferenceModel, values: dict[str, Any]) -> Conversation:
-    """A new conversation with the resolved options, and with tools if there are any."""
+def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversation:
+    """A new conversation with the resolved options."""
     from runners.inference.conversation import Conversation
     from runners.inference.text_generation import generation_key
 
     how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
-    how |= {"key": generation_key(values["seed"]), "columns": row_of(values)}
-    return Conversation(
-        model, sampling_of(values, model), environments=open_tools(name, model, values), **how
-    )
+    return Conversation(model, sampling_of(values, model), key=generation_key(values["seed"]), **how)
 
 
-def show_reply(pieces: Iterable[str | Event]) -> None:
-    """Writes a reply to standard output as it comes; calls, answers and rewards go to standard error."""
-    open_line = True  # whether the current line still needs its line break
+def show_reply(pieces: Iterable[str]) -> None:
+    """Writes a reply to standard output as it comes, and a line break."""
     for piece in pieces:
-        if isinstance(piece, str):
-            echo(piece, nl=False)
-            open_line = True
-            continue
-        if open_line:
-            echo()
-            open_line = False
-        for number, line in enumerate(piece.text.split("\n")):
-            echo(f"  {'' if number else piece.kind:6} | {line}", err=True)
-    if open_line:
-        echo()
+        echo(piece, nl=False)
+    echo()
 
 
 def talk(conversation: Conversation) -> None:

@@ -49,8 +49,8 @@ Examples:
   echo "Say hi." | grpo generate MODEL - > reply.txt
 
 \b
-The text goes to stdout; speed and memory go to stderr. With --prompts, or --num above 1, stdout gets a JSON
-object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
+The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1, stdout gets a
+JSON object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
 messages, turns, calls, failures and, if the environment gives one, reward.
 """
 
@@ -97,8 +97,8 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["tools"] or values["factory"]):
-        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out, --tools and --env out")
+    if images and (prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]):
+        raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
     text = ""
     if prompts:
         from runners.data.prompt_files import read_prompts
@@ -114,12 +114,12 @@ def generate_command(
     row_of(values)
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
-    if prompts or num > 1 or out:
-        environments = open_tools(model, loaded, values)
+    environments = open_tools(loaded, values)
+    if prompts or num > 1 or out or environments:
         conversations = [_with_system(messages, values["system"]) for messages in conversations]
         _many(partial(_rows, loaded, conversations, num, batch, values, environments), out)
     else:
-        _one(open_conversation(model, loaded, values), text, images)
+        _one(open_conversation(loaded, values), text, images)
 
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
@@ -144,7 +144,7 @@ def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
 
 
 def _one(conversation: Conversation, text: str, images: Sequence[str]) -> None:
-    """Streams a reply, and its turns if there are tools."""
+    """Streams a reply."""
     from runners.images.image_files import named_image
 
     shown = [named_image(name) for name in images]

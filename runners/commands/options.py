@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,21 +177,26 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     return found
 
 
-def open_tools(name: str, model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
-    """The tools of a command with the resolved options of TOOLS; None if there are none."""
-    from runners.inference.tool_options import build_tools, env_of
+def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
+    """The environments of the resolved options of TOOLS and TOOLS_OF; None if there are no tools."""
+    import attrs
 
-    env, folders = env_of(
-        name,
-        partial(echo, err=True),
-        tools=values["tools"],
-        factory=values["factory"],
-        config=values["config"],
-    )
+    from runners.config.loading import load_config
+    from runners.config.sections import DataConfig, EnvConfig
+    from runners.environments.environments import build_environments
+    from runners.user_code.worker import Worker
+
+    env, folders = EnvConfig(), (Path.cwd(),)
+    if values["config"]:
+        config = load_config(values["config"])
+        env, folders = config.env, config.folders
+    if values["tools"] or values["factory"]:
+        env = attrs.evolve(env, tools=tuple(values["tools"]), factory=values["factory"])
+        folders = (Path.cwd(),)
     if values["row"] and not env.factory:
         raise UserError("--row: found no environment, expected --env FILE:CLASS as well")
-    kwargs = values["template_kwargs"]
-    return build_tools(model, env, folders, nudge=values["nudge"], template_kwargs=kwargs)
+    data = DataConfig(nudge=values["nudge"], chat_template_kwargs=dict(values["template_kwargs"]))
+    return build_environments(env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker())
 
 
 def row_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,15 +49,6 @@ class ChatTurns:
             return encode(self.tokenizer, f"{following}\n\nAssistant: ", add_special_tokens=False)
         return self._behind(tokens, *self._rendered(self._forms(observations)))
 
-    def follow_user(self, tokens: Sequence[int], content: str, nudge: str = "") -> tuple[int, ...]:
-        """The same if the user speaks next; the header ends with the nudge."""
-        if not has_template(self.tokenizer):
-            text = f"\n\nUser: {content}\n\nAssistant: {nudge}"
-            return encode(self.tokenizer, text, add_special_tokens=False)
-        asked = [{"role": "user", "content": content}]
-        before, after = self._rendered([({"role": "assistant", "content": "ok"}, asked)])
-        return self._behind(tokens, before, after + nudge)
-
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ends = [text for text in map(self._text_of, self.end_ids) if text]
@@ -97,8 +88,7 @@ class ChatTurns:
             if shows and whole.startswith(before):
                 return before, whole[len(before) :]
         raise UserError(
-            "the tokenizer's chat template cannot put a tool's or a user's message behind an assistant's turn"
-            + fault
+            "the tokenizer's chat template cannot put a tool's message behind an assistant's turn" + fault
         )
 
     def _apply(self, messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:

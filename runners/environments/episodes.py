@@ -95,12 +95,6 @@ class Session:
         outcomes = self._calls.collect(least, self._check)
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
-    def leave(self, row: int) -> None:
-        """Stop waiting for a row's calls; they may still change its environment."""
-        self._turns.pop(row, None)
-        self.episodes[row].hung = True
-        self._calls.give_up(row)
-
     def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """The data for rewards and the log, after the rollout."""
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)

@@ -69,12 +69,6 @@ class Calls:
             with suppress(queue.Empty):
                 self._take(found, *self._done.get(timeout=rest))
 
-    def give_up(self, key: Any) -> None:
-        """Waits for a key's call no longer."""
-        self._waiting = deque(each for each in self._waiting if each[0] != key)
-        if key in self._running:
-            self._give_up(key)
-
     def _start_waiting(self) -> None:
         while self._waiting:
             if sum(each.call.mode == THREAD for each in self._running.values()) >= self._workers:

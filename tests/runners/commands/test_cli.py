@@ -99,7 +99,12 @@ PAGES = [  # command, its page, what the page leaves out, what it names besides
     ("eval", "evaluation", "--batch --trust-remote-code", ""),
     ("export", "export", "", MLX_LM),
     ("generate", "generation", "", ""),
-    ("chat", "generation", "", "--prompts --column --num --batch --out --image --raw"),
+    (
+        "chat",
+        "generation",
+        "",
+        "--prompts --column --num --batch --out --image --raw --tools --env --config --row",
+    ),
 ]
 
 
