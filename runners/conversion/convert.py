@@ -13,13 +13,14 @@ from runners.conversion.calibrating import moments_from
 from runners.conversion.gguf.reading import convert_gguf
 from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
 from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
-from runners.conversion.vision import convert_vision
+from runners.conversion.tokenizer_pickle import find_pickle, read_encoding
 from runners.errors import UserError
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
 from runners.images.processor import has_vision
-from runners.models.folders import copy_companions, resolve_model
+from runners.models.folders import copy_companions, has_tokenizer, resolve_model
 from runners.models.model_reader import load_module, read_model
+from runners.tokenization.tiktoken_encoding import write_tokenizer
 
 
 def convert(
@@ -59,30 +60,33 @@ def convert(
         raise UserError("--dequantize and quantization exclude each other")
     if calibrate and (not quantization.wanted or quantization.format[0] != "affine"):
         raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
-    if column != "prompt" and not calibrate:
-        raise UserError("--column without --calibrate FILE: no rows would be read")
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
+    if column != "prompt" and not calibrate:
+        raise UserError("--column without --calibrate FILE: no rows would be read")
     check_target(target, force)
     path = Path(source).expanduser()
-    checkpoint, one_file = is_checkpoint(path), path.suffix == ".gguf" and path.is_file()
-    if path.suffix == ".gguf" and not path.exists():
+    checkpoint = find_checkpoint(path, step) if is_checkpoint(path) else None
+    is_gguf = path.suffix == ".gguf"
+    pickled = find_pickle(path) if path.is_dir() and not has_tokenizer(path) else None
+    if is_gguf and not path.is_file():
         raise UserError(f"{source}: there is no such file")
-    if step is not None and not checkpoint:
+    if step is not None and checkpoint is None:
         raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
-    if checkpoint and dequantize:
-        raise UserError(f"{source}: nanochat's checkpoints are not quantized; leave --dequantize out")
-    if not (checkpoint or one_file):
-        path = resolve_model(source, "SOURCE")
+    if not (checkpoint or is_gguf):
+        path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
+        if has_vision(read_json(path / "config.json")) and not text_only:
+            raise UserError(
+                f"{path}: the model sees; mlx_vlm.convert converts it, --text-only its language part"
+            )
     check_apart(target, path)
-    found = find_checkpoint(path, step) if checkpoint else None
     with new_folder(target, replace=force) as temporary:
-        if found is not None:
-            convert_checkpoint(found, temporary, dtype)
+        if checkpoint is not None:
+            convert_checkpoint(checkpoint, temporary, dtype)
             if not quantization.wanted:
                 return target
             path, dtype = temporary, ""
-        elif one_file:
+        elif is_gguf:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
             try:
                 read_model(temporary)
@@ -91,11 +95,6 @@ def convert(
             if not (quantization.wanted or dtype):
                 return target
             path, dequantize = temporary, False
-        elif has_vision(read_json(path / "config.json")) and not text_only:
-            if calibrate:
-                raise UserError("--calibrate: expected --text-only too, for a model that sees")
-            convert_vision(path, temporary, quantization, dequantize, dtype, trust_remote_code)
-            return target
         if calibrate:
             module, config, tokenizer, _ = read_model(path, trust_remote_code)
             collect = moments_from(calibrate, column, tokenizer, note)
@@ -106,6 +105,8 @@ def convert(
             mx.eval(module.parameters())
         else:
             copy_companions(path, temporary)
+            if pickled is not None:
+                write_tokenizer(read_encoding(pickled), temporary)
         write_weights(temporary, module, config)
     return target
 

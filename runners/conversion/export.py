@@ -29,7 +29,6 @@ from runners.models.folders import (
     copy_companions,
     is_adapter_folder,
     resolve_model,
-    tokenizer_pickle,
 )
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
@@ -156,7 +155,6 @@ def export_folder(
             quantized=_packing(config),
             base=opened.source.base,
             licence=_licence(opened.source, online),
-            plain_mlx=tokenizer_pickle(opened.source.model) is None,
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
 

@@ -91,7 +91,6 @@ def model_card(
     *,
     quantized: str,
     base: str,
-    plain_mlx: bool,
     licence: Mapping[str, str] = NO_LICENCE,
 ) -> str:
     """The card as Markdown.
@@ -102,7 +101,6 @@ def model_card(
         prompt: how the model was asked in training; None: not known.
         quantized: how the weights are packed, in words; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
-        plain_mlx: whether mlx-lm's commands can open it (they cannot open nanochat's tokenizers).
         licence: license, license_name and license_link of the base model's card, if known.
     """
     parts = [_front_matter(facts, base, licence), f"# {title}\n", _origin(facts, base, quantized)]
@@ -110,7 +108,7 @@ def model_card(
     parts += _prompt(prompt) if prompt else []
     if facts is not None:
         parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
-    return "\n".join([*parts, _use(title, prompt, plain_mlx)])
+    return "\n".join([*parts, _use(title, prompt)])
 
 
 def _name(text: str) -> str:
@@ -222,19 +220,16 @@ def _prompt(prompt: PromptSettings) -> list[str]:
     ]
 
 
-def _use(title: str, prompt: PromptSettings | None, plain_mlx: bool) -> str:
+def _use(title: str, prompt: PromptSettings | None) -> str:
     """The commands to use the model, and how each takes the prompt settings."""
-    ours = f'grpo generate {title} "…"'
-    theirs = f'mlx_lm.generate --model {title} --prompt "…"'
+    theirs = f'```sh\nmlx_lm.generate --model {title} --prompt "…"\n```\n'
     if prompt is None:
-        return f"## Use\n\n```sh\n{theirs if plain_mlx else ours}\n```\n"
-    text = f"## Use\n\n```sh\n{ours}\n```\n\nIt takes the prompt settings above from `{PROMPT_FILE}`."
-    if plain_mlx:
-        text += (
-            " mlx-lm does not read that file; it takes the system message as `--system-prompt` and the first "
-            f"words as `--prefill-response`:\n\n```sh\n{theirs}\n```"
-        )
-    return f"{text}\n"
+        return f"## Use\n\n{theirs}"
+    return (
+        f'## Use\n\n```sh\ngrpo generate {title} "…"\n```\n\nIt takes the prompt settings above from '
+        f"`{PROMPT_FILE}`. mlx-lm does not read that file; it takes the system message as `--system-prompt` "
+        f"and the first words as `--prefill-response`:\n\n{theirs}"
+    )
 
 
 def _fenced(text: str, language: str = "text") -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from grpo_fn.trees import named_leaves
+from runners.conversion.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 from runners.errors import UserError, first_line, listed
 from runners.files.json_files import read_json
 from runners.machine.versions import install_hint
-from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
+from runners.tokenization.tiktoken_encoding import write_tokenizer
 
 if TYPE_CHECKING:
     import torch  # pyright: ignore[reportMissingImports]
@@ -52,8 +52,6 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     Raises UserError if a file is missing.
     """
     steps = {int(m[1]): file for file in folder.iterdir() if (m := _MODEL.fullmatch(file.name))}
-    if not steps:
-        raise UserError(f"{folder}: there is no model_*.pt")
     if step is not None and step not in steps:
         raise UserError(f"{folder}: no step {step}; found {', '.join(map(str, sorted(steps)))}")
     model = steps[max(steps) if step is None else step]
@@ -68,13 +66,12 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
 
 
 def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") -> None:
-    """Writes config.json, model.safetensors and tokenizer.pkl into an existing folder.
+    """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
     Padding rows of the embedding and the head are left out, because nanochat ignores them. With
     `dtype` ("float32", "float16", "bfloat16") every tensor is cast, else each keeps its own.
 
-    Raises UserError: PyTorch is missing, a file cannot be read, tensors are unknown or missing (they are
-    listed), or shapes do not fit the sizes in meta_*.json.
+    Raises UserError without PyTorch, and for files, tensors and shapes that do not fit each other.
     """
     sizes = _sizes(checkpoint.meta)
     encoding = read_encoding(checkpoint.tokenizer)
@@ -109,7 +106,7 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") ->
         metadata={"format": "mlx"},
     )
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    shutil.copyfile(checkpoint.tokenizer, target / PICKLE_NAME)
+    write_tokenizer(encoding, target)
 
 
 def _sizes(meta: Path) -> dict[str, int]:
@@ -119,12 +116,6 @@ def _sizes(meta: Path) -> dict[str, int]:
     for name in _SIZES:
         if type(size := found.get(name)) is not int or size < 1:
             raise UserError(f"{meta}: model_config.{name}: expected a positive integer, found {size!r}")
-    width, heads, narrow = (found[name] for name in ("n_embd", "n_head", "n_kv_head"))
-    if width % heads or heads % narrow:
-        raise UserError(
-            f"{meta}: n_embd = {width}, n_head = {heads}, n_kv_head = {narrow}: expected each to be a "
-            "multiple of the next"
-        )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
     if others := found.keys() - {*_SIZES} - plain:

@@ -13,10 +13,9 @@ from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
 from runners.models.json_keys import check_config, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
-from runners.tokenization.tokenizer_pickle import PICKLE_NAME, find_pickle
 
 # Besides the weights: the files that mlx-lm itself fetches from the Hub.
-_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe", PICKLE_NAME)
+_COMPANIONS = ("*.json", "*.py", "*.txt", "*.jsonl", "*.jinja", "*.model", "*.tiktoken", "*.bpe")
 _NOT_TRAVELLING = (
     "config.json",  # rewritten with new weights
     "*.index.json",
@@ -38,10 +37,13 @@ _TOKENIZER_FILES = (
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = False) -> Path:
+def resolve_model(
+    path: str, key: str = "model.path", *, custom_loader: bool = False, tokenizer: bool = True
+) -> Path:
     """The checked folder behind `model.path`: a shipped one, a folder, or a Hub name (downloaded, cached).
 
     `key` is its name in messages. With `custom_loader` the weights may have any form; the loader reads them.
+    Without `tokenizer` it need not have one.
     Raises UserError if nothing has that name, the Hub cannot be reached, or the folder is incomplete.
     """
     if path in MODELS:
@@ -54,7 +56,7 @@ def resolve_model(path: str, key: str = "model.path", *, custom_loader: bool = F
         raise UserError(
             f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
         )
-    check_folder(folder, custom_loader=custom_loader)
+    check_folder(folder, custom_loader=custom_loader, tokenizer=tokenizer)
     return folder
 
 
@@ -63,7 +65,7 @@ def final_of(folder: Path) -> str:
     return f"; did you mean {folder / 'final'}?" if (folder / "final").is_dir() else ""
 
 
-def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
+def check_folder(folder: Path, *, custom_loader: bool = False, tokenizer: bool = True) -> None:
     """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer.
 
     For a folder that a custom function opens, weights and model_type are not required. Tokenizer files are
@@ -88,7 +90,8 @@ def check_folder(folder: Path, *, custom_loader: bool = False) -> None:
     end_ids(folder)
     if not custom_loader:
         _check_weights(folder, names)
-    _check_tokenizer(folder, names)
+    if tokenizer:
+        _check_tokenizer(folder, names)
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -98,10 +101,11 @@ def is_adapter_folder(folder: Path) -> bool:
     return not any(_is_weights(file.name) for file in folder.iterdir())
 
 
-def tokenizer_pickle(folder: Path) -> Path | None:
-    """nanochat's tokenizer.pkl in a model folder without files that transformers reads; else None."""
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has the files of a tokenizer that transformers reads."""
     names = {file.name for file in folder.iterdir()}
-    return None if _has_transformers_tokenizer(names) else find_pickle(folder)
+    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
+    return whole or any(name.endswith(".tiktoken") for name in names)
 
 
 def read_config(folder: Path) -> dict:
@@ -133,10 +137,6 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
-    pickled = tokenizer_pickle(source)
-    if pickled is not None and pickled not in files:
-        shutil.copyfile(pickled, target / PICKLE_NAME)
-        files.append(pickled)
     return [file.name for file in files]
 
 
@@ -174,24 +174,19 @@ def _check_weight_map(folder: Path, names: set[str]) -> None:
 
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
-    if _has_transformers_tokenizer(names):
-        if "tokenizer_config.json" not in names:
-            raise UserError(
-                f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
-            )
-    elif find_pickle(folder) is None:
-        expected = " or ".join([*("+".join(files) for files in _TOKENIZER_FILES), PICKLE_NAME])
-        raise UserError(f"{folder}: the tokenizer is missing; expected {expected}")
-
-
-def _has_transformers_tokenizer(names: set[str]) -> bool:
-    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
-    return whole or any(name.endswith(".tiktoken") for name in names)
+    if not has_tokenizer(folder):
+        expected = " or ".join("+".join(files) for files in _TOKENIZER_FILES)
+        hint = "; `grpo convert` makes one of tokenizer.pkl" if "tokenizer.pkl" in names else ""
+        raise UserError(f"{folder}: the tokenizer is missing; expected {expected}{hint}")
+    if "tokenizer_config.json" not in names:
+        raise UserError(
+            f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
+        )
 
 
 def _download(name: str, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["model*.safetensors", *_COMPANIONS, f"tokenizer/{PICKLE_NAME}"]
+    patterns = ["model*.safetensors", *_COMPANIONS]
     with hub_errors(where):
         return Path(snapshot_download(name, allow_patterns=patterns))

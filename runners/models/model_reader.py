@@ -14,7 +14,7 @@ from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header
-from runners.models.folders import read_config, tokenizer_pickle
+from runners.models.folders import read_config
 from runners.models.json_keys import end_ids
 from runners.models.rope_keys import rope_notices, with_rope_keys
 from runners.tokenization.tokenizer_check import check_tokenizer
@@ -101,14 +101,9 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrapper:
-    """The tokenizer of a checked folder, nanochat's or transformers'. Raises UserError if it cannot be
-    loaded, or if its first use takes more time or memory than a real tokenizer needs."""
-    pickled = tokenizer_pickle(path)
-    check_tokenizer(path, pickled)
-    if pickled is not None:
-        from runners.tokenization.tiktoken_tokenizer import load_tiktoken
-
-        return load_tiktoken(pickled, end_ids(path) or [])
+    """The tokenizer of a checked folder. Raises UserError if it cannot be loaded, or if its first use takes
+    more time or memory than a real tokenizer needs."""
+    check_tokenizer(path)
     from mlx_lm import utils
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.

@@ -6,8 +6,7 @@ Importing this module imports transformers.
 from __future__ import annotations
 
 import json
-import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import tokenizers
 
 from runners.machine.startup import import_transformers_without_torch
 from runners.tokenization.tokenizer_check import files_of
-from runners.tokenization.tokenizer_pickle import read_encoding
 
 import_transformers_without_torch()
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
@@ -23,29 +21,26 @@ from transformers.utils.chat_template_utils import render_jinja_template  # noqa
 _MAX_TEMPLATE = 1 << 20  # characters; the longest in use have some twenty thousand
 _MAX_PROMPT = 1 << 20  # characters of a short conversation
 _GROWTH = 16  # tokens for a character; ideographs and emoji have at most four
-_WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n"
-_LETTERS = string.printable + "äßéñøйжάの漢字한ع…€–“”½²\u00a0\u200b\u200d\ufe0f😀"
+_WORDS = "Ida has 12 cards. Eva has 3 times as many, and they sell 9 of them: how many are left?\n" * 4
+_USER, _SYSTEM = {"role": "user", "content": _WORDS}, {"role": "system", "content": _WORDS}
+_TALK = [_SYSTEM, _USER, {"role": "assistant", "content": _WORDS}, _USER]
 
 
-def first_use(part: str, folder: str, pickled: str) -> str:
-    """In the child process: renders a few conversations, or tokenizes some texts; the fault, or "".
-
-    `pickled`: nanochat's tokenizer.pkl, or "".
-    """
+def first_use(folder: str) -> str:
+    """In the child process: renders a few conversations and tokenizes a text; the fault, or ""."""
     try:
-        if part == "chat template":
-            return next(filter(None, (_rendered(*each) for each in _templates(Path(folder)))), "")
-        if part and pickled:
-            encoding = read_encoding(Path(pickled))
-            return _tokenized(
-                lambda text: encoding.encode(text, allowed_special=set(), disallowed_special=())
-            )
-        if part and (Path(folder) / "tokenizer.json").is_file():
+        for template, names in _templates(Path(folder)):
+            if fault := _rendered(template, names):
+                return fault
+        if (Path(folder) / "tokenizer.json").is_file():
             tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
-            return _tokenized(lambda text: tokenizer.encode(text).ids, tokenizer.decode)
+            tokens = tokenizer.encode(_WORDS).ids
+            most = max(len(tokens), len(tokenizer.decode(tokens)))
+            if most > _GROWTH * len(_WORDS):
+                return f"its tokenizer makes {most:,} tokens or letters of {len(_WORDS)} characters"
     except MemoryError:
         raise
-    except Exception:  # a file that is merely wrong is reported at its real first use
+    except BaseException:  # what is merely wrong is reported at its real use; Rust's panics are no Exceptions
         pass
     return ""
 
@@ -74,9 +69,7 @@ def _rendered(text: str, names: dict[str, Any]) -> str:
     """The fault of a template, or ""."""
     if len(text) > _MAX_TEMPLATE:
         return f"its chat template: expected at most {_MAX_TEMPLATE:,} characters, found {len(text):,}"
-    user, system = {"role": "user", "content": _WORDS * 4}, {"role": "system", "content": _WORDS}
-    turns = [user, {"role": "assistant", "content": _WORDS}, user]
-    for messages in ([user], [system, user], [system, *turns]):
+    for messages in ([_USER], _TALK[:2], _TALK):
         try:
             (made,), _ = render_jinja_template(
                 [messages], chat_template=text, add_generation_prompt=True, **names
@@ -87,21 +80,4 @@ def _rendered(text: str, names: dict[str, Any]) -> str:
             continue  # it refuses a role, or is faulty
         if len(made) > _MAX_PROMPT:
             return f"its chat template makes {len(made):,} characters of a short conversation"
-    return ""
-
-
-def _tokenized(encode: Callable[[str], Sequence[int]], decode: Callable[[Any], str] = lambda _: "") -> str:
-    """The fault of a tokenizer with words, and with runs of each letter, where it would grow most; or ""."""
-    # Another character follows each run: patterns that end with the text then try everything.
-    runs = [letter * 64 + ("!" if letter != "!" else "a") for letter in dict.fromkeys(_LETTERS)]
-    for text in (_WORDS * 8, *runs):
-        try:
-            tokens = encode(text)
-            most = max(len(tokens), len(decode(tokens)))
-        except MemoryError:
-            raise
-        except BaseException as error:  # Rust's panics are not Exceptions
-            return " ".join(f"the tokenizer fails on a text: {error}".split())[:300]
-        if most > _GROWTH * len(text) + 64:
-            return f"the tokenizer makes {most:,} tokens or letters of {len(text)} characters"
     return ""

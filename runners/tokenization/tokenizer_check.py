@@ -23,15 +23,14 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "cha
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
+def check_tokenizer(folder: Path) -> None:
     """Raises UserError, in one line, if the first use takes too much time or memory.
 
-    `pickled`: nanochat's tokenizer.pkl, if that is the tokenizer. The shipped model is not checked, nor is a
-    content that has passed before.
+    The shipped model is not checked, nor is a content that has passed before.
     """
     if folder.resolve() == MODEL_DIR.resolve():
         return
-    files = [*files_of(folder), *([pickled] if pickled else [])]
+    files = files_of(folder)
     seen = cache_folder() / "checked" / _digest(files)
     if seen.exists():
         return
@@ -40,15 +39,14 @@ def check_tokenizer(folder: Path, pickled: Path | None = None) -> None:
     with closing(
         BoundedFunction("runners.tokenization.first_use:first_use", seconds=seconds, memory=memory)
     ) as use:
-        if use("", "", "") is None:  # no process can be started: nothing is checked
+        if use("/nowhere") is None:  # no process can be started: nothing is checked
             return
-        for part in ("chat template", "tokenizer"):
-            fault = use(part, str(folder), str(pickled or ""))
-            if fault is None:
-                limits = f"{seconds:.3g} s or {memory / 1e6:,.0f} MB"
-                fault = f"its {part} takes more than {limits} for a short text, or ends its process"
-            if fault:
-                raise UserError(f"{folder}: {fault}")
+        fault = use(str(folder))
+    if fault is None:
+        limits = f"{seconds:.3g} s or {memory / 1e6:,.0f} MB"
+        fault = f"its tokenizer or chat template takes more than {limits} for a short text"
+    if fault:
+        raise UserError(f"{folder}: {fault}")
     with suppress(OSError):  # a folder that cannot be written to: checked again later
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.touch()
@@ -61,7 +59,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _digest(files: list[Path]) -> str:
-    versions = map(importlib.metadata.version, ("jinja2", "tokenizers", "tiktoken"))
+    versions = map(importlib.metadata.version, ("jinja2", "tokenizers"))
     total = hashlib.sha256(" ".join(versions).encode())
     for file in files:
         with suppress(OSError):  # the next reader reports the fault

@@ -31,6 +31,7 @@ from runners.checkpoints.trainer_state import VERSION, read_trainer_state
 from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig, LoraConfig
+from runners.conversion.tokenizer_pickle import read_encoding
 from runners.data import parquet_rows
 from runners.data.datasets import load_rows
 from runners.data.prompts import reward_columns
@@ -42,7 +43,6 @@ from runners.models.adapters import base_of, new_adapters, read_adapters
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_module, load_tokenizer, read_model
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
-from runners.tokenization.tokenizer_pickle import read_encoding
 from runners.training.run_state import RunState, restore_state
 from tests.support.tiny_models import CHAT_TEMPLATE, make_model_folder
 

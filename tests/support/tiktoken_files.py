@@ -9,6 +9,8 @@ import tiktoken
 from mlx.utils import tree_flatten
 from tiktoken._educational import bpe_train
 
+from runners.tokenization.tiktoken_encoding import write_tokenizer
+
 NANOCHAT_SPECIAL = (
     "<|bos|>",
     "<|user_start|>",
@@ -43,8 +45,8 @@ def write_pickle(folder, encoding=None, *, protocol=pickle.DEFAULT_PROTOCOL):
     return path
 
 
-def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, padding=7, protocol=4):
-    """A nanochat model folder with random weights and tokenizer.pkl; the embedding is padded by some rows."""
+def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, padding=7):
+    """A nanochat model folder with random weights and a tokenizer; the embedding is padded by some rows."""
     from mlx_lm.models.nanochat import Model, ModelArgs
 
     encoding = encoding or make_encoding()
@@ -65,5 +67,5 @@ def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, pad
     weights = dict(tree_flatten(module.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})  # pyright: ignore
     (path / "config.json").write_text(json.dumps(config))
-    write_pickle(path, encoding, protocol=protocol)
+    write_tokenizer(encoding, path)
     return path

@@ -60,5 +60,5 @@ def test_the_walk(tmp_path, monkeypatch):
     assert "exact match" in shown["eval"][0] and "pass@8" in shown["eval"][0]
     assert shown["generate"][1].startswith("<reasoning>") and shown["chat"][0].startswith("<reasoning>")
     final = tmp_path / "outputs/nanochat-gsm8k/final"
-    assert {"model.safetensors", "config.json", "tokenizer.pkl"} <= {file.name for file in final.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {file.name for file in final.iterdir()}
     assert json.loads((tmp_path / "nanochat-d20-4bit/config.json").read_text())["quantization"]["bits"] == 4

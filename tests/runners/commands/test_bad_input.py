@@ -243,10 +243,12 @@ def test_bad_models(model, spoil):
 
 
 def test_a_pickle_that_would_run_a_command(place):
-    """A real one: `touch ran`. Each command that would read the tokenizer refuses it."""
+    """A real one: `touch ran`. The one command that reads it refuses it."""
     folder = make_nanochat_folder(place / "model")
+    (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.pkl").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch ran\x85R.")
-    write_config(model="model")
-    for line in refused_by_all(folder, (["run"], ["check"], ["generate", "MODEL", "hello"])):
+    for line in refused_by_all(
+        folder, (["convert", "MODEL", "--out", "new"], ["generate", "MODEL", "hello"])
+    ):
         assert "tokenizer.pkl" in line
     assert not Path("ran").exists()

@@ -1,7 +1,6 @@
 """Loading to use: packed weights stay packed, adapters are applied or refused, all architectures speak."""
 
 import json
-import shutil
 
 import mlx.core as mx
 import mlx_lm
@@ -11,6 +10,7 @@ from mlx.utils import tree_flatten
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
+from runners.models.folders import copy_companions
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
@@ -78,7 +78,7 @@ def test_a_nanochat_folder_with_packed_weights(tmp_path):
     target.mkdir()
     save_model(target, module)
     (target / "config.json").write_text(json.dumps(config))
-    shutil.copyfile(source / "tokenizer.pkl", target / "tokenizer.pkl")
+    copy_companions(source, target)
     model = load_inference(str(target), CPU)
     assert model.module(TOKENS).shape == (1, 4, 336) and model.eos_ids == (320, 324)
 

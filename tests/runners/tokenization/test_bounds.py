@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tiktoken
 
 from runners.data.rendering import render
 from runners.errors import UserError
@@ -22,7 +21,6 @@ from runners.tokenization import tokenizer_check
 from runners.tokenization.text import MAX_TEXT, encode
 from runners.tokenization.tokenizer_check import check_tokenizer
 from tests.support.processes import warm_process
-from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,13 +94,17 @@ DOUBLE = (
 )
 
 
-LIMITS = r"takes more than [\d.]+ s or 512 MB for a short text, or ends its process"
+LIMITS = r"or chat template takes more than [\d.]+ s or 512 MB for a short text"
 TEMPLATES = {
     "a product": ("{{ 'x' * 10**9 }}", 10.0, LIMITS),
     "doubling": (DOUBLE, 10.0, LIMITS),
     "a loop": (LOOP, 0.5, LIMITS),
     "a power": ("{{ 10**(10**9) }}", 0.5, LIMITS),
-    "24 MB": ("{{ messages }}" * 1_750_000, 0.5, ": expected at most 1,048,576 characters, found 24,500,000"),
+    "24 MB": (
+        "{{ messages }}" * 1_750_000,
+        0.5,
+        "chat template: expected at most 1,048,576 characters, found 24,500,000",
+    ),
     "a long prompt": ("{{ 'x' * 10**7 }}", 0.5, "makes 10,000,000 characters of a short conversation"),
 }
 
@@ -113,18 +115,8 @@ def test_templates_without_end(folder, monkeypatch, name):
     template, seconds, line = TEMPLATES[name]
     changed(folder / "tokenizer_config.json", chat_template=template)
     monkeypatch.setattr(tokenizer_check, "_SECONDS", seconds)
-    with pytest.raises(UserError, match=f"its chat template ?{line}"):
+    with pytest.raises(UserError, match=line):
         check_tokenizer(folder)
-
-
-PANICS = {
-    "pre_tokenizer": {
-        "type": "Split",
-        "pattern": {"Regex": "(a|aa)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-}
 
 
 def replacing(text, times):
@@ -137,25 +129,8 @@ def test_tokenizers_without_end(folder):
     """Growth; a bad template does not end the look at the tokenizer."""
     changed(folder / "tokenizer_config.json", chat_template="{% if %}")
     changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
-    with pytest.raises(UserError, match="its tokenizer takes more than"):
+    with pytest.raises(UserError, match="its tokenizer or chat template takes more than"):
         check_tokenizer(folder)
-
-
-def test_a_command_ends_with_a_line_for_a_tokenizer_that_panics(folder):
-    """Rust prints a backtrace of its own where it happens: it is not shown."""
-    changed(folder / "tokenizer.json", **PANICS)
-    assert "the tokenizer fails on a text: Onig: Regex search error" in refused("generate", folder, "hello")
-
-
-def test_a_pattern_of_nanochats_that_never_ends(tmp_path):
-    """tiktoken gives up and says so."""
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding(
-        "n", pat_str=r"((a+)+)+(?!a)b|.", mergeable_ranks=ranks, special_tokens={"<|bos|>": 256}
-    )
-    folder = make_nanochat_folder(tmp_path / "model", encoding)
-    with pytest.raises(UserError, match="the tokenizer fails on a text: Regex error"):
-        load_tokenizer(folder)
 
 
 def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_path):

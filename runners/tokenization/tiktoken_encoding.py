@@ -1,0 +1,89 @@
+"""tiktoken's encodings in the files that transformers and mlx-lm read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import tiktoken
+
+_BOS = "<|bos|>"
+_ENDS = ("<|assistant_end|>", "<|im_end|>", "<|eot_id|>", "<|endoftext|>", _BOS)  # the first one there is EOS
+_PADS = ("<|pad|>", "<|padding|>")
+_TURNS = {"<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"}
+# nanochat has no system role: such a message is the beginning of the first user message.
+_NANOCHAT_TEMPLATE = """\
+{{- bos_token }}{% set first = namespace(text="") -%}
+{%- for message in messages %}
+    {%- if message.content is not string %}
+        {{- raise_exception("expected a text as a message's content") }}
+    {%- elif message.role == "system" and loop.first %}
+        {%- set first.text = message.content ~ "\n\n" %}
+    {%- elif message.role == "user" %}
+        {{- "<|user_start|>" ~ first.text ~ message.content ~ "<|user_end|>" }}
+        {%- set first.text = "" %}
+    {%- elif message.role == "assistant" %}
+        {{- "<|assistant_start|>" ~ message.content ~ "<|assistant_end|>" }}
+    {%- else %}
+        {{- raise_exception("expected turns of user and assistant, found one of " ~ message.role) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|assistant_start|>" }}{% endif %}
+"""
+
+
+def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json for an encoding, or for one of
+    tiktoken's own by its name.
+
+    A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or the like,
+    where the encoding has them. With nanochat's turn marks there is a chat template.
+    """
+    import tiktoken
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    if isinstance(encoding, str):
+        encoding = tiktoken.get_encoding(encoding)
+    special: dict[str, int] = encoding._special_tokens
+    vocabulary, merges = _vocabulary(encoding._mergeable_ranks)
+    # A token that tiktoken has for a whole word is taken without merges, there and here.
+    tokenizer: Any = Tokenizer(models.BPE(vocabulary | special, merges, ignore_merges=True))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.Split(Regex(encoding._pat_str), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if _BOS in special:
+        begin = (_BOS, special[_BOS])
+        tokenizer.post_processor = processors.TemplateProcessing(f"{_BOS} $A", special_tokens=[begin])
+        config["bos_token"] = _BOS
+    if end := next((name for name in _ENDS if name in special), None):
+        config["eos_token"] = end
+        config["pad_token"] = next((name for name in _PADS if name in special), end)
+    if special.keys() >= _TURNS:
+        config["chat_template"] = _NANOCHAT_TEMPLATE
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ends = sorted({special[name] for name in (end, _BOS) if name in special})  # <|bos|> begins the next text
+    for name, content in (("tokenizer_config", config), ("generation_config", {"eos_token_id": ends})):
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The tokens by name, and all pairs that make one, by rank: in this order tiktoken joins neighbours."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
+        known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
+        known.sort(key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
+        merges += [(names[left], names[right]) for left, right in known]
+    return {names[token]: rank for token, rank in ranks.items()}, merges

@@ -1,0 +1,159 @@
+"""tokenizer.pkl: an Encoding is read, other names and opcodes are refused, and nothing of a pickle runs."""
+
+import copyreg
+import json
+import pickle
+import struct
+
+import pytest
+
+from runners.conversion.convert import convert
+from runners.conversion.tokenizer_pickle import find_pickle, read_encoding
+from runners.errors import UserError
+from runners.models.folders import resolve_model
+from runners.models.model_reader import read_model
+from tests.support.tiktoken_files import make_encoding, make_nanochat_folder, write_pickle
+
+STATE = {
+    "name": "small",
+    "pat_str": "[a-z]+|.",
+    "mergeable_ranks": {bytes([i]): i for i in range(256)},
+    "special_tokens": {"<|bos|>": 256},
+}
+ran = []  # what a pickle managed to call
+
+
+def trip(*arguments):
+    """Called by a pickle that got through."""
+    ran.append(arguments)
+    return {}
+
+
+class Encoding:
+    """Pickles as tiktoken's does, with any state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __reduce__(self):
+        return copyreg.__newobj__, (Encoding,), self.state
+
+
+def pickled(state):
+    """An Encoding with any state, as bytes; the class's name is replaced by tiktoken's."""
+    text, module = pickle.dumps(Encoding(state), 4), __name__.encode()
+    old, new = bytes([len(module)]) + module, b"\x0dtiktoken.core"
+    # The one frame's length changes with the name's.
+    (frame,) = struct.unpack("<Q", text[3:11])
+    return text[:3] + struct.pack("<Q", frame + len(new) - len(old)) + text[11:].replace(old, new)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a tokenizer.pkl of this content."""
+
+    def content_read(content):
+        (tmp_path / "tokenizer.pkl").write_bytes(content)
+        return read_encoding(tmp_path / "tokenizer.pkl")
+
+    return content_read
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_an_encoding_comes_back_from_a_pickle(tmp_path, read, protocol):
+    """A real one, trained here: the same vocabulary and the same tokens."""
+    encoding = make_encoding()
+    found = read_encoding(write_pickle(tmp_path, encoding, protocol=protocol))
+    assert found.encode("Anna bakes, naïve 漢字 😀") == encoding.encode("Anna bakes, naïve 漢字 😀")
+    assert found.token_byte_values() == encoding.token_byte_values()
+    assert found._special_tokens == encoding._special_tokens
+    assert read(pickled(STATE))._special_tokens == {"<|bos|>": 256}
+
+
+GLOBAL = f"c{__name__}\ntrip\n".encode()
+STACK_GLOBAL = b"\x8c" + bytes([len(__name__)]) + __name__.encode() + b"\x8c\x04trip\x93"
+ENCODING = b"\x8c\x0dtiktoken.core\x8c\x08Encoding\x93"
+AGAIN = b"\x80\x04" + STACK_GLOBAL[:-7] + b"\x94\x8c\x04trip\x94" + ENCODING[:-1] + b"h\x00h\x01\x93"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(b"\x80\x02" + GLOBAL + b")R.", "the opcode GLOBAL", id="GLOBAL, REDUCE"),
+        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")R.", "the opcode REDUCE", id="STACK_GLOBAL, REDUCE"),
+        pytest.param(f"(i{__name__}\ntrip\n.".encode(), "the opcode INST", id="INST"),
+        pytest.param(b"\x80\x04" + STACK_GLOBAL + b")\x81.", f'asks for "{__name__}.trip"', id="NEWOBJ"),
+        pytest.param(AGAIN + b")\x81.", f'asks for "{__name__}.trip"', id="a name from the memo"),
+    ],
+)
+def test_another_name_is_refused_and_nothing_runs(read, content, message):
+    """Whatever opcode asks for it."""
+    ran.clear()
+    with pytest.raises(UserError, match="nothing was run") as caught:
+        read(content)
+    assert message in str(caught.value) and ran == []
+
+
+@pytest.mark.parametrize(
+    ("content", "opcode"),
+    [
+        (b"\x80\x04" + ENCODING + b")R.", "REDUCE"),
+        (b"\x80\x04(" + ENCODING + b"o.", "OBJ"),
+        (b"\x80\x04" + ENCODING + b")}\x92.", "NEWOBJ_EX"),
+        (b"\x80\x02\x82\xc8)R.", "EXT1"),
+        (b"\x80\x02\x84\xc8\x00\x00\x00.", "EXT4"),
+        (b"Ptrip\n.", "PERSID"),
+        (b"\x80\x02U\x04tripQ.", "SHORT_BINSTRING"),
+        (b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.", "DUP"),
+        (b"\x80\x04})" + b"".join(b"\x94h%c\x86" % place for place in range(60)) + b"K\x01s.", "TUPLE2"),
+        (b"\x80\x02K\x01r\xff\xff\xff\xff.", "LONG_BINPUT"),
+        (b"K\x01p99999999999\n.", "PUT"),
+        (pickle.dumps([1], 4), "EMPTY_LIST"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_opcodes_that_no_vocabulary_needs_are_refused(read, content, opcode):
+    """Calls, references to outside, and few bytes that stand for gigabytes or for hours."""
+    with pytest.raises(UserError, match=rf"found the opcode {opcode}; nothing was run"):
+        read(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no pickle of tiktoken's Encoding"),
+        (b"\x80\x04B\xff\xff\xff\x7fx.", "no pickle of tiktoken's Encoding"),
+        (b"\x80\x04" + ENCODING + b")\x81.", "no pickle of tiktoken's Encoding"),
+        (pickle.dumps({"a": 1}, 4), "no pickle of tiktoken's Encoding"),
+        (pickled({**STATE, "pat_str": "("}), "no pickle of tiktoken's Encoding"),
+        (pickled("gpt2"), "no vocabulary of its own"),
+        (pickled({"name": "x", "pat_str": "x"}), "no vocabulary of its own"),
+        (pickled({**STATE, "mergeable_ranks": {"a": 1}}), "no table from bytes and names to numbers"),
+        (pickled({**STATE, "special_tokens": {"a": "b"}}), "no table from bytes and names to numbers"),
+        (pickled({**STATE, "special_tokens": {"a": 3}}), "ids are not different numbers"),
+        (pickled({**STATE, "special_tokens": {"a": -1}}), "ids are not different numbers"),
+        (pickled({**STATE, "mergeable_ranks": {b"a": 1}}), "no token for some byte"),
+    ],
+)
+def test_what_is_no_vocabulary_is_reported(read, content, message):
+    """One line with the file; broken pickles end in the same way."""
+    with pytest.raises(UserError, match=r"tokenizer\.pkl: ") as caught:
+        read(content)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
+    """As MLX-GRPO wrote them: `grpo convert` makes the tokenizer's files, wherever the pickle is."""
+    folder = make_nanochat_folder(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).unlink()
+    assert find_pickle(folder) is None
+    (folder / "tokenizer").mkdir()
+    inner = write_pickle(folder / "tokenizer")
+    assert find_pickle(folder) == inner and find_pickle(folder) != write_pickle(folder) == find_pickle(folder)
+    with pytest.raises(UserError, match=r"`grpo convert` makes one of tokenizer\.pkl"):
+        resolve_model(str(folder))
+    convert(str(folder), tmp_path / "new")
+    _, _, tokenizer, notices = read_model(tmp_path / "new")
+    assert tokenizer.eos_token_ids == {320, 324} and not notices
+    assert json.loads((tmp_path / "new/generation_config.json").read_text()) == {"eos_token_id": [320, 324]}
