@@ -133,8 +133,7 @@ def run_command(
 ) -> None:
     """Fine-tune a language model with GRPO.
 
-    CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
-    they are.
+    CONFIG is a TOML file, or the name of a packaged preset such as quickstart.
     """
     if resume is not None and overwrite:
         raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
@@ -272,7 +271,7 @@ def _run_rank(
     with ranks.ending_together():
         if isinstance(found, UserError):
             raise found
-        echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
+        echo_all(notices if ranks.is_rank_zero else ())
         run_training(found, ranks=ranks, signals=signals, **how)
 
 

@@ -72,7 +72,7 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
     from runners.machine import startup
 
     machine = startup.prepare(config.system.memory_limit_gb)
-    echo_all((*config.notices, *machine.notices))
+    echo_all(machine.notices)
     if not known:
         config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)

@@ -234,12 +234,10 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
 
 
 def read_config(name: str, overrides: Sequence[str]) -> Config:
-    """The config of a command, not yet checked; its notices go to stderr."""
+    """The config of a command, not yet checked."""
     from runners.config.loading import load_config
 
-    config = load_config(name, overrides)
-    echo_all(config.notices)
-    return config
+    return load_config(name, overrides)
 
 
 def echo_all(notices: Iterable[str]) -> None:

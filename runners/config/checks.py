@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,7 +21,7 @@ from runners.config.names import (
     TASK_SCORE,
     TASKS,
 )
-from runners.config.reading import PRESET_FOLDER, Settings
+from runners.config.reading import Settings
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
 from runners.files.run_files import COMPLETIONS
@@ -31,6 +31,7 @@ _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _EXPECTED_DATA = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GSM8K = "openai/gsm8k"
+_BUDGETED = ("affine-3", "affine-4", "affine-6")
 
 # A key and its value → keys with the only value that goes with it.
 _ONLY_WITH = {
@@ -71,7 +72,8 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
             result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
     if all(built[name] is not None for name in ("answer", "data", "reward")):
         result |= paths.task(result["answer"], result["data"], result["reward"])
-    _relations(result, found)
+    if None not in built.values():
+        _relations(result, found)
     return result
 
 
@@ -85,23 +87,15 @@ class _Paths:
         self.found.fault(tuple(key.split(".")), message)
 
     def run(self, run: Any) -> dict[str, Any]:
-        folder = os.path.expanduser(run.output_dir)
-        for path, key in ((folder, "run.output_dir"), (os.path.join(folder, run.name), "run.name")):
-            if os.path.exists(path) and not os.path.isdir(path):
-                self.fault(key, f"expected a folder or a free name, found the file {path}")
-                break
-        return {"output_dir": folder}
+        return {"output_dir": os.path.expanduser(run.output_dir)}
 
     def model(self, model: Any) -> dict[str, Any]:
         path = self.source(model.path, "model.path", EXPECTED_MODEL, (".safetensors",))
         if path not in SHIPPED and os.path.isfile(path):
             self.fault("model.path", f"expected the folder of a model, found the file {path}")
-        adapters = self.existing(model.adapters) if model.adapters else ""
-        if adapters is None:
-            self.fault("model.adapters", f"no such folder: {show(model.adapters)}")
         return {
             "path": path,
-            "adapters": adapters or model.adapters,
+            "adapters": self.there(model.adapters, "model.adapters", "folder"),
             "loader": self.function(model.loader, "model.loader"),
         }
 
@@ -111,36 +105,23 @@ class _Paths:
         return {"path": self.source(teacher.path, "teacher.path", EXPECTED_MODEL, (".safetensors",))}
 
     def data(self, data: Any) -> dict[str, Any]:
-        folder = self.existing(data.image_folder) if data.image_folder else ""
-        if data.image_folder and (folder is None or not os.path.isdir(folder)):
-            self.fault("data.image_folder", f"no such folder: {show(data.image_folder)}")
-        template = self.existing(data.chat_template) if data.chat_template else ""
-        if data.chat_template and (template is None or not os.path.isfile(template)):
-            self.fault("data.chat_template", f"no such file: {show(data.chat_template)}")
-        difficulty = self.existing(data.difficulty) if data.difficulty else ""
-        if data.difficulty and (difficulty is None or not os.path.isfile(difficulty)):
-            self.fault(
-                "data.difficulty", f"no such file: {show(data.difficulty)}; `grpo difficulty` makes one"
-            )
         source = self.source(data.source, "data.source", _EXPECTED_DATA, _DATA_SUFFIXES)
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if source == _GSM8K and not os.path.exists(source) else ""
         return {
             "source": source,
             "name": data.name or usual,
-            "image_folder": folder or data.image_folder,
-            "chat_template": template or data.chat_template,
-            "difficulty": difficulty or data.difficulty,
+            "image_folder": self.there(data.image_folder, "data.image_folder", "folder"),
+            "chat_template": self.there(data.chat_template, "data.chat_template"),
+            "difficulty": self.there(data.difficulty, "data.difficulty", made="`grpo difficulty` makes one"),
             "transform": self.function(data.transform, "data.transform"),
         }
 
     def sft(self, sft: Any) -> dict[str, Any]:
         file = self.existing(sft.completions) if sft.completions else ""
         if file and os.path.isdir(file):
-            file = self.existing(os.path.join(file, COMPLETIONS))
-        if file is None:
-            self.fault("sft.completions", f"no such file or folder of a run: {show(sft.completions)}")
-        return {"completions": file or sft.completions}
+            return {"completions": self.there(os.path.join(file, COMPLETIONS), "sft.completions")}
+        return {"completions": self.there(sft.completions, "sft.completions")}
 
     def reward(self, reward: Any) -> dict[str, Any]:
         functions, weights = reward.functions, reward.weights
@@ -197,7 +178,7 @@ class _Paths:
     def env(self, env: Any) -> dict[str, Any]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
         tools = tuple(
-            self._python_file(name, "env.tools")
+            self.there(name, "env.tools")
             if name.endswith(".py")
             else self.function(name, "env.tools", expected)
             for name in env.tools
@@ -219,12 +200,13 @@ class _Paths:
         if not function.isidentifier() or not (is_file or all(map(str.isidentifier, module.split(".")))):
             self.fault(key, f"expected {expected}, found {show(name)}{hint}")
             return name
-        return f"{self._python_file(module, key)}:{function}" if is_file else name
+        return f"{self.there(module, key)}:{function}" if is_file else name
 
-    def _python_file(self, name: str, key: str) -> str:
-        path = self.existing(name)
-        if path is None or not os.path.isfile(path):
-            self.fault(key, f"no such file: {show(name)}")
+    def there(self, name: str, key: str, kind: str = "file", made: str = "") -> str:
+        """The path of a file, or of a folder, that has to exist; empty: none."""
+        path = self.existing(name) if name else ""
+        if path is None or (path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)):
+            self.fault(key, f"no such {kind}: {show(name)}{made and '; '}{made}")
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
@@ -235,10 +217,7 @@ class _Paths:
             return path
         is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
         if is_path or "\\" in name:
-            relative = not os.path.isabs(os.path.expanduser(name))
-            elsewhere = relative and self.found.folder.resolve() not in (Path.cwd(), PRESET_FOLDER)
-            looked = f", neither here nor in {self.found.folder}" if elsewhere else ""
-            self.fault(key, f"no such file or folder: {show(name)}{looked}")
+            self.fault(key, f"no such file or folder: {show(name)}")
         elif not _HUB_NAME.fullmatch(name):
             self.fault(key, f"expected {expected}, found {show(name)}")
         return name
@@ -251,81 +230,74 @@ class _Paths:
 
 
 def _relations(built: Mapping[str, Any], found: Settings) -> None:
-    """Rejects keys that do not fit each other. Sections that are None had faults."""
+    """Rejects keys that do not fit each other, one line a key."""
+    named: set[str] = set()
 
     def value(key: str) -> Any:
-        section, _, name = key.partition(".")
-        return getattr(built[section], name, None)
+        section, *names = key.split(".")
+        return functools.reduce(getattr, names, built[section])
 
-    def expect(key: str, expected: str, shown: object = None) -> None:
-        message = f"expected {expected}, found {show(value(key) if shown is None else shown)}"
-        found.fault(tuple(key.split(".")), message)
+    def expect(key: str, expected: str) -> None:
+        if key not in named:
+            named.add(key)
+            found.fault(tuple(key.split(".")), f"expected {expected}, found {show(value(key))}")
 
-    overlong, most = value("loss.overlong"), value("rollout.max_new_tokens")
-    if overlong and most is not None and overlong.buffer > most:
-        expect("loss.overlong.buffer", f"at most rollout.max_new_tokens = {most}", overlong.buffer)
-    rows = (value("optim.batch_size") or 0) * (value("rollout.num_generations") or 0)
-    if rows and value("optim.minibatches") > rows:
-        expect("optim.minibatches", f"at most {rows}, the completions of a batch step")
-    if first := value("rollout.first_stage"):
-        if first >= (value("rollout.num_generations") or first + 1):
-            expect("rollout.first_stage", "less than rollout.num_generations")
-        if value("env.factory") or value("env.tools"):
-            expect("rollout.first_stage", "0 with [env]")
-    if value("data.pass_reward") not in (1.0, None) and REWARD_NAMES[0] in (value("reward.functions") or ()):
-        expect("data.pass_reward", f"1.0 with {REWARD_NAMES[0]}, by which right answers pass")
-    if value("data.curriculum") == "static" and not value("data.difficulty"):
-        expect("data.difficulty", 'a file of `grpo difficulty` with data.curriculum = "static"')
-    modes = {value("rollout.quantization"), value("loss.ref_quantization")} - {"none", None}
-    if value("rollout.group_size") and modes and not any(map(built["rollout"].group_size_of, modes)):
-        expect("rollout.group_size", f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size")
-    if (budget := value("rollout.bits_budget")) and (
-        value("rollout.quantization") not in ("affine-3", "affine-4", "affine-6")
-        or value("rollout.calibration") == "none"
-        or value("data.image")
-    ):
-        few = '"affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations"'
-        expect("rollout.bits_budget", f"0, or {few}, without images", budget)
-    mixes = value("loss.ref_sync_every") and value("loss.ref_mixup") < 1
-    if (reference := value("loss.ref_quantization")) not in ("none", None):
-        if value("model.tune") in ("lora", "dora"):
-            tune = f"model.tune = {show(value('model.tune'))}, where the reference is the unchanged base"
-            expect("loss.ref_quantization", f'"none" with {tune}')
-        if mixes:
-            cause = f"loss.ref_quantization = {show(reference)}, which keeps nothing to mix with"
-            expect("loss.ref_mixup", f"1.0, or loss.ref_sync_every = 0, with {cause}")
-    if value("model.adapters") and value("model.tune") == "full":
-        expect("model.tune", '"lora" or "dora" with model.adapters')
-    unused = set()
     for (cause, only), keys in _ONLY_IF.items():
-        state = value(cause)
-        for key in keys if state is not None and (state != only if only else not state) else ():
+        for key in keys if (value(cause) != only if only else not value(cause)) else ():
             section, _, name = key.partition(".")
             default = getattr(attrs.fields(type(built[section])), name).default
             if value(key) != default:
-                unused.add(key)
                 expect(key, f"{show(default)}, or {cause}{f' = {show(only)}' if only else ''}")
-    for cause, only in _ONLY_WITH.items():
-        for key, one in only.items() if value(cause) and cause not in unused else ():
-            if value(key) not in (one, None):
-                expect(key, f"{show(one)} with {cause} = {show(value(cause))}")
+    for cause, others in _ONLY_WITH.items():
+        for key, only in others.items() if value(cause) and cause not in named else ():
+            if value(key) != only:
+                expect(key, f"{show(only)} with {cause} = {show(value(cause))}")
     for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
         if value(key):
             expect(key, f'{show(type(value(key))())} with data.prompt_form = "raw"')
-    if value("reward.functions") == () and not value("sft.only") and value("env.factory") in ("", CALCULATOR):
-        measured = "or an env.factory whose class has get_reward"
-        if value("data.answer") == "":
-            expect("data.answer", f"a column, your own reward in reward.functions, {measured}")
-        else:
-            unread = f' with answer.form = "{NONE}"' if value("answer.form") == NONE else ""
-            expect("reward.functions", f"at least one entry{unread}, {measured}")
-    hint = "" if "teacher.hint" in unused else value("teacher.hint")
-    if value("teacher.path") == SELF and hint == "":
-        expect(
-            "teacher.hint", f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'
-        )
-    if hint and ("{answer}" not in hint or value("data.answer") == ""):
-        expect("teacher.hint", "a text with {answer}, and a column of answers in data.answer")
-    for text in (value("stop.when") or ()) if built["reward"] is not None else ():
-        if fault := condition_fault(text, value("reward.functions")):
+
+    model, data, rollout, loss, optim = (
+        built[name] for name in ("model", "data", "rollout", "loss", "optim")
+    )
+    rewards, teacher, hint = built["reward"].functions, built["teacher"].path, built["teacher"].hint
+    rows = optim.batch_size * rollout.num_generations
+    calibrated = rollout.calibration != "none" and not data.image
+    mixes = loss.ref_sync_every and loss.ref_mixup < 1
+    measures = rewards or built["sft"].only or built["env"].factory not in ("", CALCULATOR)
+    or_measured = "or an env.factory whose class has get_reward"
+    unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
+    tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
+    packed = f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+    for key, wrong, expected in (
+        ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
+            f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"),
+        ("optim.minibatches", optim.minibatches > rows, f"at most {rows}, the completions of a batch step"),
+        ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
+            "less than rollout.num_generations"),
+        ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
+        ("data.pass_reward", data.pass_reward != 1.0 and REWARD_NAMES[0] in rewards,
+            f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
+        ("data.difficulty", data.curriculum == "static" and not data.difficulty,
+            'a file of `grpo difficulty` with data.curriculum = "static"'),
+        ("rollout.bits_budget",
+            rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
+            '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations", '
+            "without images"),
+        ("loss.ref_quantization", loss.ref_quantization != "none" and model.tune != "full",
+            f'"none" with {tuned}'),
+        ("loss.ref_mixup", mixes and loss.ref_quantization != "none",
+            f"1.0, or loss.ref_sync_every = 0, with {packed}"),
+        ("model.tune", model.adapters and model.tune == "full", '"lora" or "dora" with model.adapters'),
+        ("data.answer", not measures and not data.answer,
+            f"a column, your own reward in reward.functions, {or_measured}"),
+        ("reward.functions", not measures and data.answer, f"at least one entry{unread}, {or_measured}"),
+        ("teacher.hint", teacher == SELF and not hint,
+            f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),
+        ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),
+            "a text with {answer}, and a column of answers in data.answer"),
+    ):  # fmt: skip
+        if wrong:
+            expect(key, expected)
+    for text in built["stop"].when:
+        if fault := condition_fault(text, rewards):
             found.fault(("stop", "when"), fault)

@@ -51,7 +51,6 @@ class Config:
     watch: sections.WatchConfig = attrs.field(factory=sections.WatchConfig)
     stop: sections.StopConfig = attrs.field(factory=sections.StopConfig)
     system: sections.SystemConfig = attrs.field(factory=sections.SystemConfig)
-    notices: tuple[str, ...] = attrs.field(default=(), eq=False)  # lines that the person should see once
     settings: Settings | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
@@ -120,9 +119,7 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = {
-    field.name: field.type
-    for field in attrs.fields(attrs.resolve_types(Config))
-    if field.name not in ("notices", "settings")
+    field.name: field.type for field in attrs.fields(attrs.resolve_types(Config)) if field.name != "settings"
 }
 
 
@@ -145,7 +142,7 @@ def load_config(
     """
     found = Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
     for section, table in (recorded or {}).items():
-        found.put((section,), table, f"{label}: {section}")
+        found.put((section,), table, label)
     for override in overrides:
         apply_override(found, override, KEYS)
     built: dict[str, Any] = {}
@@ -155,7 +152,7 @@ def load_config(
         built = checks.check_sections(built, found)
     if found.problems:
         raise ConfigError(found.problems)
-    return Config(**built, notices=tuple(found.notices), settings=found)
+    return Config(**built, settings=found)
 
 
 def write_resolved(config: Config) -> Path:

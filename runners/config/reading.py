@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import attrs
 
-from runners.config import flat_keys, rules
+from runners.config import rules
 from runners.errors import ConfigError, did_you_mean, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
@@ -25,14 +25,13 @@ KeyPath = tuple[str, ...]
 
 @attrs.define
 class Settings:
-    """The values merged so far, by section, with their origins; the faults and notices so far."""
+    """The values merged so far, by section, with their origins; the faults so far."""
 
     label: str  # the file, as messages name it
     folder: Path  # what relative paths may also refer to
     values: dict[str, Any] = attrs.field(factory=dict)
-    origins: dict[KeyPath, str] = attrs.field(factory=dict)
+    origins: dict[KeyPath, str] = attrs.field(factory=dict)  # the file or --set
     problems: list[str] = attrs.field(factory=list)
-    notices: list[str] = attrs.field(factory=list)
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
         """Set one value; a table is merged into an existing table."""
@@ -44,16 +43,15 @@ class Settings:
         self.origins[path] = origin
         if isinstance(value, Mapping) and isinstance(table.setdefault(path[-1], {}), dict) and len(path) < 3:
             for key, item in value.items():
-                self.put((*path, key), item, f"{origin}.{key}")
+                self.put((*path, key), item, origin)
         else:
             table[path[-1]] = value
 
     def where(self, path: KeyPath) -> str:
-        """The source and the key as it was written there, such as `train.toml: rollout.top_p`."""
-        for length in range(len(path), 0, -1):
-            if path[:length] in self.origins:
-                return ".".join([self.origins[path[:length]], *path[length:]])
-        return f"{self.label}: {'.'.join(path)}"
+        """The source and the key, such as `train.toml: rollout.top_p`."""
+        parts = (path[:length] for length in range(len(path), 0, -1))
+        origin = next((self.origins[part] for part in parts if part in self.origins), self.label)
+        return f"{origin}: {'.'.join(path)}"
 
     def fault(self, path: KeyPath, message: str) -> None:
         """Adds the line of a fault."""
@@ -71,34 +69,13 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
     A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `keys` has all keys.
     Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
-    sections = {known[0] for known in keys}
     path, label = _locate(config)
-    table = parse(path, label)
     settings = Settings(label=label, folder=path.parent)
-    flat = [key for key in table if key in flat_keys.FLAT_KEYS]
-    nested = [f"[{key}]" for key in table if key in sections]
-    kinds = {
-        f"MLX-GRPO's keys ({_some(flat)})": flat,
-        f"the table [{flat_keys.TABLE}]": flat_keys.TABLE in table,
-        f"sections ({_some(nested)})": nested,
-    }
-    if len(found := [kind for kind, there in kinds.items() if there]) > 1:
-        expected = "expected one kind of keys in a file (--set may add to either)"
-        settings.problems.append(f"{label}: {expected}, found {' and '.join(found)}")
-    elif flat:
-        _take(settings, flat_keys.translate(table), f"{label}: ")
-    else:
-        for key, value in table.items():
-            if key in sections:
-                settings.put((key,), value, f"{label}: {key}")
-            elif (key, value) == ("judge", {}):  # an older version's table, of a run without judges
-                continue
-            elif key != flat_keys.TABLE:
-                settings.fault((key,), f"unknown key{key_hint((key,), keys)}")
-            elif isinstance(value, Mapping):
-                _take(settings, flat_keys.translate(value), f"{label}: {key}.")
-            else:
-                settings.fault((key,), f"expected a table, found {show(value)}")
+    for key, value in parse(path, label).items():
+        if any(known[0] == key for known in keys):
+            settings.put((key,), value, label)
+        else:
+            settings.fault((key,), f"unknown key{key_hint((key,), keys)}")
     return settings
 
 
@@ -108,41 +85,28 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
     The value is TOML; if the key holds a string, quotes may be left out.
     """
     key, equals, written = (part.strip() for part in override.partition("="))
+    path = tuple(key.split("."))
     if not equals or not key:
         settings.problems.append(f"--set: expected section.key=value, found {override}")
-        return
-    path = tuple(key.split("."))
-    if len(path) == 1 and key in flat_keys.FLAT_KEYS:
-        value = _override_value(written, type(flat_keys.FLAT_KEYS[key].default))
-        optim = settings.values.get("optim")
-        before = optim if isinstance(optim, Mapping) else {}
-        _take(settings, flat_keys.translate({key: value}, before), "--set: ")
     elif any(known[: len(path)] == path for known in keys):
         kind = keys[path].type if path in keys else None
-        settings.put(path, _override_value(written, kind), f"--set: {key}")
+        settings.put(path, _override_value(written, kind), "--set")
     else:
         settings.problems.append(f"--set: {key}: unknown key{key_hint(path, keys)}")
 
 
 def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
-    """A hint for an unknown key: a key of that name elsewhere, the nearest spelling, or its table's keys."""
-    keys = list(keys)
-    elsewhere = [".".join(known) for known in keys if known[-1] == path[-1] and len(known) == 2 <= len(path)]
-    if path[-1] in flat_keys.FLAT_KEYS:
-        elsewhere.append(flat_keys.FLAT_KEYS[path[-1]].target)
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    parent, table = path[:-1], ".".join(path[:-1])
-    if parent in keys:
-        return f"; {table} is not a table"
-    siblings = list(dict.fromkeys(known[len(parent)] for known in keys if known[: len(parent)] == parent))
-    if siblings and parent:
+    """A hint for an unknown key: the same name in a section, the nearest spelling, or its table's keys."""
+    keys, table = list(keys), path[:-1]
+    if same := [known for known in keys if known[-1] == path[-1] and len(known) == 2]:
+        return f"; did you mean {'.'.join(same[0])}?"
+    beside = [known[len(table)] for known in keys if known[: len(table)] == table and len(known) > len(table)]
+    siblings, name = list(dict.fromkeys(beside)), ".".join(table)
+    if table and siblings:
         near = nearest(path[-1], siblings)
-        return f"; did you mean {table}.{near}?" if near else f"; {table} takes {', '.join(siblings)}"
+        return f"; did you mean {name}.{near}?" if near else f"; {name} takes {', '.join(siblings)}"
     sections = list(dict.fromkeys(known[0] for known in keys))
-    if parent and path[0] not in sections and (near := nearest(path[0], sections)):
-        return key_hint((near, *path[1:]), keys)
-    known = [*(".".join(known) for known in keys), *flat_keys.FLAT_KEYS, *sections]
+    known = [*map(".".join, keys), *sections]
     return did_you_mean(".".join(path), known) or f"; the sections are {', '.join(sections)}"
 
 
@@ -183,18 +147,6 @@ def parse(
     if not isinstance(table, dict):
         raise ConfigError([f"{label}: expected a JSON object, found {show(table)}"])
     return table
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _take(settings: Settings, translation: flat_keys.Translation, prefix: str) -> None:
-    source = prefix.split(": ")[0]
-    for name, value, key in translation.entries:
-        settings.put(tuple(name.split(".")), value, f"{prefix}{key}" if key else f"{settings.label}: {name}")
-    settings.problems += [f"{prefix}{key}: {reason}" for key, reason in translation.problems]
-    settings.notices += [f"{source}: {notice}" for notice in translation.notices]
 
 
 def _override_value(written: str, kind: Any) -> Any:

@@ -1,9 +1,9 @@
 """Custom functions, as a config names them: package.module:function or path/to/file.py:function."""
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,8 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from runners.errors import UserError, did_you_mean, error_line, show
-
-_loaded: dict[str, ModuleType] = {}  # modules of files, by path and time stamp
 
 FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
 
@@ -115,16 +113,18 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
     path = path.resolve()
-    # The time stamp lets a notebook edit its functions and resolve them again.
-    stamp = f"{path}:{path.stat().st_mtime_ns}"
-    known = _loaded.get(stamp)
-    if known is not None and sys.modules.get(known.__name__) is known:
-        return known
     _extend_path([path.parent])
-    name = path.stem
-    if not _imports(name, path):
-        name = f"grpo_own_{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    importlib.invalidate_caches()
+    # By the name that a neighbour, or a process of a pool, imports it by; another module may have that name.
+    for name in (path.stem, re.sub(r"\W", "_", str(path))):
+        known = sys.modules.get(name)
+        spec = known.__spec__ if known else importlib.util.find_spec(name) if name.isidentifier() else None
+        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+            break
+    else:
+        known, spec = None, importlib.util.spec_from_file_location(name, path)
+    if known is not None:
+        return known
     assert spec is not None and spec.loader is not None  # a name that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution: dataclasses and pickle look their module up
@@ -133,15 +133,7 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UserError(f"{what}: importing {path} failed: {error_line(error, path)}") from error
-    _loaded[stamp] = module
     return module
-
-
-def _imports(name: str, path: Path) -> bool:
-    """Whether `import name` would import the file, now and in a process that a pool of the user's starts."""
-    importlib.invalidate_caches()
-    spec = None if "." in name or name in sys.modules else importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
 
 
 def _load_module(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:

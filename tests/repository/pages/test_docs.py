@@ -17,7 +17,6 @@ import pytest
 
 import grpo_fn as g
 from runners import cli
-from runners.config.flat_keys import FLAT_KEYS, translate
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.config.reading import preset_names
 from runners.config.sections import DataConfig
@@ -75,10 +74,8 @@ def test_a_toml_snippet_is_a_config(snippet, folder, monkeypatch):
     """It loads, its loss has a meaning, and its rewards exist; a part of a config gets a model and data."""
     monkeypatch.setattr("httpx2.get", lambda *_, **__: httpx2.Response(200))  # judges' servers
     table = tomllib.loads(snippet.text)
-    overrides = []
-    if not set(table) & {*FLAT_KEYS, "mlx_grpo"}:
-        overrides += ["model.path=embedded"] if "path" not in table.get("model", {}) else []
-        overrides += ["data.source=embedded"] if "source" not in table.get("data", {}) else []
+    overrides = ["model.path=embedded"] if "path" not in table.get("model", {}) else []
+    overrides += ["data.source=embedded"] if "source" not in table.get("data", {}) else []
     (folder / "snippet.toml").write_text(snippet.text, encoding="utf-8")
     config = load_config("snippet.toml", overrides).check()
     rewards = resolve_rewards(config.reward.functions, config.reward.weights, [folder])
@@ -193,20 +190,6 @@ def test_the_presets_are_as_the_page_says():
             (True, 0.2) if codes(name) == ["dapo"] else (False, 0)
         )
         assert (spec.beta, spec.correction) == (0, "none")
-
-
-def test_the_flat_keys_are_as_the_page_says(tmp_path):
-    """docs/migrating.md gives each key of MLX-GRPO its place and default, and what its script fixes."""
-    flat, fixed = tables(DOCS / "migrating.md")[:2]
-    found = {}
-    for keys, place, default in flat.rows:
-        values = [tomllib.loads(f"x = {code}")["x"] for code in codes(default)] or [None]
-        found |= {key: (codes(place)[0], value) for key, value in zip(codes(keys), values, strict=True)}
-    assert found == {key: (known.target, known.default) for key, known in FLAT_KEYS.items()}
-    wanted = {path: value for path, value, key in translate({}).entries if not key}
-    assert {
-        codes(key)[0]: tomllib.loads(f"x = {codes(value)[0]}")["x"] for key, value in fixed.rows
-    } == wanted
 
 
 DEFAULTS = {".".join(path): field for path, field in KEYS.items()}

@@ -93,7 +93,6 @@ def faults(tmp_path, monkeypatch):
         ("data.pass_rates = [0, 1]", 'or data.curriculum = "static", found [0.0, 1.0]'),
         ('data.image = "p"\ndata.image_folder = "pisc"', 'no such folder: "pisc"'),
         ('run.name = "../up"', "expected a string: a relative folder name, no `..`, found"),
-        ('run.output_dir = "train.toml"', "expected a folder or a free name, found the file train.toml"),
         ("run.seed = -1", "expected an integer: 0 <= x <= 9223372036854775807, found -1"),
         ("run.seed = 9223372036854775808", "expected an integer: 0 <= x"),
         (f"run.seed = {10**400}", "found an integer of 1329 bits"),
@@ -105,10 +104,6 @@ def faults(tmp_path, monkeypatch):
         ("data.image = 'p'\nenv.factory = 'calculator'", 'expected "" with data.image = "p", found "calc'),
         ("data.image = 'p'\nloss.router_aux_coef = 0.1", 'expected 0.0 with data.image = "p", found 0.1'),
         (
-            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
-            "expected 0 with mxfp4, whose groups have a fixed size, found 64",
-        ),
-        (
             'loss = {beta = 0.1, ref_quantization = "affine-4"}\nmodel.tune = "lora"',
             'expected "none" with model.tune = "lora", where the reference is the unchanged base, found "aff',
         ),
@@ -116,7 +111,7 @@ def faults(tmp_path, monkeypatch):
             'loss = {beta = 0.1, ref_quantization = "affine-4", ref_sync_every = 8}',
             'expected 1.0, or loss.ref_sync_every = 0, with loss.ref_quantization = "affine-4", which keeps',
         ),
-        ("learning_rate = 1e-5", "found MLX-GRPO's keys (learning_rate) and sections ([model])"),
+        ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
     ],
 )
 def test_one_fault_is_one_line(faults, text, line):
@@ -124,7 +119,7 @@ def test_one_fault_is_one_line(faults, text, line):
     found = faults(MODEL + text)
     assert len(found) == 1 and line in found[0], found
     keys = [part.split(" = ")[0].split(".")[0] for part in text.split("\n")]
-    assert found[0].startswith(tuple(f"train.toml: {key}" for key in (*keys, "expected one kind")))
+    assert found[0].startswith(tuple(f"train.toml: {key}" for key in keys))
 
 
 @pytest.mark.parametrize(
@@ -142,15 +137,6 @@ def test_a_model_that_cannot_be_is_refused(faults, path, line):
     """A path without a folder behind it ends before anything is loaded."""
     (found,) = faults(f'model.path = "{path}"')
     assert found.startswith(f"train.toml: model.path: {line}")
-
-
-def test_a_missing_file_is_looked_for_beside_the_config_too(tmp_path, monkeypatch):
-    """The message says where a relative path was looked for."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "cfg").mkdir()
-    (tmp_path / "cfg" / "a.toml").write_text(MODEL + 'data.source = "rows.csv"')
-    with pytest.raises(ConfigError, match=r'data\.source: .*: "rows\.csv", neither here nor in cfg$'):
-        load_config("cfg/a.toml")
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
@@ -183,15 +169,10 @@ def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
         ("optim.learning_rate=1\nx=2", '--set: optim.learning_rate: expected a number, found "1\\nx=2"'),
         ("optim.lerning_rate=1", "--set: optim.lerning_rate: unknown key; did you mean optim.learning_rate?"),
         ("optin.eps=1", "--set: optin.eps: unknown key; did you mean optim.eps?"),
-        (
-            "chekpoint.z=1",
-            "--set: chekpoint.z: unknown key; checkpoint takes every, keep_last, keep_best, on_error",
-        ),
-        ("num_generation=1", "--set: num_generation: unknown key; did you mean num_generations?"),
-        ("num_generations=1", "--set: num_generations: expected an integer >= 2, found 1"),
-        ("num_generations=two", '--set: num_generations: expected an integer, found "two"'),
+        ("chekpoint.z=1", "--set: chekpoint.z: unknown key; did you mean checkpoint?"),
+        ("num_generations=1", "--set: num_generations: unknown key; did you mean rollout.num_generations?"),
         ("optim=3", "--set: optim: expected a table, found 3"),
-        ("optim.eps.x=3", "--set: optim.eps.x: unknown key; optim.eps is not a table"),
+        ("optim.eps.x=3", "--set: optim.eps.x: unknown key; did you mean optim.eps?"),
         ("optim.eps={x=3}", "--set: optim.eps: expected a number, found {x = 3}"),
         ("zzz=3", f"--set: zzz: unknown key; the sections are {', '.join(SECTIONS)}"),
         ("model.path=./nope", '--set: model.path: no such file or folder: "./nope"'),

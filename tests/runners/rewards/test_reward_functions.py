@@ -112,14 +112,6 @@ def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expec
         assert all(part.format(folder=folder) in str(caught.value) for part in expected)
 
 
-def test_an_edited_file_is_read_again(folder: Path) -> None:
-    """The same file gives the same function until it is edited."""
-    first = resolve_reward("mine.py:f", [folder])
-    assert resolve_reward("mine.py:f", [folder]).function is first.function
-    (folder / "mine.py").write_text("def f(completions): return [2.0, 2.0]\n")
-    assert resolve_reward("mine.py:f", [folder]).function(completions=[]) == [2.0, 2.0]
-
-
 def test_resolve_rewards(folder: Path) -> None:
     """Weights go with their functions in order; functions of one name are logged under their full texts."""
     names = ["int_reward_func", "mine.py:f", "pack.inner:f"]
