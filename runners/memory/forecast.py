@@ -12,19 +12,11 @@ import attrs
 
 from grpo_fn.learner import Packer, Row, Shape, piece_tokens
 from grpo_fn.policy import ROOM
-from grpo_fn.rollout import EXTEND_TOKENS, LEAST_EXTENSION, PREFILL_TOKENS
+from grpo_fn.rollout import PREFILL_TOKENS
 from runners.config.loading import Config
 from runners.engines.settings import DEFAULT_ROWS
 from runners.machine.startup import Platform
-from runners.memory.shapes import (
-    BACKWARD,
-    CHECKPOINTED,
-    FLOAT,
-    PREFILL,
-    ModelShape,
-    block_bytes,
-    logit_bytes,
-)
+from runners.memory.shapes import BACKWARD, CHECKPOINTED, FLOAT, PREFILL, ModelShape
 from runners.memory.sizes import ModelSizes
 
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
@@ -41,7 +33,8 @@ ROOM_TO_DECODE = 0.8  # share of the memory for completions decoded together
 CACHE_STEP = 256  # mlx-lm's caches grow by so many positions
 PACKED_ROWS = 256  # rows of a batch step that are packed: more rows do not change the micro-batch
 UPDATED, RANDOM_BITS = 11, 2  # bytes of a weight while its update is computed (measured), of its random bits
-GREEDY_ARRAYS = 5  # [rows,V] float32 arrays of a greedy draw, the logits included
+DRAW_ARRAYS = 5  # [rows,V] float32 arrays of a draw, the logits and an exponential included
+FILTER_ARRAYS = 8  # more of them for what sorts: top-k, top-p, entropies to compare
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
@@ -89,25 +82,17 @@ class Forecast:
 def forecast(config: Config, platform: Platform, total: int, *, prompt: int, sizes: ModelSizes) -> Forecast:
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length. `total` is the machine's memory, which `system.memory_limit_gb`
-    may reduce. If the config sets no micro-batch, it is as large as is useful and fits.
+    `prompt` is the longest prompt's length. `total` is what the run may use. If the config sets no
+    micro-batch, it is as large as is useful and fits.
     """
-    total = within_limit(config, total)
 
     def of(tokens: int) -> Forecast:
         chosen = with_keys(config, "system", micro_batch_tokens=tokens)
-        lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
         phases = {
             "rollout": _rollout(chosen, prompt, sizes),
             "evaluation": _evaluation(chosen, prompt, sizes),
-            "gradient": max(
-                (
-                    gradient_phase(chosen, sizes, *each)
-                    for each in _micro_batches(chosen, platform, prompt, sizes)
-                ),
-                key=lambda phase: phase.total,
-            ),
-            "update": _update(sizes, lags),
+            "gradient": _gradient(chosen, platform, prompt, sizes),
+            "update": _update(chosen, sizes),
         }
         return Forecast(config=chosen, sizes=sizes, prompt=prompt, total=total, phases=phases)
 
@@ -132,7 +117,7 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         tokens = min(max(GPU_WORK / shape.block_parameters, GPU_TOKENS), MOST_GPU_TOKENS)
         return 1 << int(tokens).bit_length() - 1
     length = prompt + new
-    row = shape.layers * block_bytes(shape, shape.saved, itemsize, 1, length, length)
+    row = shape.layers * shape.block_bytes(shape.saved, itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)
 
@@ -180,23 +165,13 @@ def with_keys(config: Config, section: str, **values: object) -> Config:
     return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), **values)})
 
 
-def within_limit(config: Config, total: int) -> int:
-    """`total` bytes, or `system.memory_limit_gb` if that is less."""
-    limit = int(config.system.memory_limit_gb * 1e9)
-    return min(total, limit) if limit else total
-
-
 def _rollout(config: Config, prompt: int, sizes: ModelSizes) -> Phase:
-    """The training prompts, as many as are decoded together.
-
-    Measured: an exponential takes four arrays besides the logits, top-k sorts a copy, and top-p takes an
-    exponential of it as well. The entropy's arrays may be in memory at the same time.
-    """
+    """The training prompts, as many as are decoded together."""
     rollout, prompts = config.rollout, -(-config.optim.batch_size // sizes.ranks)
     if rollout.max_batch:
         prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
-    truncation = 8 + (rollout.top_k > 0) if rollout.top_p < 1 else 2 if rollout.top_k else rollout.min_p > 0
-    arrays = 5 + max(truncation, 8 * (config.loss.top_entropy_quantile < 1))
+    sorts = rollout.top_k or rollout.top_p < 1 or config.loss.top_entropy_quantile < 1
+    arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
     copy = 0 if sizes.rollout else sizes.copy
     rows = prompts * rollout.num_generations
     return _decoding(config, sizes, prompts, rows, prompt, rollout.max_new_tokens, arrays, copy)
@@ -207,46 +182,37 @@ def _evaluation(config: Config, prompt: int, sizes: ModelSizes) -> Phase:
     rows = config.rollout.max_batch or DEFAULT_ROWS
     rows = min(rows, config.eval.samples or rows)
     new = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    return _decoding(config, sizes, rows, rows, prompt, new, GREEDY_ARRAYS, sizes.copy)
+    return _decoding(config, sizes, rows, rows, prompt, new, DRAW_ARRAYS, sizes.copy)
 
 
 def _decoding(
     config: Config, sizes: ModelSizes, prompts: int, rows: int, prompt: int, new: int, arrays: int, copy: int
 ) -> Phase:
-    """The prefill of some prompts, or decoding `rows` completions of them at full length: the larger one."""
-    shape, size = sizes.shape, sizes.compute
+    """The prefill of some prompts, and decoding `rows` completions of them at full length: the larger one."""
+    shape, size, talks = sizes.shape, sizes.compute, config.env.answers
     logits = FLOAT * rows * shape.vocabulary
     position = 2 * shape.keys * size  # bytes of a position's keys and values in one block
     step = ROOM if sizes.shares_prefix else CACHE_STEP
     own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
     copies = position * (prompts if sizes.shares_prefix else rows) * prompt
     grown = own if sizes.shares_prefix else own + copies
-    given = (
-        min(new, max(LEAST_EXTENSION, EXTEND_TOKENS // rows)) if config.env.answers else 1
-    )  # a call's tokens
     # A cache grows into a new array, a block at a time; then only the logits of the last draw are in memory.
-    growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
-    held = sizes.weights + sizes.rollout + sizes.decoding + copy
-    prefill = Phase(
-        weights=held,
+    growing = grown + shape.block_bytes(PREFILL, size, rows, 1, prompt + new) + logits
+    prefill = shape.block_bytes(PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
+    prefill += shape.layers * (
+        position * prompts * (-prompt % CACHE_STEP) - own
+    )  # its cache, and none of those
+    return Phase(
+        weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
         optimizer=sizes.moments,
-        activations=block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt),
-        cache=shape.layers * position * prompts * -(-prompt // CACHE_STEP) * CACHE_STEP,
-    )
-    decoding = Phase(
-        weights=held,
-        optimizer=sizes.moments,
-        activations=max(growing, arrays * logits),
+        activations=max(prefill, growing, arrays * logits),
         # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
-        cache=shape.layers * (copies + own + (3 * grown if config.env.answers else 0)),
+        cache=shape.layers * (copies + own + (3 * grown if talks else 0)),
     )
-    return max(prefill, decoding, key=lambda phase: phase.total)
 
 
-def _micro_batches(
-    config: Config, platform: Platform, prompt: int, sizes: ModelSizes
-) -> set[tuple[Shape, bool]]:
-    """The micro-batches of a batch step, or of its first rows, and whether their gradients are summed."""
+def _gradient(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> Phase:
+    """The largest micro-batch of a batch step, or of its first rows."""
     size, new, tokens = config.rollout.num_generations, config.rollout.max_new_tokens, config.system
     rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
     packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
@@ -256,10 +222,11 @@ def _micro_batches(
     shares = sizes.shares_prompts and shares_prompts(config, platform)
     planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
     sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
-    return {(run.shape, sums) for run in planned}
+    found = (_backward(config, sizes, shape, sums) for shape in {run.shape for run in planned})
+    return max(found, key=lambda phase: phase.total)
 
 
-def gradient_phase(config: Config, sizes: ModelSizes, batch: Shape, accumulates: bool) -> Phase:
+def _backward(config: Config, sizes: ModelSizes, batch: Shape, sums_up: bool) -> Phase:
     """The larger of two moments of the backward pass: all activations saved, or all gradients computed."""
     shape, size, checkpointed = sizes.shape, sizes.compute, config.system.grad_checkpoint
     passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
@@ -268,24 +235,25 @@ def gradient_phase(config: Config, sizes: ModelSizes, batch: Shape, accumulates:
         passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
     # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
     flying = [BACKWARD, shape.saved, shape.saved] if checkpointed else [BACKWARD]
-    working = max(sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes)
+    working = max(sum(shape.block_bytes(counts, size, *each) for counts in flying) for each in passes)
     kept = CHECKPOINTED if checkpointed else shape.saved
-    saved = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
-    logits, share = logit_bytes(shape, batch.rows * batch.width, size)
+    saved = shape.layers * sum(shape.block_bytes(kept, size, *each) for each in passes)
+    logits, share = shape.logit_bytes(batch.rows * batch.width, size)
     logits += (1 - share) * working  # the other arrays in flight belong to the last block
     head = FLOAT * sizes.embedding
-    held = sizes.weights + sizes.rollout + sizes.copy
-    sums = sizes.moments + (sizes.gradients if accumulates else 0)
-    first = Phase(held, sums + head, saved + max(logits, working))
+    weights = sizes.weights + sizes.rollout + sizes.copy
+    sums = sizes.moments + (sizes.gradients if sums_up else 0)
+    first = Phase(weights, sums + head, saved + max(logits, working))
     # A tied embedding has two gradients, as input and as head, before they are added.
-    last = Phase(held, sums + sizes.gradients + (head if shape.tied else 0), working)
+    last = Phase(weights, sums + sizes.gradients + (head if shape.tied else 0), working)
     return max(first, last, key=lambda phase: phase.total)
 
 
-def _update(sizes: ModelSizes, lags: bool) -> Phase:
+def _update(config: Config, sizes: ModelSizes) -> Phase:
     """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
-    weights, gradients = sizes.weights + (sizes.rollout if lags else 0), sizes.gradients
+    lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
+    gradients = sizes.gradients
     ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
-    new = (UPDATED + RANDOM_BITS * sizes.rounding) * ahead
+    new = (UPDATED + RANDOM_BITS * (config.model.master != "float32")) * ahead
     gradients += sizes.gradients if sizes.ranks > 1 else 0  # their sums over the ranks
-    return Phase(weights, sizes.moments + gradients + new)
+    return Phase(sizes.weights + (sizes.rollout if lags else 0), sizes.moments + gradients + new)

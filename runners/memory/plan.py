@@ -25,7 +25,6 @@ from runners.memory.forecast import (
     largest_batch,
     rows_that_fit,
     with_keys,
-    within_limit,
 )
 from runners.memory.sizes import ModelSizes, model_sizes
 from runners.models.folders import resolve_model
@@ -43,12 +42,13 @@ def make_plan(
     """
     longest, held_out = data_shape(config)
     config = _of_held_out(config, held_out)
-    prompt = config.data.max_prompt_length if longest is None else longest
-    source = "data.max_prompt_length" if longest is None else "the longest prompt of the data"
+    prompt = longest or config.data.max_prompt_length
+    source = "the longest prompt of the data" if longest else "data.max_prompt_length"
     sizes = model_sizes(config, platform, ranks)
-    found = forecast(config, platform, read_memory().total, prompt=prompt, sizes=sizes)
+    total = _within_limit(config, read_memory().total)
+    found = forecast(config, platform, total, prompt=prompt, sizes=sizes)
     best = largest_batch(found, platform)
-    problem = too_large_line(config, found.total, sizes) or over_memory_line(found)
+    problem = _too_large(config, total, sizes) or _over_memory(found)
     if as_json:
         facts = {
             "model": config.model.path,
@@ -67,37 +67,34 @@ def make_plan(
             "largest_batch_size": best,
         }
         return json.dumps(facts, indent=1), problem
-    budget = config.rollout.bits_budget
     names = [field.name for field in attrs.fields(Phase)]
-    largest = (
-        f"optim.batch_size = {best} (now {config.optim.batch_size})" if best else "not even one prompt fits"
-    )
     rows = [
         [name, *map(gigabytes, (phase.total, *attrs.astuple(phase))), "← peak" * (name == found.peak)]
         for name, phase in found.phases.items()
     ]
+    batch = (
+        f"optim.batch_size = {best} (now {config.optim.batch_size})" if best else "not even one prompt fits"
+    )
     return "\n".join([
         *aligned([["phase", "in all", *names, ""], *rows], right=range(1, 2 + len(names))),
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
-        f"largest batch {largest}",
-        *([f"formats       affine-3 to affine-8, {budget:g} bits a weight of the sampler on average, chosen "
-           "after the first rollout: grpo bench CONFIG shows how many weights have which"] if budget else []),
+        f"largest batch {batch}",
         *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),
         f"assumes       prompts of {prompt} tokens ({source}), completions of full length",
         "time          grpo bench CONFIG measures some steps and says how long the run will take",
     ]), problem  # fmt: skip
 
 
-def data_shape(config: Config) -> tuple[int | None, int]:
+def data_shape(config: Config) -> tuple[int, int]:
     """Tokens of the longest training prompt, and how many problems are held out.
 
-    None and 0 unless data and tokenizer are on this machine. Raises UserError for data or a tokenizer that
+    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a tokenizer that
     cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
-        return None, 0
+        return 0, 0
     folder = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     processor = processor_of(config.data, folder, read_json(folder / "config.json"))
     tokenizer = load_tokenizer(folder, config.model.trust_remote_code)
@@ -122,7 +119,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
-    if line := too_large_line(config, read_memory().total, sizes):
+    if line := _too_large(config, _within_limit(config, read_memory().total), sizes):
         raise UserError(line)
     return sizes
 
@@ -140,8 +137,9 @@ def memory_outlook(
         return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
     limit = config.system.memory_limit_gb
     bounded = _of_held_out(config, held_out)
-    found = forecast(bounded, platform, usable_memory(limit), prompt=prompt, sizes=sizes)
-    line = over_memory_line(found)
+    total = _within_limit(config, usable_memory(limit))
+    found = forecast(bounded, platform, total, prompt=prompt, sizes=sizes)
+    line = _over_memory(found)
     notices, config = [f"memory: {line}"] if line else [], attrs.evolve(found.config, eval=config.eval)
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
@@ -152,9 +150,8 @@ def memory_outlook(
     return config, tuple(notices)
 
 
-def too_large_line(config: Config, total: int, sizes: ModelSizes) -> str | None:
+def _too_large(config: Config, total: int, sizes: ModelSizes) -> str | None:
     """One line if not even weights, moments and gradients fit into the memory; else None."""
-    total = within_limit(config, total)
     if sizes.floor <= total:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
@@ -165,19 +162,26 @@ def too_large_line(config: Config, total: int, sizes: ModelSizes) -> str | None:
     )
 
 
-def over_memory_line(found: Forecast) -> str | None:
+def _over_memory(found: Forecast) -> str | None:
     """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
     if found.fits:
         return None
     config = found.config
-    alone = "rollout.num_generations" if config.optim.batch_size == 1 else "rollout.max_batch"
-    update = "model.tune" if config.model.tune == "full" else "model.path"
-    keys = {"gradient": "system.micro_batch_tokens", "update": update, "rollout": alone}
-    key = keys.get(found.peak, "rollout.max_batch")
+    keys = {
+        "gradient": "system.micro_batch_tokens",
+        "update": "model.tune" if config.model.tune == "full" else "model.path",
+    }
     return (
         f"the run is expected to take {gigabytes(found.nbytes)} at its peak ({found.peak}), but there is "
-        f"only {gigabytes(found.total)}{_limit(config, found.total)}; lower {key}"
+        f"only {gigabytes(found.total)}{_limit(config, found.total)}; "
+        f"lower {keys.get(found.peak, 'rollout.max_batch')}"
     )
+
+
+def _within_limit(config: Config, total: int) -> int:
+    """`total` bytes, or `system.memory_limit_gb` if that is less."""
+    limit = int(config.system.memory_limit_gb * 1e9)
+    return min(total, limit) if limit else total
 
 
 def _limit(config: Config, total: int) -> str:

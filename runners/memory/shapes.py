@@ -1,13 +1,13 @@
-"""A decoder's sizes, and the bytes of its forward and backward pass: counts of arrays per position × shapes.
+"""A decoder's sizes, and the bytes of its blocks: counts of arrays per position × sizes.
 
-Operations in flight come in addition to what is kept, and are measured: MLX's CPU backend submits up to 100
+Operations in flight come in addition to what is saved, and are measured: MLX's CPU backend submits up to 100
 ahead. GPUs keep less of both, so that the sums are upper bounds there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -17,8 +17,7 @@ from grpo_fn.learner import chunk_rows
 FLOAT = 4  # bytes of float32
 
 
-@attrs.frozen
-class Counts:
+class Counts(NamedTuple):
     """Numbers of arrays of each kind per position; `precise` of the hidden ones are always float32."""
 
     hidden: float
@@ -26,13 +25,13 @@ class Counts:
     queries: float
     keys: float
     scores: float
-    precise: float = 0
+    precise: float
 
 
 # From a block's algebra: its input, the sum in its middle, and of each the norm and the scaled norm; queries
 # after rotation, and what attention returns; keys and values, and the layouts that products need.
 SAVED = Counts(hidden=4, intermediate=3, queries=1.5, keys=4, scores=1, precise=2)
-CHECKPOINTED = Counts(hidden=1, intermediate=0, queries=0, keys=0, scores=0)  # the block's input alone
+CHECKPOINTED = Counts(1, 0, 0, 0, 0, 0)  # the block's input alone
 # Measured on llama blocks of 14 shapes, and on whole runs of benchmarks/memory.py.
 BACKWARD = Counts(hidden=7, intermediate=3, queries=3.4, keys=4.5, scores=4.2, precise=1.5)
 PREFILL = Counts(hidden=5, intermediate=7.6, queries=0, keys=0, scores=9.5, precise=1)
@@ -50,7 +49,7 @@ class ModelShape:
     keys: int  # numbers in a position's keys, and in its values
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
-    activation: str  # of the MLP
+    gated: bool  # by a SiLU, whose arrays a backend may save
 
     @property
     def block_parameters(self) -> int:
@@ -59,9 +58,31 @@ class ModelShape:
 
     @property
     def saved(self) -> Counts:
-        """The arrays that one block saves for the backward pass."""
-        gated = number("gate_arrays") if self.activation in ("silu", "swish") else 0
-        return attrs.evolve(SAVED, intermediate=SAVED.intermediate + gated - (self.activation == "relu2"))
+        """The arrays that one block saves for the backward pass; relu² saves one less than a gate."""
+        return SAVED._replace(intermediate=3 + number("gate_arrays") if self.gated else 2)
+
+    def block_bytes(self, counts: Counts, itemsize: int, rows: int, length: int, attended: int) -> float:
+        """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+        tokens = rows * length
+        scores = 0 if itemsize < FLOAT and not number("keeps_scores") else counts.scores
+        numbers = (
+            counts.hidden * tokens * self.hidden
+            + counts.intermediate * tokens * self.intermediate
+            + counts.queries * tokens * self.queries
+            + counts.keys * rows * attended * self.keys
+            + scores * tokens * self.heads * attended
+        )
+        return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * self.hidden
+
+    def logit_bytes(self, targets: int, itemsize: int) -> tuple[float, float]:
+        """Bytes of the learner's logits, a chunk at a time, and their share of the operations in flight.
+
+        Twelve float32 arrays a chunk, up to the 24 that MLX keeps in flight; on CUDA the products.
+        """
+        products = number("product_arrays")
+        arrays, most, size = (products, products, itemsize) if products else (12, 24, FLOAT)
+        rows, bound = arrays * targets, most * chunk_rows(self.vocabulary)
+        return size * self.vocabulary * min(rows, bound), min(rows / bound, 1.0)
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -78,13 +99,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     heads = first("num_attention_heads", "n_head", "n_heads")
     width = first("head_dim", default=hidden // heads)
     wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
-    if chosen:
+    if chosen := first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0):
         expert = first("moe_intermediate_size", default=wide)
         shared = first("n_shared_experts", default=0) * expert
         wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
-    usual = "relu2" if config.get("model_type") == "nanochat" else "silu"  # nanochat's config states none
-    activations = (config.get(name) for name in ("hidden_act", "hidden_activation", "activation_function"))
     return ModelShape(
         layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
         hidden=hidden,
@@ -94,32 +112,5 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
         vocabulary=first("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        activation=next(filter(None, activations), usual),
+        gated=config.get("model_type") != "nanochat",
     )
-
-
-def block_bytes(
-    shape: ModelShape, counts: Counts, itemsize: int, rows: int, length: int, attended: int
-) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
-    tokens = rows * length
-    scores = 0 if itemsize < FLOAT and not number("keeps_scores") else counts.scores
-    numbers = (
-        counts.hidden * tokens * shape.hidden
-        + counts.intermediate * tokens * shape.intermediate
-        + counts.queries * tokens * shape.queries
-        + counts.keys * rows * attended * shape.keys
-        + scores * tokens * shape.heads * attended
-    )
-    return itemsize * numbers + (FLOAT - itemsize) * counts.precise * tokens * shape.hidden
-
-
-def logit_bytes(shape: ModelShape, targets: int, itemsize: int) -> tuple[float, float]:
-    """Bytes of the learner's logits, a chunk at a time, and their share of the operations in flight.
-
-    Twelve float32 arrays a chunk, up to the 24 that MLX keeps in flight; on CUDA little beside the products.
-    """
-    products = number("product_arrays")
-    arrays, most, size = (products, products, itemsize) if products else (12, 24, FLOAT)
-    rows, bound = arrays * targets, most * chunk_rows(shape.vocabulary)
-    return size * shape.vocabulary * min(rows, bound), min(rows / bound, 1.0)

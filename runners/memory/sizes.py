@@ -19,8 +19,6 @@ from grpo_fn.policy import (
     decode_weights_bytes,
     patch_layers,
     quant_mode,
-    quantizable,
-    quantize,
     shares_prefix,
     sharing_pays,
 )
@@ -56,7 +54,6 @@ class ModelSizes:
     copy: int  # the weights in the compute dtype, 0 if the masters have it
     rollout: int  # a sampler with its own weights (quantized, or older)
     decoding: int  # weights that are made for each rollout: `decode_weights`
-    rounding: bool  # whether updates of masters are rounded at random
     ranks: int  # number of ranks of the run
 
     @property
@@ -98,26 +95,37 @@ def model_sizes(
     trained, frozen = split_leaves(module)
     count, master = sum(leaf.size for leaf in trained.values()), getattr(mx, settings.master).size
 
-    def role(
-        name: str, storage: str, leaves: Mapping[str, mx.array], unquantized: int, budget: float = 0.0
-    ) -> int:
-        if name == "none":
-            return unquantized
-        if storage == "packed":
-            return _packed_bytes(config, module, leaves, compute, name, budget)
-        return sum(leaf.size for leaf in leaves.values()) * compute.size
+    leaves = trained | frozen
+    numbers = sum(leaf.size for leaf in leaves.values())
+    tables = sum(leaf.size for leaf in leaves.values() if leaf.shape[:1] == (shape.vocabulary,))
+
+    def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
+        """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often are not."""
+        if storage != "packed":
+            return part * compute.size
+        mode = quant_mode(name, rollout.group_size_of(name))
+        scales = (
+            16 * compute.size if mode.mode == "affine" else 8
+        )  # bits a group: a scale and a bias, or one byte
+        whole = (0 if rollout.quantize_head else tables) + (0 if settings.tune == "full" else count)
+        return int((part - whole) * (bits or mode.bits + scales / mode.group_size) / 8) + whole * compute.size
 
     weights = count * master + _in_dtype(frozen, compute)
     weights += tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0
-    weights += role(loss.ref_quantization, loss.ref_storage, trained, count * master) if loss.beta else 0
-    weights += _calibration_bytes(config, module)
+    if loss.beta:
+        rounded = loss.ref_quantization != "none"
+        weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else count * master
+    if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
+        # The moments of the inputs of a block's seven products, each counted though some are shared.
+        widths = [shape.hidden] * 5 + [shape.queries, shape.intermediate]
+        weights += shape.layers * sum(FLOAT * width * block_width(width, 64) for width in widths)
     if config.teacher.path == SELF:
         weights += count * compute.size
     elif config.teacher.path:
         teacher, _ = _unloaded(config, config.teacher.path, "teacher.path")
         weights += _in_dtype(named_leaves(teacher.parameters()), compute)
-    lags = loss.sync_every > config.optim.gradient_accumulation_steps
-    packed = rollout.quantization != "none" and rollout.storage == "packed"
+    older = count * master if loss.sync_every > config.optim.gradient_accumulation_steps else 0
+    rounds = rollout.quantization != "none"
     return ModelSizes(
         shape=shape,
         shares_prompts=can_share(module),
@@ -125,7 +133,7 @@ def model_sizes(
         shares_prefix=(sharing_pays() or bool(config.data.image)) and shares_prefix(module),
         trained=count,
         embedding=max(
-            (x.size for x in trained.values() if x.ndim == 2 and x.shape[0] == shape.vocabulary), default=0
+            (leaf.size for leaf in trained.values() if leaf.shape[0] == shape.vocabulary), default=0
         ),
         parameters=count + _in_dtype(frozen, compute) // compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
@@ -133,15 +141,10 @@ def model_sizes(
         weights=weights,
         moments=2 * count * getattr(mx, config.optim.moments).size,
         copy=0 if compute.size == master else count * compute.size,
-        rollout=role(
-            rollout.quantization,
-            rollout.storage,
-            trained | frozen,
-            count * master if lags else 0,
-            rollout.bits_budget,
-        ),
-        decoding=0 if packed else decode_weights_bytes(module, compute),
-        rounding=master < FLOAT,
+        rollout=role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
+        if rounds
+        else older,
+        decoding=0 if rounds and rollout.storage == "packed" else decode_weights_bytes(module, compute),
         ranks=ranks,
     )
 
@@ -187,44 +190,3 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
 
         nn.quantize(module, **plain, class_predicate=choose)
     return module
-
-
-def _calibration_bytes(config: Config, module: nn.Module) -> int:
-    """At most: layers that share their inputs, and so their moments, are counted one by one."""
-    names = [config.rollout.quantization, config.loss.ref_quantization if config.loss.beta else "none"]
-    if not any(is_calibrated(config, name) for name in names):
-        return 0
-    group = config.rollout.group_size or 64
-    widths = [
-        layer["weight"].shape[-1]
-        for path, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and quantizable(path, layer, False)
-    ]
-    return sum(2 * 2 * width * block_width(width, group) for width in widths if width % group == 0)
-
-
-def _packed_bytes(
-    config: Config,
-    module: nn.Module,
-    leaves: Mapping[str, mx.array],
-    dtype: mx.Dtype,
-    quantization: str,
-    budget: float,
-) -> int:
-    """The weights of a quantized role that is kept packed; `budget`: bits on average, 0: the format's."""
-    try:
-        mode = quant_mode(quantization, config.rollout.group_size_of(quantization))
-    except ValueError as error:
-        raise UserError(f"{config.where('rollout.group_size')}: {error}") from error
-    head = config.rollout.quantize_head
-    rounded = {f"{path}.weight" for path, layer in module.named_modules() if quantizable(path, layer, head)}
-
-    def nbytes(name: str, leaf: mx.array) -> int:
-        if name not in rounded or leaf.shape[-1] % mode.group_size:
-            return leaf.size * dtype.size
-        if budget:
-            wider = 16 * dtype.size - 32  # bits of a scale and a bias, more than a budget counts
-            return int(leaf.size * (budget + wider / mode.group_size) / 8)
-        return sum(part.nbytes for part in quantize(mx.zeros(leaf.shape, dtype), mode).values())  # lazy
-
-    return sum(nbytes(name, leaf) for name, leaf in leaves.items())
