@@ -19,7 +19,7 @@ Examples:
 
 \b
 It looks at the model's size, bits and chat template. In the data it finds the columns of questions and
-answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, JSON, or none.
+answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, or none.
 """
 
 
@@ -40,9 +40,7 @@ def init_command(model: str, data: str, out: str) -> None:
     from runners.machine import startup
 
     startup.prepare()
-    from runners.drafting.data_survey import survey_data
-    from runners.drafting.draft import REWARD, draft
-    from runners.drafting.model_survey import survey_model
+    from runners.drafting import REWARD, draft, survey_data, survey_model
     from runners.files.durable import save_text
     from runners.machine.memory_readings import usable_memory
 

@@ -1,7 +1,6 @@
 """`grpo init`: from a model and data of each form to a config that loads, checks and says what was seen."""
 
 import json
-import re
 
 import pytest
 from click.testing import CliRunner
@@ -42,7 +41,6 @@ FORMS = {
     "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
     "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", {"answer": "label"}),
     "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", {}),
-    "JSON": (("output", lambda n: json.dumps({"sum": 2 * n, "x": n})), "json:sum", {"answer": "output"}),
     "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", {"answer": ""}),
     "lists": (("answer", lambda n: [f"{n}", f"{n}.0"]), "none", {"answer": ""}),
     "nothing": (("source", lambda n: True), "none", {"answer": ""}),
@@ -68,7 +66,7 @@ def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
     assert not [line for line in lines if "reward" in line and form != "none"], lines
     text = (tmp_path / "train.toml").read_text()
     assert len(text.splitlines()) < 45 and "  # " in text
-    assert re.search('eval_split = "train" {1,9}#', text), "lines without a comment widen no column"
+    assert 'eval_split = "train"  # the last tenth' in text
 
 
 def test_messages_and_splits_are_found(grpo, tmp_path):
@@ -98,7 +96,7 @@ def test_the_model_is_looked_at(grpo, tmp_path, options, keys):
     make_model_folder(tmp_path / "other", **options)
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
     made = grpo("init", "other", "rows.jsonl")
-    assert made.exit_code == 0 and "parameters" in made.output, made.output
+    assert made.exit_code == 0 and "model    " in made.output, made.output
     config = load_config("train.toml").to_dict()
     assert {name: {key: config[name][key] for key in table} for name, table in keys.items()} == keys
     assert grpo("check", "train.toml").exit_code == 0
@@ -117,18 +115,6 @@ def test_a_base_model_and_labels(grpo, tmp_path):
     checked = grpo("check", "train.toml")
     (line,) = (row for row in checked.stdout.splitlines() if row.split()[:1] == ["correctness_reward_func"])
     assert line.split()[1:] == ["2", "0", "0"], checked.stdout
-
-
-def test_lengths_follow_the_data(grpo, tmp_path):
-    """Prompts and answers that are longer than the defaults."""
-    write_rows(
-        tmp_path / "rows.jsonl",
-        ("question", lambda n: "one two " * 600),
-        ("answer", lambda n: "so " * 400 + f"#### {n}"),
-    )
-    assert grpo("init", "llama", "rows.jsonl").exit_code == 0
-    config = load_config("train.toml")
-    assert config.data.max_prompt_length > 512 and config.rollout.max_new_tokens > 512
 
 
 def test_the_shipped_model_and_data(grpo):
