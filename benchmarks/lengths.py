@@ -31,7 +31,7 @@ from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
-from runners.profiling.step_bench import Stepping
+from runners.profiling import Stepping
 from runners.training.setup import build_run
 
 FALL = (175, 175, 175, 120, 80, 55, 37, 25, 17, 17)  # tokens; then they rise again

@@ -45,8 +45,8 @@ from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform, prepare
 from runners.models.folders import copy_companions
 from runners.models.loaded_model import load_model
+from runners.models.model_check import check_model
 from runners.quickstart import MODEL_DIR
-from runners.tuning.model_check import check_model
 
 ADDED, HELP, SIZES = 0.2, 0.3, 3.0  # seconds, seconds, times the checkpoint: the targets
 CHECK, CHECK_SHARE = 2.0, 0.05  # seconds; of the time of loading, where the answer is known

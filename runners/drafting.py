@@ -16,7 +16,7 @@ from runners.data.messages import prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.remote_rows import hub_rows
 from runners.data.rendering import has_template
-from runners.data.row_files import SUFFIXES, RawRow, find_split, read_file
+from runners.data.row_files import SUFFIXES, Row, find_split, read_file
 from runners.data.value_text import value_text
 from runners.errors import UserError, first_line, gigabytes, listed, spell
 from runners.files.json_files import read_json
@@ -106,7 +106,7 @@ def survey_data(source: str) -> DataSurvey:
     Raises UserError if there are none, or no column holds a question.
     """
     eval_split, found = _rows(source)
-    rows = [raw.values for raw in found[:LOOKED] if not raw.fault]
+    rows = [row for row in found[:LOOKED] if not row.fault]
     if not rows:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
@@ -137,7 +137,7 @@ def survey_data(source: str) -> DataSurvey:
     )
 
 
-def _rows(source: str) -> tuple[str, Sequence[RawRow]]:
+def _rows(source: str) -> tuple[str, Sequence[Row]]:
     """The name of the evaluation split, and the training rows."""
     place = DATA.get(source) or Path(source).expanduser()
     if place.is_file():
@@ -145,10 +145,10 @@ def _rows(source: str) -> tuple[str, Sequence[RawRow]]:
     if not place.exists() and (source.startswith((".", "/", "~")) or place.suffix.lower() in SUFFIXES):
         raise UserError(f'DATA = "{source}": there is no such file or folder')
 
-    def read(split: str) -> Sequence[RawRow]:
+    def read(split: str) -> Sequence[Row]:
         if not place.exists():
             return hub_rows(DataConfig(source=source), split, "data.split")
-        return [raw for path in find_split(place, split, "data.split") for raw in read_file(path)]
+        return [row for path in find_split(place, split, "data.split") for row in read_file(path)]
 
     def is_there(split: str) -> bool:
         try:
@@ -244,7 +244,7 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
             *([] if about.has_template else [("stop", stop, "where the answer ends")]),
         ],
         "optim": [
-            ("learning_rate", *rate),
+            ("learning_rate", rate[0], rate[1]),
             ("batch_size", 4, "prompts of a step"),
             ("max_steps", 200, "0: all of the data"),
         ],

@@ -74,7 +74,7 @@ def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bo
     from runners.machine import startup
 
     echo_all(startup.prepare(checked.system.memory_limit_gb).notices)
-    from runners.profiling.step_bench import bench_steps
+    from runners.profiling import bench_steps, bench_table
 
     found = bench_steps(checked, steps=steps, say=lambda text: echo(text, err=True))
-    echo(json.dumps(found.facts(), indent=1) if as_json else found.table())
+    echo(json.dumps(found, indent=1) if as_json else bench_table(found))

@@ -27,6 +27,7 @@ from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.memory.forecast import shares_prompts
 from runners.models.loaded_model import LoadedModel
+from runners.models.model_check import check_model
 from runners.models.model_reader import vocabulary_rows
 from runners.models.role_quantization import (
     Budget,
@@ -38,7 +39,6 @@ from runners.models.role_quantization import (
     unfit_notice,
 )
 from runners.training.teacher import Grader, make_grader
-from runners.tuning.model_check import check_model
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
 

@@ -8,8 +8,8 @@ from runners.config.loading import Config
 from runners.config.sections import ModelConfig, SystemConfig
 from runners.errors import UserError
 from runners.machine.startup import Platform
-from runners.tuning import model_check
-from runners.tuning.model_check import check_model
+from runners.models import model_check
+from runners.models.model_check import check_model
 from tests.support.tiny_policies import tiny_policy
 
 PROMPTS = [list(range(3, 33)), [7, 8, 9], [9, 8, 2, 5, 1]]

@@ -1,0 +1,187 @@
+"""`grpo bench`: runs some steps of a config and measures their time by part."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+
+import grpo_fn as g
+from runners.config.loading import Config
+from runners.config.sections import SftConfig
+from runners.data.stream import RunLength
+from runners.errors import UserError, gigabytes
+from runners.machine import startup
+from runners.machine.memory_readings import read_memory, usable_memory
+from runners.machine.terminal import aligned
+from runners.memory.forecast import forecast
+from runners.memory.sizes import model_sizes
+from runners.telemetry.diary import Diary
+from runners.telemetry.progress import duration_text
+from runners.telemetry.report import Report
+from runners.training.run_state import RunState
+from runners.training.setup import Run, build_run
+from runners.training.steps import TrainSteps
+
+BENCH_PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
+
+
+class Stepping:
+    """A built run that takes its steps without anything being written."""
+
+    def __init__(self, run: Run) -> None:
+        train = run.learner.state
+        assert train is not None
+        run.learner.engine.load(train.old_params, 0)
+        self.state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
+        self.run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
+        self.steps = TrainSteps(self.run, Diary(Report()))
+
+    def step(self) -> dict[str, float]:
+        """The rollouts of an update and all updates that use them: seconds by part, and counts."""
+        taken, tokens, learned, columns = self.steps, 0.0, 0.0, 0.0
+        while not taken.update_due(self.state):
+            experience = taken.roll_out(self.state)
+            self.state = taken.accept(self.state, experience, *taken.cut(self.state, experience))
+            tokens += experience.sampled_tokens
+            learned += _learned(experience.rollout)
+            columns += experience.rollout.tokens_bt.shape[1]
+        pieces = sum(len(part) for parts in self.state.waiting for part in parts)
+        for _ in range(taken.uses):
+            sums = taken.gradients(taken.free_sampler(self.state))
+            self.state = attrs.evolve(self.state, train=None)
+            state, *_ = taken.update(sums)
+            self.state = taken.sync(state)
+        counts = {"tokens": tokens, "learned": learned, "columns": columns, "micro-batches": pieces}
+        return {**taken.times.take(), **counts}
+
+
+def bench_steps(
+    config: Config, *, steps: int = 3, say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
+
+    A step is the rollouts of an update and all updates that use them. Returns medians and what follows from
+    them, as JSON has them: seconds, bytes and counts.
+
+    Raises UserError as a run does.
+    """
+    config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
+    machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
+    together = config.optim.gradient_accumulation_steps
+    config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
+    stepping = Stepping(build_run(config, machine, say))
+    run, loading = stepping.run, time.monotonic() - start
+    mx.reset_peak_memory()
+    rows: list[dict[str, float]] = []
+    for number in range(steps + 1):
+        say(f"step {number + 1} of {steps + 1}")
+        rows.append(stepping.step())
+    first, step = rows[0]["step_time"], statistics.median(row["step_time"] for row in rows[1:])
+    median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+    seconds = {part: median[f"time/{part}"] for part in BENCH_PARTS}
+    slowest = max(seconds, key=seconds.__getitem__)
+    length, every = RunLength.of(whole, len(run.data.train)), whole.eval.every
+    run_steps = math.ceil(length.batch_steps / together)
+    evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
+    problems = len(run.data.evaluation)
+    evaluating = evaluations * problems * _problem_seconds(whole, median)
+    training = first + (run_steps - 1) * step
+    return {
+        "steps": steps,
+        "first_step_seconds": first,
+        "step_seconds": step,
+        "part_seconds": seconds,
+        "tokens_per_step": median["tokens"],
+        "tokens_per_second": median["tokens"] / max(seconds["rollout"], 1e-9),
+        "tokens_per_second_of_steps": median["tokens"] / max(step, 1e-9),
+        "learned_tokens_per_step": median["learned"],
+        "peak_bytes": read_memory().peak,
+        "expected_peak_bytes": _expected(run, machine),
+        "limited_by": slowest,
+        "advice": advice(slowest, run.config),
+        "run_steps": run_steps,
+        "run_evaluations": evaluations,
+        "run_problems": problems,
+        "loading_seconds": loading,
+        "training_seconds": training,
+        "evaluating_seconds": evaluating,
+        "run_seconds": loading + training + evaluating,  # without checkpoints
+    }
+
+
+def bench_table(found: Mapping[str, Any]) -> str:
+    """The parts with their shares, and advice."""
+    step, forecast_bytes = max(found["step_seconds"], 1e-9), found["expected_peak_bytes"]
+    parts = found["part_seconds"].items()
+    rows = [
+        ("part", "seconds", "share"),
+        *((part, f"{each:.3f}", f"{100 * each / step:.0f} %") for part, each in parts),
+        ("a step", f"{step:.3f}", "100 %"),
+    ]
+    names = ("run_seconds", "loading_seconds", "training_seconds", "evaluating_seconds")
+    whole, loading, training, evaluating = (duration_text(found[name]) for name in names)
+    lines = {
+        "measured": f"the median of {found['steps']} steps; the first one took "
+        f"{found['first_step_seconds']:.1f} s",
+        "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: {found['tokens_per_second']:,.0f} "
+        f"a second of the rollout, {found['tokens_per_second_of_steps']:,.0f} of the whole step",
+        "learned": f"{found['learned_tokens_per_step']:,.0f} tokens a step, prompts included",
+        "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays"
+        + (f", {gigabytes(forecast_bytes)} forecast" if forecast_bytes else ""),
+        "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
+        f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
+        "most time": f"{found['limited_by']}; shorter with {found['advice']}",
+    }
+    named = [f"{name:<12}{value}" for name, value in lines.items()]
+    return "\n".join([*aligned(rows, right=range(1, 3)), "", *named])
+
+
+def _problem_seconds(config: Config, median: Mapping[str, float]) -> float:
+    """Of one evaluated problem, if a token takes as long as in a rollout."""
+    rollout, prompts = config.rollout, config.optim.batch_size * config.optim.gradient_accumulation_steps
+    rows = prompts * rollout.num_generations
+    longer = (config.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
+    prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
+    token = median["time/rollout"] / max(median["tokens"] + prompt * prompts, 1)
+    return (prompt + completion * longer) * token
+
+
+def advice(part: str, config: Config) -> str:
+    """What would make a part of a step shorter, without what the config does already."""
+    adapters = 'adapters only (model.tune = "lora")' if config.model.tune == "full" else ""
+    unpacked = "a sampler without quantization" if config.rollout.quantization != "none" else ""
+    whole = "no system.grad_checkpoint" if config.system.grad_checkpoint else ""
+    found = {
+        "rollout": (
+            "more completions at a time (optim.batch_size, rollout.num_generations)",
+            "shorter ones (rollout.max_new_tokens)",
+        ),
+        "reward": ("a faster reward", "fewer questions to a judge"),
+        "learner": ("a larger system.micro_batch_tokens where memory allows", whole, adapters),
+        "update": (adapters, "more batch steps per update (optim.gradient_accumulation_steps)"),
+        "sync": (f"loss.sync_every above {config.loss.sync_every}", unpacked),
+        "rest": ("fewer other programs on this machine: this time is outside the training itself",),
+    }
+    return ", ".join(filter(None, found[part]))
+
+
+def _expected(run: Run, machine: startup.Platform) -> int | None:
+    """Bytes; None if the model's config lacks what a forecast needs."""
+    try:
+        sizes = model_sizes(run.config, machine)
+    except UserError:
+        return None
+    longest = max(len(example.tokens) for example in run.data.train)
+    total = usable_memory(run.config.system.memory_limit_gb)
+    return forecast(run.config, machine, total, prompt=longest, sizes=sizes).nbytes
+
+
+def _learned(rollout: g.Rollout) -> int:
+    return int(np.array(rollout.lengths_b).sum()) + rollout.num_generations * sum(map(len, rollout.prompts))

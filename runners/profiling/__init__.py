@@ -1,1 +1,0 @@
-"""The time of a step by part, and what the machine allows: `grpo bench`."""

@@ -1,1 +1,0 @@
-"""The check before a run that a model decodes what it learns; its answers are kept."""
