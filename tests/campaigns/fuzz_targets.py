@@ -386,7 +386,7 @@ def parquet(folder: Path) -> Made:
         parquet_rows.LEAST = 1 << 20
         path = folder / "rows.parquet"
         path.write_bytes(value)
-        held = sum(_letters(row.values) for row in read_file(path))
+        held = sum(_letters(row) for row in read_file(path))
         assert held <= max(parquet_rows.LEAST, parquet_rows.RATIO * len(value))
 
     return (

@@ -28,12 +28,7 @@ CASES = {
         ("\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         *(("\\boxed{5", None), ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"), ("{x} \\boxed{}", None)),
     ],
-    "gsm8k": [
-        ("x\n#### 18", "18"),
-        ("#### 1\n#### 18 dollars\nmore", "18 dollars"),
-        ("18", None),
-        ("####", None),
-    ],
+    "gsm8k": [("x\n#### 18", "18"), ("#### 1\n#### 18 dollars\nmore", "18 dollars"), ("18", None)],
     "letter": [
         *(("B", "B"), ("(b)", "B"), ("The answer is (C).", "C"), ("Answer: D", "D"), ("Answer: b", "B")),
         *(("A car is fast. So B", "B"), ("I think the correct option is A because", "A"), ("C) 18", "C")),
@@ -80,19 +75,7 @@ def test_no_text_makes_a_form_fail(text, spec):
 @pytest.mark.parametrize(
     "unit",
     [
-        *(
-            "<answer>",
-            "<answer></answer>",
-            "{",
-            '{"x":',
-            "\\boxed{",
-            "}",
-            "1,234",
-            "1",
-            "1 /",
-            "####",
-            "answer ",
-        ),
+        *("<answer>", "<answer></answer>", "{", '{"x":', "\\boxed{", "}", "1,234", "1", "1 /", "####"),
         *("answer is ", "(", "A ", "-", "\\frac{", ",111", " ", '"', "\\"),
     ],
 )

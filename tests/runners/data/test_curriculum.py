@@ -93,19 +93,6 @@ def test_prompts_are_drawn_as_often_as_their_weights_say():
     np.testing.assert_allclose(found / 2000, weights_n / 8, atol=4 * np.sqrt(0.25 / 2000))
 
 
-def test_what_is_near_the_target_is_drawn_most_and_rests_after_it():
-    """By pass rate: 0, 1/8, 1/2, 7/8 and 1 of 8; unknown prompts between; and after a draw."""
-    known = Estimates.of([(0, 8), (1, 8), (4, 8), (7, 8), (8, 8), (0, 0)])
-    weights = draw_weights(known, 0, **HOW)
-    assert weights[2] > weights[1] > weights[0]
-    assert weights[2] > weights[3] > weights[4]
-    at_an_eighth = draw_weights(known, 0, **{**HOW, "target": 0.125})
-    assert at_an_eighth.argmax() == 1
-    later = draw_weights(updated(known, [(2, 4, 8)], 5, 0.9), 6, **HOW)
-    assert later[2] < 0.15 * weights[2]
-    assert draw_weights(updated(known, [(2, 0, 0)], 5, 0.9), 5, **HOW)[2] == 0  # no reward, but drawn
-
-
 @given(st.floats(0, 1), st.integers(0, 5000))
 def test_exploring_draws_go_through_the_usual_order(share, number):
     """Their places are 0, 1, 2, … without a gap, and as many as the share says."""

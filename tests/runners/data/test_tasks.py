@@ -128,10 +128,3 @@ def test_a_task_that_is_not_there_is_one_line(folder, gym, change, line):
     """As is a setting that the task does not have or refuses."""
     with pytest.raises(UserError, match=line):
         load_rows(load_config("gym.toml", [change]).check().data)
-
-
-def test_without_the_package_a_line_says_how_to_install_it(folder, monkeypatch):
-    """Before anything else is loaded."""
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(UserError, match=r"needs reasoning-gym: pip install -e '\.\[tasks\]'"):
-        load_rows(load_config("gym.toml").check().data)

@@ -37,9 +37,7 @@ PROSE = ["The answer is 18 dollars."] * 9
             "9 of 10 completions are cut off at 64 tokens; those that end by themselves need up to 5: set a "
             "longer rollout.max_new_tokens, such as 128",
         ),
-        ("last_number", [*PROSE, "no"], 8, ""),
         ("xml", [*PROSE[1:], "<answer>18</answer>", "<answer>1</answer>"], 0, ""),
-        ("none", PROSE, 0, ""),
         ("xml", [], 0, ""),
     ],
 )

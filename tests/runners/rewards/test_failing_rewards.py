@@ -98,23 +98,6 @@ def test_a_slow_call_ends_the_run_at_the_third_batch_step_in_a_row(tmp_path, ste
     assert notes.lines.count('reward "slow" timed out after 1 s') == len(steps.split()) - (not updates)
 
 
-def test_stop_if_all_fail_false_continues_without_the_reward(tmp_path):
-    """reward.stop_if_all_fail = false: as many steps, and a line for each failure, of the evaluation too."""
-    config = prepared(
-        tmp_path / "a", f"reward.functions=['{tmp_path}/letters.py:broken']", "reward.stop_if_all_fail=false"
-    )
-    notes = Notes()
-    assert run_training(config, report=notes).updates == 3
-    assert sum("ZeroDivisionError" in line for line in notes.lines) == 4
-
-
-def test_a_reward_that_judges_some_completions_does_not_end_the_run(tmp_path):
-    """One bad value a batch step is left out."""
-    functions = [f"{tmp_path}/letters.py:{name}" for name in ("letters", "rarely")]
-    config = prepared(tmp_path / "a", f"reward.functions={functions}")
-    assert run_training(config, report=Quiet()).updates == 3
-
-
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_all_rounds_of_dynamic_sampling_count_as_one_batch_step(tmp_path, rounds):
     """A reward that fails in the first round alone has judged completions of the batch step."""

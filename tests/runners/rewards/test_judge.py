@@ -6,13 +6,11 @@ import threading
 import pytest
 
 from runners.errors import RewardError, UserError
-from runners.quickstart import MODEL_DIR
 from runners.rewards.functions import Reward
 from runners.rewards.judge import judge_reward
-from runners.rewards.scoring import Scorer, check_columns, resolve_rewards
-from runners.user_code.worker import Worker
-from tests.support.processes.waiting import HANGS, limit_for
-from tests.support.services.judge_servers import answering, completion, free_port, mlx_lm_server
+from runners.rewards.scoring import Scorer, check_columns
+from tests.support.processes.waiting import HANGS
+from tests.support.services.judge_servers import answering, completion, free_port
 
 PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
 SECRET = "sk-planted-7Hq2"
@@ -111,23 +109,6 @@ def test_a_faulty_answer_gives_no_reward_and_one_line(answer, said):
             score(judge(url, "raise"), ["a", "b"])
 
 
-def test_a_slow_answer_is_given_up():
-    """After the request's time limit; the others count."""
-    over = threading.Event()
-
-    def answer(body, _):
-        if "slow" in body["messages"][0]["content"]:
-            over.wait(HANGS)
-        return "SCORE: 5"
-
-    with answering(answer) as (url, _):
-        limit = round(limit_for(lambda: score(judge(url), ["a"]), least=2))
-        scores = score(judge(url, timeout=limit), ["slow", "b"])
-        over.set()
-    assert f"got no answer in {limit} s, at completion 0" in scores.problems[0]
-    assert scores.values_kb[0, 1] == 0.5
-
-
 def test_columns_in_a_judges_prompt_are_required():
     """They arrive; a missing one ends the command before the model is loaded, with the nearest name."""
     with answering(lambda body, _: str(len(body["messages"][0]["content"]))) as (url, _):
@@ -174,19 +155,3 @@ def test_an_unreachable_judge_is_refused_before_a_run(monkeypatch):
             check(url, api_key_env="OTHER_JUDGE")
     with answering(lambda *_: "5", models=404) as (url, _):
         check(url)
-
-
-def test_a_model_behind_a_real_server_marks_from_a_users_file(tmp_path):
-    """As docs/judges.md shows: made in a file, called in the process of user code."""
-    with mlx_lm_server(MODEL_DIR, tmp_path / "server.log") as url:
-        (tmp_path / "mine.py").write_text(
-            "from runners.rewards.judge import judge_reward\n"
-            f"solver = judge_reward({url!r}, prompt='{{question}} {{completion}}', scale=(0, 1e9))\n"
-        )
-        worker = Worker()
-        rewards = resolve_rewards(["mine.py:solver"], base_dirs=[tmp_path], worker=worker)
-        scores = Scorer(rewards, HANGS).score(["a", "b"], PROMPTS * 2, {})
-        worker.close()
-    assert rewards[0].name == "solver"
-    # The little model answers in its own words: an answer that was read, whether or not it has a mark.
-    assert scores.problems == [] or "an answer without a score" in scores.problems[0]

@@ -1,13 +1,10 @@
 """The reward for mathematics, by math-verify."""
 
-import os
-import signal
 import sys
 
 import pytest
 
 from runners.errors import UserError
-from runners.rewards import library
 from runners.rewards.library import math_verify_reward
 from runners.rewards.scoring import Scorer, resolve_rewards
 
@@ -70,22 +67,6 @@ def test_one_endless_comparison_costs_only_its_own_reward(gold, text):
     """Big integers keep the GIL, so that no thread's time limit would fire; what follows is unharmed."""
     rewards = math_verify_reward(completions(tagged("3"), text, tagged("0.5")), ["3", gold, "1/2"])
     assert rewards == [1.0, None, 1.0]
-
-
-def test_the_comparing_process_restarts_and_is_not_shared_with_forks():
-    """One call has no reward; a forked child neither reads the parent's answers nor ends its process."""
-    half = (completions(tagged("0.5")), ["1/2"])
-    assert math_verify_reward(*half) == [1.0]
-    child = os.fork()
-    if child == 0:
-        os._exit(math_verify_reward(*half) != [1.0])
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert math_verify_reward(*half) == [1.0]
-    os.kill(library._compare._running[0].pid, signal.SIGKILL)
-    rewards = math_verify_reward(completions(tagged("7"), tagged("0.5"), tagged("7")), ["7", "1/2", "8"])
-    assert rewards[0] in (None, 1.0) and rewards[1:] == [1.0, 0.0], "no answer is taken for another's"
-    library._compare.close()
-    assert math_verify_reward(*half) == [1.0]
 
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):

@@ -9,14 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import UserError
-from runners.rewards.builtin import REWARDS
 from runners.rewards.scoring import Reward, Scorer, Scores
-from runners.rewards.trl_arguments import RewardLog
 
 TEXTS = ["alpha", "beta", "gamma"]
 
@@ -217,26 +213,6 @@ def test_callers_mistakes_are_raised() -> None:
         Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
     with pytest.raises(ValueError, match="rewards is empty"):
         Scorer([]).score(["a"], ["p"], {})
-
-
-@given(st.lists(st.tuples(st.text(max_size=30), st.none() | st.text(max_size=5)), max_size=6))
-def test_built_in_rewards_through_the_scorer(rows: list[tuple[str, str | None]]) -> None:
-    """The five rewards score any texts as they do when called directly, None becoming NaN."""
-    texts, answers = [text for text, _ in rows], [answer for _, answer in rows]
-    scorer = Scorer([Reward(name, function) for name, function in REWARDS.items()])
-    scores = scorer.score(texts, texts, {"answer": answers})
-    wrapped = [[{"role": "assistant", "content": text}] for text in texts]
-    expected = [function(wrapped, answer=answers) for function in REWARDS.values()]
-    np.testing.assert_array_equal(scores.values_kb, np.array(expected, dtype=np.float64))
-    assert scores.problems == []
-
-
-def test_what_is_logged_is_plain() -> None:
-    """Scalars become numbers, and what JSON does not know a text."""
-    log = RewardLog(6)
-    log.log_extra("x", [np.float32(1.5), "a", True, np.int64(3), {"a": 1}, None])
-    log.log_metric("y", np.float64(2.0))
-    assert log.extras == {"x": [1.5, "a", True, 3, "{'a': 1}", None]} and log.metrics == {"y": [2.0]}
 
 
 @pytest.mark.parametrize("name", ["update", "kl", "update_skipped"])

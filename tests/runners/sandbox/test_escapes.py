@@ -31,14 +31,12 @@ def show(found):
 # NAME (an abstract socket), PID (a process), SEGMENT (shared memory); `show` prints "out" for what is true.
 READS = {
     "a file of the user": "show(open(SECRET).read())",
-    "a folder of the user": "show(os.listdir(FOLDER))",
     "the list of users": "show(open('/etc/passwd').read())",
     "the home": "show(set(os.listdir(HOME)) - set(sys.base_prefix.split('/')))",
     "the environment": "show('GRPO_SECRET' in open('/proc/self/environ').read() + repr(os.environ))",
     "another's environment": "show(open(f'/proc/{PID}/environ').read())",
     "the parent's environment": "show(b'GRPO_SECRET' in open('/proc/1/environ','rb').read())",
     "the first process's root": "show(os.path.exists('/proc/1/root' + SECRET))",
-    "a working folder": "show(os.path.exists('/proc/self/cwd/..' * 9 + SECRET))",
     "the old root": "show(os.listdir('/old'))",
     "a link to it": "os.symlink(SECRET, 'link'); show(open('link').read())",
     "open descriptors": """
@@ -56,18 +54,13 @@ for _ in range(30):
 os.chroot('.')
 show(os.path.exists(SECRET))""",
     "kernel memory": "show(open('/proc/kcore', 'rb').read(64) or open('/dev/mem', 'rb').read(1))",
-    "disks": "show(set(os.listdir('/dev')) - {'null', 'zero', 'urandom'})",
 }
 WRITES = {
     "beside the secret": "open(FOLDER + '/new', 'w').close(); print('out')",
     "over the secret": "open(SECRET, 'w').write('x'); print('out')",
-    "in the root": "open('/new', 'w').close(); print('out')",
     "in the library": "open(os.path.dirname(os.__file__) + '/new.py', 'w').close(); print('out')",
-    "in /usr": "open('/usr/new', 'w').close(); print('out')",
     "in /tmp": "open('/tmp/new', 'w').close(); print('out')",
-    "in /dev": "open('/dev/new', 'w').close(); print('out')",
     "the kernel's settings": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh'); print('out')",
-    "a trigger": "open('/proc/sysrq-trigger', 'w').write('s'); print('out')",
     "a score of another process": "open(f'/proc/{PID}/oom_score_adj', 'w').write('1000'); print('out')",
     "a device file": "os.mknod('disk', 0o600 | stat.S_IFBLK, os.makedev(8, 0)); print('out')",
     "a program with another's rights": """
@@ -79,32 +72,23 @@ print('out')""",
 }
 NETWORK = {
     "a server here": "socket.create_connection(('127.0.0.1', PORT), 1); print('out')",
-    "a server here, IPv6": "socket.create_connection(('::1', PORT), 1); print('out')",
-    "all addresses of this host": "socket.create_connection(('0.0.0.0', PORT), 1); print('out')",
     "a far host": "socket.create_connection(('1.1.1.1', 53), 1); print('out')",
-    "a name": "socket.getaddrinfo('example.org', 80); print('out')",
     "a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9)); print('out')",
     "an abstract socket": "s = socket.socket(socket.AF_UNIX); s.connect('\\0' + NAME); print('out')",
     "raw packets": "socket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('out')",
-    "its interfaces": "show(set(name for _, name in socket.if_nameindex()) - {'lo'})",
 }
 PROCESSES = {
     "a signal": "os.kill(PID, 9); print('out')",
     "a signal to all": "os.kill(-1, 9)",
-    "a signal to its group's parent": "os.kill(os.getppid() or 10 ** 6, 9); print('out')",
     "the list of processes": "show(sum(name.isdigit() for name in os.listdir('/proc')) > 1)",
     "a trace": "show(CALL.ptrace(16, PID, 0, 0) == 0)",
     "shared memory of System V": "show(CALL.shmget(SEGMENT, 0, 0) >= 0)",
     "more rights": "os.setuid(0) if os.getuid() else os.setgroups([0]); open(SECRET).read(); print('out')",
     "a namespace of its own": "show(CALL.unshare(0x10000000) == 0)",
     "a mount namespace": "show(CALL.unshare(0x00020000) == 0)",
-    "another's namespace": "show(CALL.setns(os.open(f'/proc/{PID}/ns/net', 0), 0) == 0)",
     "a mount": "show(CALL.mount(b'none', b'/scratch', b'tmpfs', 0, None) == 0)",
-    "mounting writable": "show(CALL.mount(None, b'/usr', None, 32 | 4096, None) == 0)",
     "taking a mount away": "show(CALL.umount2(b'/usr', 2) == 0)",
     "higher limits": "resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40)); print('out')",
-    "more processes": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999)); print('out')",
-    "the host's name": "socket.sethostname('other'); print('out')",
     "the clock": "time.clock_settime(time.CLOCK_REALTIME, 0); print('out')",
 }
 ATTEMPTS = {
@@ -185,33 +169,6 @@ print(json.dumps([size, child.stdout.strip(), str(fractions.Fraction(1, 3))]))""
 @pytest.mark.parametrize("program", ATTEMPTS.values(), ids=ATTEMPTS)
 def test_no_attempt_gets_out(program, outside):
     assert "out\n" not in run(program, outside)
-
-
-HARMLESS = (
-    *(f"read: {name}" for name in ("a file of the user", "a folder of the user", "the home", "a link to it")),
-    *(f"read: {name}" for name in ("the environment", "another's environment")),
-    *("write: in /tmp", "network: a server here", "network: all addresses of this host"),
-    *("network: an abstract socket", "network: a datagram", "process: the list of processes"),
-)
-
-
-@linux
-def test_the_attempts_get_out_without_a_sandbox(tmp_path):
-    """Those that do no harm: a program that fails everywhere would show nothing."""
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
-        local.bind(f"\0grpo-sandbox-outside-{os.getpid()}")
-        local.listen()
-        names = {"SECRET": str(secret), "FOLDER": str(tmp_path), "HOME": str(Path.home()), "PID": os.getpid()}
-        names |= {"PORT": server.getsockname()[1], "NAME": f"grpo-sandbox-outside-{os.getpid()}"}
-        for attempt in HARMLESS:
-            text = "".join(f"{name} = {value!r}\n" for name, value in names.items()) + ATTEMPTS[attempt]
-            text = text.replace("/tmp/new", str(tmp_path / "new"))
-            command = [sys.executable, "-c", MODULES + text]
-            environment = {**os.environ, "GRPO_SECRET": "x"}
-            found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-            assert "out" in found.stdout, (attempt, found.stderr)
 
 
 @pytest.mark.parametrize(

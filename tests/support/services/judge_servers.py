@@ -1,15 +1,10 @@
-"""Servers with an API like OpenAI's: one with answers of the test's own, and mlx_lm's."""
+"""A server with an API like OpenAI's, with answers of the test's own."""
 
 import json
 import socket
-import sys
 import threading
-import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
-from tests.support.processes.waiting import HANGS, wait_until
-from tests.support.processes.warm_process import Popen
 
 
 class Requests(list):
@@ -93,27 +88,3 @@ def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def answers(url):
-    """Whether a server is there."""
-    try:
-        urllib.request.urlopen(url, timeout=HANGS).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextmanager
-def mlx_lm_server(model, log):
-    """The URL of `mlx_lm.server` with the model of a folder, in a process of its own."""
-    port = free_port()
-    command = [sys.executable, "-m", "mlx_lm.server", "--model", str(model), "--port", str(port)]
-    with open(log, "wb") as stream:
-        process = Popen(command, stdout=stream, stderr=stream)
-        try:
-            wait_until(lambda: answers(f"http://127.0.0.1:{port}/v1/models"), process)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.kill()
-            process.wait()
