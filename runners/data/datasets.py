@@ -49,7 +49,7 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
     Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without them
     is a bad row, as is one on which the transform fails: `on_bad_row` "raise" raises an error with the place
-    of the first one, "skip" leaves them out and counts them in `Rows.skipped`.
+    of the first one, "skip" leaves them out and notes them in `Rows.faults`.
 
     Raises UserError, in one line, for a missing source or split (with those found), a field that no row has
     (with those found and the nearest spelling), a bad row, and a split without a usable row.
@@ -165,12 +165,9 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
         message = f"{row.place}: {fault}"
         if config.on_bad_row == "raise":
             raise UserError(f'{message} (data.on_bad_row = "skip" would leave it out)')
-        rows.first_fault = rows.first_fault or message
-        rows.skipped += 1
+        rows.faults[row.place] = message
     if not rows:
-        bad = f"; all {rows.skipped} are bad, the first: {rows.first_fault}" if rows.skipped else ""
-        bad += f"; data.transform left out {rows.dropped}" if rows.dropped else ""
-        raise UserError(f"{where} has no usable row{bad}")
+        raise UserError("; ".join([f"{where} has no usable row", *rows.notices("its", 0, 0)]))
     return rows
 
 

@@ -19,17 +19,12 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
     """The lines of a file; docs/curriculum.md lists their keys. UserError if it is no such file."""
     file = LineFile(path)
     lines = list(file.read())
-    if file.bad or not all(map(_fits, lines)):
+    keys = ("prompt", "passes", "samples")
+    kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
+    if file.bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
         expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
         raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
     return lines
-
-
-def _fits(line: dict[str, Any]) -> bool:
-    counts: list[Any] = [line.get("passes"), line.get("samples")]
-    return (
-        isinstance(line.get("prompt"), str) and {*map(type, counts)} == {int} and 0 <= counts[0] <= counts[1]
-    )
 
 
 def with_difficulty(

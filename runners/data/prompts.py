@@ -47,7 +47,7 @@ def build_examples(
 
     An empty system prompt means no system message. `processor` is needed if `data.image` names a column.
     Every example has all columns of `reward_columns`; they are None if its row lacks them. With `on_bad_row`
-    "skip" a row that the chat template or the tokenizer refuses is left out, and noted in `Rows.refused`.
+    "skip" a row that the chat template or the tokenizer refuses is left out, and noted in `Rows.faults`.
 
     Raises UserError, with the row's place, if the chat template or the tokenizer refuses a row or a row has
     no answer; and if no row is left.
@@ -57,22 +57,21 @@ def build_examples(
     columns = reward_columns(rows, with_answer=bool(config.answer))
     examples: list[Example] = []
     lengths: list[int] = []
-    refused: dict[str, str] = {}
+    faults: dict[str, str] = getattr(rows, "faults", {})
     for number, row in enumerate(rows):
         place = getattr(row, "place", "") or f"row {number + 1}"
         try:
             example = _example(row, config, tokenizer, tools, processor, columns)
         except UserError as error:
-            refused[place] = f"{place}: {error}"
+            faults[place] = f"{place}: {error}"
             if config.on_bad_row == "raise":
-                raise UserError(f'{refused[place]} (data.on_bad_row = "skip" would leave it out)') from error
+                raise UserError(f'{faults[place]} (data.on_bad_row = "skip" would leave it out)') from error
             continue
         lengths.append(len(example.tokens))
         if lengths[-1] <= config.max_prompt_length:
             examples.append(attrs.evolve(example, number=number))
-    getattr(rows, "refused", {}).update(refused)
     if rows and not lengths:
-        raise UserError(f"all {len(rows)} rows are refused, the first: {next(iter(refused.values()))}")
+        raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
     if rows and not examples:
         raise UserError(
             f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "

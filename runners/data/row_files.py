@@ -34,23 +34,21 @@ class Row(dict[str, Any]):
 
 
 class Rows(list[Row]):
-    """Usable rows with all their columns, the number of bad rows left out, and the fault of the first one."""
+    """Usable rows with all their columns, and what was left out."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
-        self.skipped = 0
         self.dropped = 0  # by data.transform
-        self.first_fault = ""
-        self.refused: dict[str, str] = {}  # by a chat template or a tokenizer: place -> fault
+        self.faults: dict[str, str] = {}  # of bad rows, also those that a template refused: place -> line
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
         """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit` tokens."""
         found = []
         if self.dropped:
             found.append(f"{split} data: {self.dropped} rows left out by data.transform")
-        if bad := self.skipped + len(self.refused):
-            first = self.first_fault or next(iter(self.refused.values()))
-            found.append(f"{split} data: {bad} bad rows left out (the first: {first})")
+        if self.faults:
+            first = next(iter(self.faults.values()))
+            found.append(f"{split} data: {len(self.faults)} bad rows left out (the first: {first})")
         if too_long:
             found.append(
                 f"{split} data: {too_long} of {len(self)} prompts left out, longer than "

@@ -74,7 +74,7 @@ def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None
     rows = [{**row, "level": str(row["level"])} for row in ROWS] if name.endswith("CSV") else ROWS
     assert train == rows[:-2]
     assert evaluation == rows[-2:]
-    assert (train.skipped, evaluation.skipped) == (0, 0)
+    assert train.faults == evaluation.faults == {}
 
 
 def test_a_folder_of_splits(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     jsonl(tmp_path / "test.jsonl", ROWS)
     train, _ = load(tmp_path, on_bad_row="skip")
     assert train == ROWS
-    assert train.skipped == 1
-    assert "train-00000-of-00002.jsonl, line 11: expected an answer" in train.first_fault
+    (fault,) = train.faults.values()
+    assert "train-00000-of-00002.jsonl, line 11: expected an answer" in fault
     jsonl(tmp_path / "train.jsonl", ROWS)
     assert f'expected "train" whole and once in {tmp_path}, found' in refused(tmp_path)
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
@@ -172,8 +172,7 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
     assert 'data.on_bad_row = "skip"' in message
     train, evaluation = load(path, on_bad_row="skip")
     assert (train, evaluation) == ([GOOD] * 2, [GOOD])
-    assert train.skipped == 2
-    assert train.first_fault.startswith(f"{path}, line 3: ")
+    assert list(train.faults) == [f"{path}, line 3", f"{path}, line 5"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
         (
             "rows.jsonl",
             b'{"question": "", "answer": 1}\n{\n{',
-            "has no usable row; all 3 are bad, the first: ",
+            "has no usable row; its data: 3 bad rows left out (the first: ",
         ),
         (
             "rows.jsonl",

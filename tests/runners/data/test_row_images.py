@@ -84,7 +84,7 @@ def test_bad_rows_can_be_left_out(tmp_path):
     write_vision_data(tmp_path)
     (tmp_path / "pics" / "2.png").unlink()
     rows, _ = load_rows(data_config(tmp_path, on_bad_row="skip"))
-    assert rows.skipped == 1 and "line 3: image names" in rows.first_fault
+    assert len(rows.faults) == 1 and "line 3: image names" in next(iter(rows.faults.values()))
     config = DataConfig(source=str(tmp_path / "train.jsonl"), image="picture")
     with pytest.raises(UserError, match=r'no field named "picture" \(data\.image\); found'):
         load_rows(config)

@@ -40,10 +40,10 @@ def test_rows_are_made_left_out_and_counted(folder):
     train, held_out = load(folder, on_bad_row="skip")
     assert [row["n"] for row in (*train, *held_out)] == [1, 2, 4, 8, 10, 11]
     assert train[0] == {"question": "What is 1 + 1?", "answer": 2, "n": 1}
-    assert (train.dropped, train.skipped) == (4, 2)
+    assert (train.dropped, len(train.faults)) == (4, 2)
     assert train.notices("train", 0, 512) == [
         "train data: 4 rows left out by data.transform",
-        f"train data: 2 bad rows left out (the first: {train.first_fault})",
+        f"train data: 2 bad rows left out (the first: {next(iter(train.faults.values()))})",
     ]
     config = DataConfig(source="rows.jsonl", transform="own.py:problem", on_bad_row="skip")
     assert len(load_split(config, "test", folders=[folder])) == 6
@@ -64,7 +64,7 @@ def test_a_fault_has_the_rows_place_and_the_functions_line(folder):
     ("code", "fault"),
     [
         ("raise SystemExit(0)", "rows.jsonl, line 1: data.transform failed: line 2: SystemExit: 0"),
-        ("return None", r"no usable row; data\.transform left out 12"),
+        ("return None", r"no usable row; its data: 12 rows left out by data.transform"),
     ],
 )
 def test_what_a_transform_may_not_do(folder, code, fault):
