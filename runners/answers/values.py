@@ -7,11 +7,15 @@ backtracking pattern takes exponential time.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
+from numbers import Real
 from typing import NamedTuple
 
 # Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
 _MAX_NUMBER_CHARACTERS = 400
+_WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 _SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
 _CURRENCY = "[$€£¥₹]"
 _GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
@@ -180,3 +184,29 @@ def _without_latex(text: str) -> str:
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text.strip()
+
+
+def value_text(value: object) -> str:
+    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5), 18 for the float 18.0.
+
+    Numbers in lists and tables are written in the same way. A text stays as it is.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_part, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_part(key)}: {_part(item)}' for key, item in value.items())}}}"
+    text = without_exponent(str(value))
+    if not isinstance(value, Real):
+        return text
+    return "0" if text == "-0.0" else text.removesuffix(".0")
+
+
+def without_exponent(text: str) -> str:
+    """A text that is a number with an exponent as a plain decimal; any other text as it is."""
+    return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text
+
+
+def _part(value: object) -> str:
+    return repr(value) if isinstance(value, str) else value_text(value)

@@ -54,7 +54,7 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     loaded = loaded.check()
     _show(check_rewards(loaded, form=form.replace("\\n", "\n"), problems=problems), sample)
     if sample:
-        from runners.evaluation.sampled_check import sample_completions
+        from runners.evaluation.training_prompts import sample_completions
 
         _show_sampled(*sample_completions(loaded, machine, sample))
 
@@ -140,7 +140,7 @@ def difficulty_command(
 
     machine = startup.prepare(loaded.system.memory_limit_gb)
     from runners.data.curriculum import BANDS
-    from runners.evaluation.difficulty import measure_difficulty
+    from runners.evaluation.training_prompts import measure_difficulty
     from runners.telemetry.progress import duration_text
 
     loaded = loaded.check()

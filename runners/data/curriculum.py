@@ -1,4 +1,4 @@
-"""Which prompts a run draws: those whose pass rate is near a target teach most. Pure functions.
+"""Which prompts a run draws: those whose pass rate is near a target teach most.
 
     p̂ = (passes + m) / (weight + 1)                 a prompt's rate; m is the rate of all that are known
     w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw; the age is in batch steps
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -21,7 +22,10 @@ import numpy as np
 
 from grpo_fn.prng import CURRICULUM, fold_in, random_bits
 from runners.config.names import REWARD_NAMES
+from runners.config.sections import DataConfig
 from runners.data.prompts import Example
+from runners.errors import UserError
+from runners.files.json_lines import LineFile
 
 NEVER = -1  # in place of a step or a rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
@@ -109,12 +113,6 @@ def prompt_id(example: Example) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def measured(examples: Sequence[Example], lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """(passes, completions) of each example, from a file's lines; (0, 0): it has none."""
-    found = {str(line["prompt"]): (float(line["passes"]), float(line["samples"])) for line in lines}
-    return [found.get(prompt_id(example), (0.0, 0.0)) for example in examples]
-
-
 def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]:
     """Pass rates and shares of groups by their prompts' first rates, from (first rate, passes, completions).
 
@@ -129,3 +127,46 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
         if total := sum(completions for _, completions in rows):
             metrics[f"groups/pass_rate/{name}"] = sum(passes for passes, _ in rows) / total
     return metrics
+
+
+def read_difficulty(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; docs/curriculum.md lists their keys. UserError if it is no such file."""
+    file = LineFile(path)
+    lines = list(file.read())
+    keys = ("prompt", "passes", "samples")
+    kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
+    if file.bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
+        expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
+        raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
+    return lines
+
+
+def with_difficulty(
+    examples: Sequence[Example], config: DataConfig
+) -> tuple[list[Example], Estimates | None, list[str]]:
+    """The training prompts as data.curriculum has them, numbered in their order; what a run knows of them
+    before its first step, None without a curriculum; and a line on those that are left out.
+
+    Raises UserError if none is left, or if no prompt is in the file.
+    """
+    if config.curriculum == "none":
+        return list(examples), None, []
+    place = f"data.difficulty = {config.difficulty}"
+    lines = read_difficulty(Path(config.difficulty)) if config.difficulty else []
+    found = {line["prompt"]: (float(line["passes"]), float(line["samples"])) for line in lines}
+    counts = [found.get(prompt_id(example), (0.0, 0.0)) for example in examples]
+    if config.difficulty and not any(samples for _, samples in counts):
+        raise UserError(f"{place}: none of the {len(examples)} training prompts is in it")
+    kept = list(zip(examples, counts, strict=True))
+    if config.curriculum == "static":
+        low, high = config.pass_rates
+        kept = [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]
+        if not kept:
+            raise UserError(f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)")
+    notice = (
+        f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are left out, as "
+        "their pass rate is outside of data.pass_rates, or was not measured"
+    )
+    numbered = [attrs.evolve(example, number=number) for number, (example, _) in enumerate(kept)]
+    known = Estimates.of([count for _, count in kept])
+    return numbered, known, [notice] if len(kept) < len(examples) else []

@@ -14,7 +14,7 @@ from runners.config.names import TASKS
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.messages import prompt_fault, prompt_of
-from runners.data.prompts import gold_answer
+from runners.data.prompts import gold_answer, image_folder
 from runners.data.remote_rows import hub_rows, task_rows
 from runners.data.row_files import (
     SUFFIXES,
@@ -26,7 +26,6 @@ from runners.data.row_files import (
     split_name,
     transformed,
 )
-from runners.data.row_images import image_folder
 from runners.errors import UserError, did_you_mean, listed, show
 from runners.images.image_files import image_fault
 from runners.quickstart import DATA

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from runners.answers.values import value_text
 from runners.config.loading import Config
 from runners.data.messages import gold_turn
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import end_of_turn, has_template
 from runners.data.row_files import Row, Rows, read_file
-from runners.data.value_text import value_text
 from runners.errors import UserError
 from runners.tokenization.text import encode
 

@@ -4,20 +4,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 
+from runners.answers.values import value_text, without_exponent
 from runners.config.names import REWARD_ARGUMENTS
 from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
 from runners.data.rendering import render
-from runners.data.row_images import row_images
-from runners.data.value_text import value_text, without_exponent
 from runners.errors import UserError, show
-from runners.images.image_files import ImageFile
-from runners.images.processor import ImageProcessor
+from runners.images.image_files import ImageFile, image_files
+from runners.images.processor import ImageProcessor, load_processor
+from runners.quickstart import DATA
 
 GOLD_MARK = "####"
 
@@ -34,6 +35,32 @@ class Example:
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
     number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
     gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
+
+
+def image_folder(config: DataConfig) -> Path | None:
+    """The folder of a row's paths: `data.image_folder`, else that of the data; None for data of the Hub."""
+    if config.image_folder:
+        return Path(config.image_folder).expanduser()
+    source = DATA.get(config.source) or Path(config.source).expanduser()
+    return source.parent if source.is_file() else source if source.is_dir() else None
+
+
+def row_images(row: Mapping[str, Any], config: DataConfig) -> tuple[ImageFile, ...]:
+    """A row's images; () without `data.image`. UserError if a file is gone."""
+    if not config.image:
+        return ()
+    try:
+        return image_files(row.get(config.image), image_folder(config))
+    except UserError as error:
+        raise UserError(f"{config.image} {error}") from error
+
+
+def processor_of(config: DataConfig, path: Path, stated: Mapping[str, Any]) -> ImageProcessor | None:
+    """The image processor of a model folder and its config.json; None without `data.image`.
+
+    Raises UserError as `load_processor` does.
+    """
+    return load_processor(path, stated, config.image_max_pixels) if config.image else None
 
 
 def build_examples(

@@ -8,7 +8,6 @@ from typing import Any
 
 from runners.config.sections import DataConfig
 from runners.data.messages import Message
-from runners.data.row_images import with_image_parts
 from runners.errors import UserError, error_line, show
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
@@ -52,7 +51,7 @@ def render(
         text = f"{messages[-1]['content']}{nudge}"
         return text, encode_raw(tokenizer, text)
     if images:
-        messages = with_image_parts(messages, len(images))
+        messages = _with_image_parts(messages, len(images))
     if processor is not None and processor.template:
         template_kwargs = {**template_kwargs, "chat_template": processor.template}
     if not has_template(tokenizer) and "chat_template" not in template_kwargs:
@@ -74,6 +73,20 @@ def _expanded(
     tokens: tuple[int, ...], images: Sequence[ImageFile], processor: ImageProcessor | None
 ) -> tuple[int, ...]:
     return tokens if processor is None else processor.expanded(tokens, images)
+
+
+def _with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tuple[dict[str, Any], ...]:
+    """The messages with so many images before the last user message's text, in the form for chat templates.
+
+    Raises UserError if there is no user message.
+    """
+    last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
+    if last is None:
+        raise UserError("a prompt with images has no user message to show them in")
+    parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
+    return tuple(
+        {**message, "content": parts} if n == last else dict(message) for n, message in enumerate(messages)
+    )
 
 
 def use_template(tokenizer: Any, file: str) -> str:

@@ -16,9 +16,8 @@ from runners.answers.forms import PLACE, AnswerForm
 from runners.answers.values import parse_number
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
-from runners.data.prompts import Example, build_examples, columns_of, reward_columns
+from runners.data.prompts import Example, build_examples, columns_of, processor_of, reward_columns
 from runners.data.rendering import template_notices, use_template
-from runners.data.row_images import processor_of
 from runners.environments.environments import Environments, build_environments
 from runners.environments.own_code import load_code, start_worker
 from runners.errors import UserError

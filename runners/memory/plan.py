@@ -10,9 +10,8 @@ import attrs
 from runners.config.loading import Config
 from runners.config.names import SHIPPED
 from runners.data.datasets import load_rows
-from runners.data.prompts import build_examples
+from runners.data.prompts import build_examples, processor_of
 from runners.data.rendering import use_template
-from runners.data.row_images import processor_of
 from runners.errors import UserError, gigabytes
 from runners.files.json_files import read_json
 from runners.machine.memory_readings import free_memory, read_memory, usable_memory

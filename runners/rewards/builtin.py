@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runners.answers.forms import ANSWER, ANSWER_END, REASONING, REASONING_END, AnswerForm, answer_form
-from runners.data.value_text import value_text
+from runners.answers.values import value_text
 
 Completions = Sequence[Sequence[dict[str, str]]]
 Function = Callable[..., list[float | None]]

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from runners.data.value_text import value_text
+from runners.answers.values import value_text
 from runners.errors import Failure, UserError, error_line, one_line, show
 from runners.rewards.builtin import answer_text
 

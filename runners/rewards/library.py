@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runners.answers.forms import extract_answer
-from runners.data.value_text import value_text
+from runners.answers.values import value_text
 from runners.errors import UserError
 from runners.machine.bounded_process import BoundedFunction
 from runners.machine.versions import install_hint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runners.answers.values import value_text
 from runners.config.user_functions import function_file, resolve_function
-from runners.data.value_text import value_text
 from runners.errors import error_line
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 
-from runners.data.value_text import value_text
+from runners.answers.values import value_text
 from runners.metrics import METRICS
 
 

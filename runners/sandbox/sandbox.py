@@ -52,8 +52,7 @@ class Outcome:
     """How a program ended, and what it printed."""
 
     output: bytes  # stdout and stderr as they came, up to the limit
-    code: int  # exit code; -N: signal N
-    over: str = ""  # "time" or "output": the limit that ended it
+    code: int  # exit code; not 0 where a limit ended it
 
 
 def run_program(program: str, *, stdin: bytes = b"", limits: Limits = DEFAULT) -> Outcome:
@@ -72,12 +71,22 @@ def run_program(program: str, *, stdin: bytes = b"", limits: Limits = DEFAULT) -
             cwd="/",
             start_new_session=True,
         )
+        assert process.stdin is not None and process.stdout is not None
         _running.add(process)
+        timer = threading.Timer(limits.seconds, _end, [process])
+        timer.start()
+        threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
         try:
-            return _collect(process, stdin, limits)
+            output = process.stdout.read(limits.output + 1)
+            if len(output) > limits.output:
+                return Outcome(output[: limits.output], -signal.SIGKILL)
+            return Outcome(output, process.wait())
         finally:
+            timer.cancel()
             _running.discard(process)
-            _kill(process)
+            _end(process)
+            process.stdout.close()
+            process.wait()
 
 
 def end_programs() -> None:
@@ -86,39 +95,9 @@ def end_programs() -> None:
         _end(process)
 
 
-def _collect(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
-    """Feeds and reads a process until it ends or exceeds a limit."""
-    assert process.stdin is not None and process.stdout is not None
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        _end(process)
-
-    timer = threading.Timer(limits.seconds, end)
-    timer.start()
-    threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True).start()
-    try:
-        output = process.stdout.read(limits.output + 1)
-        if len(output) > limits.output:
-            return Outcome(output[: limits.output], 0, "output")
-        code = process.wait()
-        return Outcome(output, code, "time" if late.is_set() else "")
-    finally:
-        timer.cancel()
-
-
 def _feed(stream: IO[bytes], content: bytes) -> None:
     with suppress(OSError), stream:  # the program may end without reading it all
         stream.write(content)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends the program, and waits for its end."""
-    _end(process)
-    if process.stdout is not None:
-        process.stdout.close()
-    process.wait()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

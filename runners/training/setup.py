@@ -13,9 +13,8 @@ from grpo_fn.policy import bound_positions
 from runners.config.conditions import Condition
 from runners.config.loading import Config
 from runners.config.names import REWARD_NAMES
-from runners.data.curriculum import Estimates
+from runners.data.curriculum import Estimates, with_difficulty
 from runners.data.datasets import load_rows, with_answers_of
-from runners.data.difficulty import with_difficulty
 from runners.data.gold import GoldReader
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template

@@ -20,9 +20,10 @@ from runners.data.curriculum import (
     passed,
     prompt_id,
     rate_metrics,
+    read_difficulty,
     updated,
+    with_difficulty,
 )
-from runners.data.difficulty import read_difficulty, with_difficulty
 from runners.data.prompts import Example
 from runners.data.stream import PromptStream
 from runners.errors import UserError

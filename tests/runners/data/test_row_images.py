@@ -6,8 +6,7 @@ import pytest
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
-from runners.data.prompts import build_examples
-from runners.data.row_images import image_folder, row_images
+from runners.data.prompts import build_examples, image_folder, row_images
 from runners.errors import UserError
 from runners.images.image_files import ImageFile
 from tests.support.vision_runs import write_vision_data
