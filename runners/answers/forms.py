@@ -44,25 +44,18 @@ _LETTER = re.compile(r"(?<![\w'])\(?(?!I\b(?!\))|A\s+[a-z])([A-Z])(?![\w'])")
 
 
 @attrs.frozen
-class _Kind:
-    """One registered form; `read` gets the text and what stands behind the form's colon."""
+class AnswerForm:
+    """A form of answers; `answer_form` makes it from one of `FORMS` and the config's options."""
 
-    read: Callable[[str, str], str | None]
+    reader: Callable[[str, str], str | None]  # gets the text and what stands behind the form's colon
     right: str  # a right completion, with PLACE in it; empty: unknown
     what: str  # in words, for notices
-    instruction: str = ""  # the system prompt that asks for it
-    nudge: str = ""
+    instruction: str = ""  # the system prompt that asks for it; empty: none
+    nudge: str = ""  # the first words of a completion of this form
     # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing, by meaning.
     shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
-
-
-@attrs.frozen
-class AnswerForm:
-    """A form with its options; see `answer_form`."""
-
-    spec: str  # as the config names it
-    kind: _Kind
-    argument: str = ""  # {argument} in the kind's texts
+    spec: str = ""  # as the config names it
+    argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
     ignore_spaces: bool = False
     given: str = ""  # the nudge: the first words of each completion, which are no part of an exact answer
@@ -70,14 +63,14 @@ class AnswerForm:
     def read(self, text: str) -> str | None:
         """The answer in a completion, the nudge in front; None: there is none."""
         text = text.removeprefix(self.given) if self.spec == "exact" else text
-        return self.kind.read(text, self.argument) or None
+        return self.reader(text, self.argument) or None
 
     def agree(self, found: str | None, gold: str | None) -> bool:
         """Whether two answers mean the same; None agrees with nothing."""
         if found is None or gold is None:
             return False
-        if self.kind.shares:
-            return self.kind.shares([found], [gold]) == [1.0]
+        if self.shares:
+            return self.shares([found], [gold]) == [1.0]
         gold, letters = self.gold(gold), self.spec == "letter"
         how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
         if letters:
@@ -88,9 +81,9 @@ class AnswerForm:
 
     def agreements(self, found: Sequence[str | None], golds: Sequence[str]) -> list[bool]:
         """`agree` of each pair; programs run side by side."""
-        if self.kind.shares is None:
+        if self.shares is None:
             return [self.agree(each, gold) for each, gold in zip(found, golds, strict=True)]
-        shares = self.kind.shares([each or "" for each in found], golds)
+        shares = self.shares([each or "" for each in found], golds)
         return [each is not None and share == 1 for each, share in zip(found, shares, strict=True)]
 
     def gold(self, text: str) -> str:
@@ -100,33 +93,13 @@ class AnswerForm:
 
     def scores(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
         """1 for each completion with its gold answer, else 0; of a program the share of its tests."""
-        if self.kind.shares is None:
+        if self.shares is None:
             return [float(self.is_right(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-        return self.kind.shares([self.read(text) or "" for text in texts], golds)
+        return self.shares([self.read(text) or "" for text in texts], golds)
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""
         return self.agree(self.read(text), gold)
-
-    @property
-    def right(self) -> str:
-        """A right completion, with PLACE for the answer; empty: unknown."""
-        return self.kind.right.replace("{argument}", json.dumps(self.argument)[1:-1])
-
-    @property
-    def instruction(self) -> str:
-        """The system prompt that asks for this form; empty: none."""
-        return self.kind.instruction.replace("{argument}", self.argument)
-
-    @property
-    def nudge(self) -> str:
-        """The first words of a completion of this form."""
-        return self.kind.nudge
-
-    @property
-    def what(self) -> str:
-        """The form in words."""
-        return self.kind.what.replace("{argument}", self.argument)
 
 
 def extract_answer(text: str) -> str | None:
@@ -228,8 +201,8 @@ def last_match(pattern: str, text: str) -> dict[str, str | None]:
     return {"answer": found and found.strip()}
 
 
-FORMS: dict[str, _Kind] = {
-    "xml": _Kind(
+FORMS: dict[str, AnswerForm] = {
+    "xml": AnswerForm(
         lambda text, _: extract_answer(text),
         f"{REASONING}\nworking\n{REASONING_END}\n{ANSWER}\n{PLACE}\n{ANSWER_END}",
         "<answer>…</answer>",
@@ -238,40 +211,40 @@ FORMS: dict[str, _Kind] = {
         f"{ANSWER}\nthe final number, alone\n{ANSWER_END}",
         REASONING,
     ),
-    "last_number": _Kind(
+    "last_number": AnswerForm(
         _last_number,
         f"The answer is {PLACE}.",
         "a number",
         "Work the problem out step by step. End with the final number.",
     ),
-    "boxed": _Kind(
+    "boxed": AnswerForm(
         _boxed,
         f"Therefore \\boxed{{{PLACE}}}",
         "\\boxed{…}",
         "Work the problem out step by step, and put the final answer within \\boxed{}.",
     ),
-    "gsm8k": _Kind(
+    "gsm8k": AnswerForm(
         _marked,
         f"working\n#### {PLACE}",
         "#### and an answer",
         "Work the problem out step by step. End with a line of #### and the final number.",
     ),
-    "letter": _Kind(
+    "letter": AnswerForm(
         _letter,
         f"The answer is {PLACE}",
         "a letter that stands alone",
         'Choose one of the options. End with "Answer: " and the letter of your choice.',
     ),
-    "json": _Kind(
+    "json": AnswerForm(
         _field,
         f'{{"{{argument}}": "{PLACE}"}}',
         'a JSON object with "{argument}"',
         'Reply with a JSON object that has the answer in the field "{argument}".',
     ),
-    "exact": _Kind(
+    "exact": AnswerForm(
         lambda text, _: text.strip(), PLACE, "a text", "Reply with the answer alone, without any other word."
     ),
-    "code": _Kind(
+    "code": AnswerForm(
         lambda text, _: extract_code(text),
         "",
         "a block of Python",
@@ -279,8 +252,10 @@ FORMS: dict[str, _Kind] = {
         "```python and ends with ```.",
         shares=score_programs,
     ),
-    "regex": _Kind(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
-    "own": _Kind(_own("runners.rewards.own_answers:read", 2.0), "", "an answer that your function finds"),
+    "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
+    "own": AnswerForm(
+        _own("runners.rewards.own_answers:read", 2.0), "", "an answer that your function finds"
+    ),
 }
 """The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
 
@@ -302,17 +277,30 @@ def answer_form(
     if spec == NONE:
         return None
     name, colon, argument = spec.partition(":")
-    if name in ("json", "regex") and argument:
+    if colon and (name not in FORMS or name == "own"):
+        name, argument = "own", spec
+    if (
+        name in FORMS
+        and bool(argument) == (name in ("json", "regex", "own"))
+        and bool(colon) == bool(argument)
+    ):
         if name == "regex":
             try:
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        return AnswerForm(spec, FORMS[name], argument, ignore_case, ignore_spaces, given)
-    if name in FORMS and name not in ("json", "regex", "own") and not colon:
-        return AnswerForm(spec, FORMS[name], "", ignore_case, ignore_spaces, given)
-    if colon and name not in FORMS:
-        return AnswerForm(spec, FORMS["own"], spec, ignore_case, ignore_spaces, given)
+        kind = FORMS[name]
+        return attrs.evolve(
+            kind,
+            right=kind.right.replace("{argument}", json.dumps(argument)[1:-1]),
+            what=kind.what.replace("{argument}", argument),
+            instruction=kind.instruction.replace("{argument}", argument),
+            spec=spec,
+            argument=argument,
+            ignore_case=ignore_case,
+            ignore_spaces=ignore_spaces,
+            given=given,
+        )
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
 
