@@ -32,11 +32,6 @@ def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
     assert FORM.is_right(text, TESTS) is (score == 1.0)
 
 
-def test_a_text_without_a_program_lacks_the_form():
-    assert FORM.read("I cannot do that.") is None
-    assert FORM.read(RIGHT) == "def add(a, b):\n    return a + b\n"
-
-
 def config_of(tmp_path, form):
     row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from datasets.exceptions import DatasetNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -224,13 +223,10 @@ def test_missing_fields(tmp_path: Path) -> None:
     assert (len(train), len(evaluation)) == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("source", "name", "asked"),
-    [("openai/gsm8k", "", "main"), ("openai/gsm8k", "socratic", "socratic"), ("someone/sums", "", None)],
-)
-def test_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, name: str, asked: str | None) -> None:
+@pytest.mark.parametrize(("name", "asked"), [("", "main"), ("socratic", "socratic")])
+def test_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, asked: str) -> None:
     """A Hub name goes to load_dataset with its configuration, once for each split."""
-    calls: list[tuple[Any, ...]] = []
+    source, calls = "openai/gsm8k", []
 
     def load_dataset(path, config=None, *, split):
         calls.append((path, config, split))
@@ -239,22 +235,14 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, name: str, asked:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load(source, name=name, max_samples=4) == (ROWS[:4], ROWS[20:])
     assert calls == [(source, asked, "train"), (source, asked, "test")]
-    assert load(source, name=name, eval_split="train") == (ROWS[:18], ROWS[18:20])
     bad = datasets.Dataset.from_list([ROWS[0], {**ROWS[1], "question": None}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: bad)
     assert refused(source).startswith(f"{source} (train), row 2: no question")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("Couldn't reach 'a/b' on the Hub"),
-        DatasetNotFoundError("Dataset 'a/b' doesn't exist"),
-        ValueError("Unknown split \"test\".\nShould be one of ['train']."),
-    ],
-)
-def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever load_dataset raises becomes one line with the source and the split that was asked for."""
+    error = ValueError("Unknown split \"test\".\nShould be one of ['train'].")
 
     def load_dataset(path, config=None, *, split):
         if split == "train":

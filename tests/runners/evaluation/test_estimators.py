@@ -27,27 +27,6 @@ def test_wilson_s_interval_has_the_published_values(successes, trials, low, high
     assert (found.low, found.high) == (pytest.approx(low, abs=6e-5), pytest.approx(high, abs=6e-5))
 
 
-@given(trials=st.integers(1, 60), share=st.floats(0, 1), confidence=st.floats(0.5, 0.999))
-def test_wilson_s_ends_are_where_the_score_test_turns(trials, share, confidence):
-    """Each end q inside (0, 1) solves |p − q| = z·√(q(1−q)/n)."""
-    successes = round(share * trials)
-    found = wilson(successes, trials, confidence)
-    assert 0 <= found.low <= successes / trials <= found.high <= 1
-    z2 = _z(confidence) ** 2
-    for end in (found.low, found.high):
-        if 0 < end < 1:
-            assert (successes / trials - end) ** 2 == pytest.approx(z2 * end * (1 - end) / trials, rel=1e-6)
-
-
-def _z(confidence):
-    """The normal quantile by bisection of erf."""
-    low, high = 0.0, 10.0
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.erf(middle / math.sqrt(2)) < confidence else (low, middle)
-    return low
-
-
 @given(n=st.integers(1, 9), data=st.data())
 def test_pass_at_k_is_the_mean_over_all_choices(n, data):
     """Every choice of k of n samples, counted."""

@@ -49,18 +49,6 @@ def test_nine_in_ten_are_worth_a_line(form, texts, cut, line):
     assert form_notice(answer_form(form), texts, ["18"] * count, cuts, lengths, 64) == line
 
 
-@pytest.mark.parametrize("at_start", [True, False])
-def test_a_run_says_it_once(tmp_path, monkeypatch, at_start):
-    """At its first evaluation, or at its first step if there is none before it."""
-    monkeypatch.chdir(tmp_path)
-    tables = {"answer": {"form": "regex:never"}, "optim": {"max_steps": 2}}
-    text = small(eval={"at_start": at_start, "samples": 2}, **tables)
-    (tmp_path / "t.toml").write_text(text)
-    shown = Notes()
-    run_training(load_config("t.toml"), report=shown)
-    assert len([line for line in shown.lines if "completions lack" in line or "are cut off" in line]) == 1
-
-
 def test_prompts_alone_are_data(tmp_path, monkeypatch):
     """No exact match anywhere: the run's own reward on held-out prompts stops it and ranks checkpoints."""
     monkeypatch.chdir(tmp_path)

@@ -96,20 +96,3 @@ def test_a_slow_call_ends_the_run_at_the_third_batch_step_in_a_row(tmp_path, ste
             run_training(config, report=notes)
         assert any(line.startswith("before the reward failed: saved") for line in notes.lines)
     assert notes.lines.count('reward "slow" timed out after 1 s') == len(steps.split()) - (not updates)
-
-
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_all_rounds_of_dynamic_sampling_count_as_one_batch_step(tmp_path, rounds):
-    """A reward that fails in the first round alone has judged completions of the batch step."""
-    (tmp_path / "once.py").write_text(FAILS_AT.replace("NUMBER", "1"))
-    config = prepared(
-        tmp_path / "a",
-        f"reward.functions=['{tmp_path}/once.py:fails']",
-        "loss.dynamic_sampling=true",
-        f"loss.max_resample={rounds}",
-    )
-    if rounds:
-        assert run_training(config, report=Quiet()).updates == 3
-    else:
-        with pytest.raises(RewardError, match="not now"):
-            run_training(config, report=Quiet())

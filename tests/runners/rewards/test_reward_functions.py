@@ -28,19 +28,14 @@ def f(completions): return [1.0]
 def length(completions): return []
 def texts_only(texts, answer): return []
 def by_position(completions, /): return []
-def half(first, /, completions): return []
-def nothing(): return []
 class Counter:
     def __call__(self, completions): return [1.0]
 length_of = Counter()
 """
 FILES = {
     "mine.py": MINE,
-    "notes.txt": "",
     "raises.py": "x = 1\ny = 1 / 0\n",
-    "broken.py": "def f(:\n",
     "leaves.py": "raise SystemExit(3)\n",
-    "lacks.py": "import mine_missing\n",
     "pack/__init__.py": "",
     "pack/inner.py": "def f(completions, **_):\n    return [1.0]\n",
     "statistics.py": "def mean(completions):\n    return []\n",
@@ -88,19 +83,13 @@ def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, 
         ("mine.py:Counter", ["found the class Counter"]),
         ("none.py:f", ["no file at {folder}/none.py"]),
         ("mine_missing.inner:f", ["no module named mine_missing", "{folder}"]),
-        ("./notes.txt:f", ["must end in .py"]),
         ("mine.py:", ["expected package.module:function"]),
-        (":f", ["expected package.module:function"]),
         ("raises.py:f", ["line 2: ZeroDivisionError"]),
-        ("broken.py:f", ["SyntaxError"]),
         ("leaves:f", ["SystemExit: 3"]),
-        ("lacks:f", ["No module named 'mine_missing'"]),
         ("mine.py:lenght", ["has no lenght; did you mean length?"]),
         ("mine.py:LIMIT", ["expected a function, found int"]),
         ("mine.py:texts_only", ["the signature is texts_only(texts, answer)"]),
         ("mine.py:by_position", ["the signature is by_position(completions, /)"]),
-        ("mine.py:half", ["the signature is half(first, /, completions)"]),
-        ("mine.py:nothing", ["the signature is nothing()"]),
     ],
 )
 def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: list[str]) -> None:

@@ -24,9 +24,6 @@ pieces = st.sampled_from(
 )
 tagged_texts = st.lists(pieces | st.text(max_size=3), max_size=12).map("".join)
 
-contents = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"]), max_size=20)
-blanks = st.text(" \n\t", max_size=3)
-
 
 def completions(*texts: str) -> list[list[dict[str, str]]]:
     """The texts in the form that a reward function takes."""
@@ -102,19 +99,6 @@ def test_rewards_keep_their_range(texts: list[str]) -> None:
         assert len(values) == len(texts)
         assert all(value is not None and 0 <= value <= high for value in values)
         assert values == [function(completions(text), answer=["12"])[0] for text in texts]
-
-
-@given(reasoning=contents, answer=contents, gap=blanks, around=blanks)
-def test_the_shell_earns_all_and_each_tag_counts(reasoning: str, answer: str, gap: str, around: str) -> None:
-    """Whatever its parts hold, the shell earns every format reward in full; without a tag, one pair's."""
-    tags = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
-    text = f"{around}<reasoning>{reasoning}</reasoning>{gap}<answer>{answer}</answer>{around}"
-    for function in (strict_format_reward_func, soft_format_reward_func, xmlcount_reward_func):
-        assert function(completions(text)) == [0.5]
-    for tag in tags:
-        broken = completions(text.replace(tag, ""))
-        assert strict_format_reward_func(broken) == soft_format_reward_func(broken) == [0.0]
-        assert xmlcount_reward_func(broken) == [0.25]
 
 
 @pytest.mark.parametrize(
