@@ -10,14 +10,13 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from runners.answers.values import parse_number
+from runners.answers.values import parse_number, value_text
 from runners.config.sections import DataConfig
 from runners.data.messages import prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.remote_rows import hub_rows
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.data.value_text import value_text
 from runners.errors import UserError, first_line, gigabytes, listed, spell
 from runners.files.json_files import read_json
 from runners.models.folders import resolve_model
