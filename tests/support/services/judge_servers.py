@@ -3,8 +3,11 @@
 import json
 import socket
 import threading
+import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.support.processes.waiting import HANGS
 
 
 class Requests(list):
@@ -88,3 +91,12 @@ def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+def answers(url):
+    """Whether a server is there."""
+    try:
+        urllib.request.urlopen(url, timeout=HANGS).close()
+    except OSError:
+        return False
+    return True
