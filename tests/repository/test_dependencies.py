@@ -18,7 +18,6 @@ NAMES = {"PIL": "pillow"}  # a module whose distribution has another name
 NEEDED_BY_OTHERS = {"jinja2", "mlx-vlm"}  # for chat templates; runners.images imports it by name
 FOR_USERS = ("gguf", "math", "tasks", "vlm", "torch", "dashboards")
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "pyright", "import-linter"}  # run, not imported
-BACKENDS = ("cpu", "cuda12", "cuda13")
 
 
 def declared(*extras):
@@ -75,15 +74,6 @@ def test_what_is_declared_is_imported():
     used = {*imported("grpo_fn", "runners")} | NEEDED_BY_OTHERS
     assert {*declared(), *declared(*FOR_USERS)} - used == set()
     assert {*declared("dev")} - {*imported("tests", "benchmarks", "runners")} - TOOLS == set()
-
-
-@pytest.mark.parametrize("name", ["mlx", "mlx-lm"])
-def test_the_range_of_mlx_is_bounded(name):
-    """Below a version and from one on; the backends' extras agree."""
-    wanted = declared()[name].specifier
-    assert {"<", ">="} == {each.operator for each in wanted}
-    if name == "mlx":
-        assert all(declared(extra)["mlx"].specifier == wanted for extra in BACKENDS)
 
 
 def test_constraints_pin_every_dependency_within_its_bounds():

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOREIGN = {
-    "package": "runners/__init__.py",
-    "module": "runners.py",
-}
+FOREIGN = {"package": "runners/__init__.py", "module": "runners.py"}
 
 
 def start(command, *paths, cwd):

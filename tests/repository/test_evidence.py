@@ -1,49 +1,13 @@
 """The commands of evidence: their processes, what they read from logs, how a result grows, and the page."""
 
 import sys
-import time
-from types import SimpleNamespace
 
 import click
 from click.testing import CliRunner
 
-from benchmarks.evidence import command, page, pool
-from benchmarks.evidence.pool import Job, side_by_side
+from benchmarks.evidence import command, page
 from benchmarks.harness import record
 from benchmarks.harness.record import RESULTS, Figure
-from tests.support.processes.waiting import wait_until
-from tests.support.ranks.launching import is_running
-
-LATER = float("inf")
-
-
-def job(tmp_path, name, code, **more):
-    """A process of Python that runs these lines."""
-    return Job(name=name, command=[sys.executable, "-c", code], printed=tmp_path / f"{name}.txt", **more)
-
-
-def test_a_process_is_ended_when_the_time_is_over(tmp_path, monkeypatch):
-    """It, what it started, and those that have not begun: all are named."""
-    child = (
-        "import subprocess, sys\n"
-        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6000)'])\n"
-        "print(started.pid, flush=True)\n"
-        "started.wait()\n"
-    )
-    jobs = [job(tmp_path, "long", child), job(tmp_path, "next", "pass")]
-    printed = tmp_path / "long.txt"
-    over = SimpleNamespace(  # once the child has begun
-        monotonic=lambda: float(printed.exists() and "\n" in printed.read_text()),
-        **{name: getattr(time, name) for name in ("sleep", "perf_counter")},
-    )
-    monkeypatch.setattr(pool, "time", over)
-    found = {done.name: str(outcome) for done, outcome in side_by_side(jobs, 1, until=1.0)}
-    if sys.platform == "linux":  # a busy machine lets a killed process live on for a moment
-        wait_until(lambda: not is_running(int(printed.read_text())))
-    assert found == {
-        "long": "long: ended before it was done: the time is over",
-        "next": "next: not started: the time is over",
-    }
 
 
 def made(cases=("a", "b"), fail=""):

@@ -53,44 +53,26 @@ def random_calls(tree):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_imports_nothing_with_an_effect(file):
-    """No os, sys, time, pathlib, random, json, logging, click, rich, datasets, runners; nor anything new."""
-    more = EFFECTS.get(file.relative_to(CORE).as_posix(), set())
-    assert set(imports(parsed(file))) <= ALLOWED | more
+def test_a_file_has_no_effect(file):
+    """No import but those allowed, no print, open, input or exec, no `global`, no setting of mlx's own state.
 
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_random_number_has_a_key(file):
-    """mx.random is used only with key=, never with the global state or a seed."""
-    for name, call in random_calls(parsed(file)):
-        if name in EXPLICIT:
-            continue
-        assert name in KEYED, f"mx.random.{name}"
-        keywords = {} if call is None else {k.arg: ast.unparse(k.value) for k in call.keywords}
-        assert keywords.get("key", "None") != "None", f"{file.name}: mx.random.{name} without key="
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_calls_nothing_with_an_effect(file):
-    """No print, open, input or exec, no `global`, no setting of mlx's own global state."""
+    mx.random is used only with key=, never with the global state or a seed.
+    """
     tree = parsed(file)
+    assert set(imports(tree)) <= ALLOWED | EFFECTS.get(file.relative_to(CORE).as_posix(), set())
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not called & {"print", "open", "input", "exec", "eval", "mx.load", "mx.save", "mx.random.seed"}
     called.discard("mx.metal.is_available")  # which device computes is known all along, as by default_device
     assert not {name for name in called if name.startswith(("mx.set_", "mx.save_", "mx.metal."))}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    for name, call in random_calls(tree):
+        if name not in EXPLICIT:
+            assert name in KEYED, f"mx.random.{name}"
+            keywords = {} if call is None else {k.arg: ast.unparse(k.value) for k in call.keywords}
+            assert keywords.get("key", "None") != "None", f"mx.random.{name} without key="
 
 
 BY_DEVICE = {"default_device", "is_available", "has_cuda", "backend", "DeviceType"}
-
-
-def asks_for_the_device(tree):
-    """The names of a file that tell which device computes."""
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    imported = {
-        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    return (names | imported) & BY_DEVICE
 
 
 @pytest.mark.parametrize(
@@ -98,4 +80,7 @@ def asks_for_the_device(tree):
 )
 def test_only_the_backends_ask_for_the_device(file):
     """Others ask `find`, `number` or `enabled` for what they want."""
-    assert not asks_for_the_device(parsed(file))
+    nodes = [*ast.walk(parsed(file))]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not names & BY_DEVICE

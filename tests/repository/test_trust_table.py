@@ -2,14 +2,9 @@
 
 import itertools
 import json
-import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import urllib.request
 from pathlib import Path
 
 import click
@@ -206,28 +201,3 @@ def test_names_on_the_hub_are_asked_for(place, asked, command, word):
     first, more = HUB[word]
     assert use(command, first, more).exit_code == 2
     assert asked
-
-
-@pytest.mark.parametrize(("command", "word"), [cell for cell in cells(2) if cell[1].startswith("--")])
-def test_files_are_written_where_an_option_says(place, command, word):
-    """And nowhere else."""
-    before = files(place)
-    given, _ = USES[command]
-    assert use(command, more=() if word in given else [word, "written"]).exit_code == 0
-    assert files(place) - before >= {"made" if word in given else "written"}
-
-
-def test_watch_reads_a_foreign_run_as_text(place):
-    """Its page is served, no code runs, and nothing is written."""
-    before = files(place)
-    command = [sys.executable, "-c", "from runners.cli import main; main()", "watch", "run", "--port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as watching:
-        assert watching.stdout is not None
-        try:
-            address = watching.stdout.readline().split()[0]
-            with urllib.request.urlopen(address, timeout=600) as page:
-                assert page.status == 200
-        finally:
-            watching.send_signal(signal.SIGINT)
-    assert files(place) == before and not Path("ran").exists()

@@ -128,11 +128,7 @@ def naive_logits(
 
 
 def naive_logprobs(
-    params: Tree,
-    frozen: Tree,
-    prompt: Sequence[int],
-    completion: Sequence[int],
-    images: PromptImages | None,
+    params: Tree, frozen: Tree, prompt: Sequence[int], completion: Sequence[int], images: PromptImages | None
 ) -> mx.array:
     """log π [T] of a completion's tokens."""
     logits = naive_logits(params, frozen, [*prompt, *completion], images, len(prompt))[len(prompt) - 1 : -1]

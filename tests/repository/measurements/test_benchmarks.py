@@ -12,7 +12,6 @@ from benchmarks.harness import headlines, measure, record, report
 from benchmarks.harness.command import benchmark
 from benchmarks.harness.record import Figure
 from benchmarks.report import main as report_command
-from runners.errors import UserError
 from tests.support.benchmark_runs import check_quick_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,58 +99,6 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
     assert result.exit_code == 1 and "MISS x: 3" in result.output
     (tmp_path / "made.json").write_text("[")
     assert CliRunner().invoke(measured, options).exit_code == 2
-
-
-def test_a_part_measured_again_leaves_the_others(tmp_path):
-    """Figures of the part go, those of other parts stay; not where the last record was of other work."""
-    one, two = Figure(name="one: x", value=1.0), Figure(name="two: x", value=2.0)
-    record.save_record(tmp_path, "cpu", made(one, Figure(name="one: gone", value=1.0), two))
-    again = made(attrs.evolve(one, value=3.0))
-    _, kept = record.save_record(tmp_path, "cpu", again, parts=["one"])
-    assert [(figure.name, figure.value) for figure in kept.figures] == [("two: x", 2.0), ("one: x", 3.0)]
-    assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
-    quick = attrs.evolve(again, quick=True)
-    assert record.save_record(tmp_path, "cpu", quick, parts=["one"])[1] == quick
-
-
-def test_what_stays_says_of_which_day_it_is(tmp_path):
-    """A figure goes by its name as well; one that is older than its record has its own date in the table."""
-    one, two = Figure(name="one: x", value=1.0), Figure(name="one: y", value=2.0)
-    record.save_record(tmp_path, "cpu", attrs.evolve(made(one, two), date="2026-01-02"))
-    for value, day in ((3.0, "2026-01-03"), (4.0, "2026-01-04")):
-        again = attrs.evolve(made(attrs.evolve(one, value=value)), date=day)
-        _, kept = record.save_record(tmp_path, "cpu", again, parts=())
-        assert [(f.name, f.value, f.date) for f in kept.figures] == [
-            ("one: y", 2.0, "2026-01-02"),
-            ("one: x", value, ""),
-        ]
-    assert record.load_records(tmp_path / "loss.json") == {"cpu": kept}
-    assert "of 2026-01-02" in record.table(kept)
-
-
-def test_what_was_measured_before_the_end_is_kept(tmp_path):
-    """Lots are written as they come, beside what was there; a whole run replaces all of it."""
-
-    @benchmark("made")
-    @click.option("--repeats", default=0)
-    def measured(quick, repeats):
-        for name in ("a", "b"):
-            yield [Figure(name=f"{name}: {part}", value=float(repeats)) for part in ("x", "y")]
-            if repeats == 2 and name == "a":
-                raise UserError("ended")
-
-    def values(repeats):
-        code = (
-            CliRunner()
-            .invoke(measured, ["--quick", "--out", str(tmp_path), "--repeats", str(repeats)])
-            .exit_code
-        )
-        (found,) = record.load_records(tmp_path / "made.json").values()
-        return code, {figure.name: figure.value for figure in found.figures}
-
-    assert values(1) == (0, {"a: x": 1, "a: y": 1, "b: x": 1, "b: y": 1})
-    assert values(2) == (2, {"a: x": 2, "a: y": 2, "b: x": 1, "b: y": 1})
-    assert values(3) == (0, {"a: x": 3, "a: y": 3, "b: x": 3, "b: y": 3})
 
 
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):

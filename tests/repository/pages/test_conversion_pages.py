@@ -39,18 +39,8 @@ def folder(tmp_path_factory):
     for name in ("meta-llama/Llama-3.2-1B", "SmolLM2-135M-Instruct"):
         make_model_folder(folder / name, **WIDE)
     (folder / "prompts.txt").write_text("What is 7+5?\nWhat is 2+2?\n")
-    run(
-        [
-            "grpo",
-            "export",
-            "SmolLM2-135M-Instruct",
-            "--gguf",
-            "SmolLM2-135M-Instruct.Q4_1.gguf",
-            "--type",
-            "q4_1",
-        ],
-        folder,
-    )
+    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    run(["grpo", "export", "SmolLM2-135M-Instruct", "--gguf", file, "--type", "q4_1"], folder)
     return folder
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from runners.cli import main
-from tests.support.commands import grpo
 from tests.support.pages import ROOT, snippets
 
 PAGE = ROOT / "docs" / "teacher.md"
@@ -27,12 +26,3 @@ def test_the_student_of_the_page_approaches_its_teacher(tmp_path, monkeypatch):
     lines = Path("outputs/distilled/training_log.jsonl").read_text().splitlines()
     kl = [line["teacher/kl"] for line in map(json.loads, lines) if "loss" in line]
     assert len(kl) == 8 and sum(kl[-3:]) < sum(kl[:3])
-
-
-def test_a_teacher_s_right_answers_are_lines_of_its_evaluation(tmp_path, monkeypatch):
-    """With the keys that the page names."""
-    monkeypatch.chdir(tmp_path)
-    options = "--data embedded --split train --samples 4 --max-tokens 24 --out teacher.jsonl"
-    grpo("eval", "embedded", *options.split())
-    for line in Path("teacher.jsonl").read_text().splitlines():
-        assert {"prompt", "completion", "answer", "correct", "reward"} <= json.loads(line).keys()

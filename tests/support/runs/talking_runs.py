@@ -51,12 +51,7 @@ def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None =
         small(
             run={"output_dir": str(folder)},
             data={"nudge": "<reasoning>"},
-            rollout={
-                "max_new_tokens": 64,
-                "launch": "eval",
-                "stop": ["1", "2", "e", "="],
-                **(rollout or {}),
-            },
+            rollout={"max_new_tokens": 64, "launch": "eval", "stop": ["1", "2", "e", "="], **(rollout or {})},
             reward={"functions": ["talks.py:turns"]},
             env={"factory": "talks.py:Talks", "max_turns": 3},
             eval={"samples": 0, "at_start": False},
