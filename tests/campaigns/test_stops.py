@@ -12,7 +12,6 @@ import pytest
 
 from runners.checkpoints.run_folder import checkpoint_folders
 from tests.support.processes.waiting import wait_until
-from tests.support.processes.warm_process import Popen, run
 from tests.support.resuming import LETTERS, TINY, _model, outcome
 from tests.support.tiny_runs import PROBLEMS
 
@@ -52,7 +51,7 @@ def place(tmp_path_factory):
     (folder / "letters.py").write_text(LETTERS)
     text = TINY.replace("{folder}", str(folder)).replace("{model}", str(_model()))
     (folder / "train.toml").write_text(text.replace("{problems}", str(PROBLEMS)))
-    assert run(command(folder, "straight"), cwd=ROOT, env=environment(folder, "straight")).returncode == 0
+    subprocess.run(command(folder, "straight"), cwd=ROOT, env=environment(folder, "straight"), check=True)
     return folder
 
 
@@ -82,7 +81,7 @@ def test_a_signal_in(place, stage, number, request):
     words = command(place, name, target, str(call), str(seconds), str(there))
     with open(place / f"{name}.out", "w+") as out:
         options = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT}
-        process = Popen(words, env=environment(place, name), **options)
+        process = subprocess.Popen(words, env=environment(place, name), **options)
         wait_until(there.exists, process)
         started = time.monotonic()
         process.send_signal(number)
@@ -100,6 +99,6 @@ def test_a_signal_in(place, stage, number, request):
     said, _, again = lines[-1].partition("grpo-run ")
     assert said.startswith("to continue: ") and lines[-2] == "interrupted", shown
     again = [sys.executable, "-m", "runners.cli", "run", *shlex.split(again)]
-    done = run(again, env=environment(place, name), capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(again, env=environment(place, name), capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert outcome(folder) == outcome(place / "straight/tiny")

@@ -10,7 +10,6 @@ import mlx_lm
 import pytest
 
 from tests.support.pages import ROOT, snippets
-from tests.support.processes import warm_process
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
@@ -45,10 +44,10 @@ def folder(tmp_path_factory):
 
 
 def run(words, folder, **environment):
-    """In a process of its own; one that needs the environment is a new one."""
+    """In a process of its own."""
     module = "runners.cli" if words[0] == "grpo" else words[0]
     code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_module({module!r}, run_name='__main__')"
-    done = (subprocess if environment else warm_process).run(
+    done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},

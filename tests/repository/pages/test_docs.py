@@ -17,7 +17,6 @@ from runners import cli
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.rewards.scoring import resolve_rewards
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
-from tests.support.processes import warm_process
 
 DOCS = ROOT / "docs"
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
@@ -37,9 +36,7 @@ def run_commands(text, cwd):
         code = f"from runners.cli import main; main({words!r})"
         command = [sys.executable, "-c", code]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = warm_process.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
-        )
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
 
 
@@ -87,13 +84,9 @@ def test_a_python_snippet_is_python_and_imports_the_core_before_mlx(snippet):
 
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
-    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise.
-
-    That one starts a Python anew, as a reader does.
-    """
+    """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    new = subprocess.run if "learns" in snippet.comments else warm_process.run
-    done = new(
+    done = subprocess.run(
         [sys.executable, "-c", snippet.text],
         cwd=folder,
         env=environment,

@@ -16,7 +16,6 @@ from runners.memory.forecast import with_keys
 from runners.telemetry.report import Quiet
 from runners.training import setup
 from runners.training.train import run_training
-from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, killed, lines_of, outcome
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
@@ -249,7 +248,9 @@ with locked(Path(sys.argv[1]), "run.name"):
 
 def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
     """A live owner is named by its number; after SIGKILL its folder is free at once."""
-    other = Popen([sys.executable, "-c", HOLDS, str(copy.folder)], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(copy.folder)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout.readline() == "ready\n"
         with pytest.raises(UserError, match=f"tiny is in use by process {other.pid}"):

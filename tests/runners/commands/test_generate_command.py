@@ -11,7 +11,6 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.reading import PRESET_FOLDER
-from tests.support.processes.warm_process import Popen
 from tests.support.services.scripted_engine import SCRIPTED
 
 ROOT = PRESET_FOLDER.parent
@@ -27,7 +26,7 @@ def grpo(tmp_path, monkeypatch):
 
 def start(*arguments, code="from runners.cli import main; main()", **options):
     """`grpo …` in a process of its own, with pipes."""
-    return Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         cwd=ROOT,
         text=True,

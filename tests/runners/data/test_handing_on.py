@@ -2,13 +2,13 @@
 
 import os
 import re
+import subprocess
 import sys
 
 import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import train
 
 PROMPT = "Anna bakes 48 rolls."
@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
 def mlx(*arguments):
     """`python -m mlx_lm …`, its output; it must end well."""
     command = [sys.executable, "-m", "mlx_lm", *map(str, arguments)]
-    done = run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=OFFLINE, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,6 +1,5 @@
 """The Hub path, run and not assumed: commands in processes of their own, with a Hub on this machine."""
 
-import functools
 import json
 import os
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import pytest
 
 from runners.config.reading import PRESET_FOLDER
-from tests.support.processes import warm_process
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
@@ -53,16 +51,11 @@ def home(tmp_path_factory):
 
 
 def grpo(hub, home, cwd, *arguments, **environment):
-    """`grpo …` in a process of its own that knows this Hub alone.
-
-    The libraries read the variables when they are imported: with more of them in a new Python.
-    """
-    given = hub.environment(home) | environment
-    run = subprocess.run if environment else functools.partial(warm_process.run, imported=given)
-    return run(
+    """`grpo …` in a process of its own that knows this Hub alone."""
+    return subprocess.run(
         [sys.executable, "-m", "runners.cli", *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **given},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(home), **environment},
         capture_output=True,
         text=True,
         timeout=600,

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 from runners.machine.signals import ASKED
 from tests.support.processes.terminal import CTRL_C, Session
-from tests.support.processes.warm_process import run
 from tests.support.tiny_runs import small
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,7 +68,7 @@ def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(start, t
     (tmp_path / "go").touch()
     program, *arguments = shlex.split(command)
     assert program == "python" and arguments[-1] == "--resume" and "run.name=my-first" in arguments
-    done = run(
+    done = subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -1,11 +1,13 @@
 """Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
 
+import fcntl
 import io
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from runners.machine.terminal import OutputLost
 from runners.telemetry.events import Note, Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.processes.warm_process import Popen
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_states import same_bits
 
@@ -53,7 +54,7 @@ def place(tmp_path, monkeypatch):
 def start(*arguments, **options):
     """A command in a process of its own."""
     given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "runners.cli", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
@@ -142,8 +143,9 @@ def test_a_run_whose_terminal_goes_away_saves(place):
     leader, follower = pty.openpty()
 
     with open("errors", "w+") as errors:
-        options = {"stdin": follower, "stdout": follower, "stderr": errors}
-        process = start("run", "train.toml", terminal=True, **options)
+        options = {"stdin": follower, "stdout": follower, "stderr": errors, "start_new_session": True}
+        options["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        process = start("run", "train.toml", **options)
         os.close(follower)
         shown = b""
         while b"update 1/" not in shown and b"update 2/" not in shown:

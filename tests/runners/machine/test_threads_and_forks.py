@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from runners.machine.signals import Interrupts, Stopped, StopSignals
-from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
+from tests.support.processes.new_process import digest_of, in_new_process
 from tests.support.tiny_runs import small
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -41,9 +41,9 @@ def test_two_runs_in_threads_are_as_one_alone(tmp_path):
     """Both have the weights of a run alone."""
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
-    assert in_warm_process(IN_THREADS, str(config)) == "2\n"
+    assert in_new_process(IN_THREADS, str(config)) == "2\n"
     alone = "import sys; from runners.cli import main; main(['run', sys.argv[1]])"
-    in_warm_process(alone, str(config))
+    in_new_process(alone, str(config))
     folders = [tmp_path / name / "final/model.safetensors" for name in ("one", "two", "small")]
     assert len({digest_of(file) for file in folders}) == 1
 
@@ -113,7 +113,7 @@ def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
     """Each way into MLX says so at once instead of waiting for ever; run_training as a user's error."""
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
-    lines = in_warm_process(FORKED, "after", str(config)).splitlines()
+    lines = in_new_process(FORKED, "after", str(config)).splitlines()
     assert [line.split(":")[0] for line in lines] == ["RuntimeError"] * 6 + ["UserError"]
     assert all("after MLX was used there" in line and 'get_context("spawn")' in line for line in lines)
 

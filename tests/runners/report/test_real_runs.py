@@ -12,7 +12,6 @@ import pytest
 
 from runners.report import write_report
 from tests.support.processes.waiting import HANGS
-from tests.support.processes.warm_process import Popen
 from tests.support.services.browsing import WAIT, opened, quiet
 from tests.support.tiny_runs import PROBLEMS
 
@@ -31,14 +30,14 @@ def ended(request, tmp_path_factory):
     """The folder of a quickstart that Ctrl-C or a kill ended after two updates, and its state."""
     folder = tmp_path_factory.mktemp("ended")
     sets = [word for each in (f"run.output_dir={folder}", *SHORT) for word in ("--set", each)]
-    process = Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "runners.cli", "run", "quickstart", *sets],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        session=True,
+        start_new_session=True,
     )
     try:
         next(line for line in process.stdout if re.match(r"update +2/", line))

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_fn.backends.cpu import load_blas
-from tests.support.processes.new_process import digest_of, in_new_process, in_warm_process
+from tests.support.processes.new_process import digest_of, in_new_process
 from tests.support.tiny_runs import LETTERS, small
 
 needs_blas = pytest.mark.skipif(load_blas().library is None, reason="no BLAS is loaded on this machine")
@@ -76,7 +76,7 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_command_line(tmp_path):
         system={"micro_batch_tokens": 10**6, "share_prompts": "never"},
     )
     (tmp_path / "small.toml").write_text(config)
-    in_warm_process("from runners.cli import main; main(['run', 'small.toml'])", cwd=tmp_path)
+    in_new_process("from runners.cli import main; main(['run', 'small.toml'])", cwd=tmp_path)
     one, two = (digest_of(tmp_path / f"out/small/checkpoint-{n}/model.safetensors") for n in (1, 2))
     assert in_new_process(OWN_LOOP, "2").strip() == two
     assert in_new_process(OWN_LOOP, "1", GRPO_FN_BLAS="none").strip() != one
@@ -120,4 +120,4 @@ print(state.update_step.item())
 
 def test_reloading_every_module_leaves_steps_usable():
     """importlib.reload, in the imports' order and another: functions made before go on, on new values."""
-    assert in_warm_process(RELOADED) == "3\n"
+    assert in_new_process(RELOADED) == "3\n"

@@ -9,15 +9,13 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from tests.support.processes import warm_process
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def in_new_process(code, *arguments, cwd=ROOT, run=subprocess.run, **environment):
+def in_new_process(code, *arguments, cwd=ROOT, **environment):
     """Runs code in a Python of its own; its stdout, after it ended well."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = run(
+    done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": paths, **environment},
@@ -27,11 +25,6 @@ def in_new_process(code, *arguments, cwd=ROOT, run=subprocess.run, **environment
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def in_warm_process(code, *arguments, cwd=ROOT, **environment):
-    """The same as a fork of a Python that has imported the package: for code that imports in any order."""
-    return in_new_process(code, *arguments, cwd=cwd, run=warm_process.run, **environment)
 
 
 def digest_of(file):

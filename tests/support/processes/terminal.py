@@ -6,9 +6,8 @@ import pty
 import re
 import select
 import struct
+import subprocess
 import termios
-
-from tests.support.processes.warm_process import Popen
 
 # What of the environment rich heeds, and whatever runs the tests may have set.
 RICH_READS = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
@@ -77,13 +76,14 @@ class Session:
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         plain = {name: value for name, value in os.environ.items() if name not in RICH_READS}
 
-        self.child = Popen(
+        self.child = subprocess.Popen(
             command,
             stdin=follower,
             stdout=follower,
             stderr=follower,
             env={**plain, "TERM": "xterm-256color", **environment},
-            terminal=True,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C becomes a signal
         )
         os.close(follower)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import attrs
 
-from tests.support.processes import warm_process
 from tests.support.processes.waiting import HANGS
 
 BIN = Path(sys.executable).parent
@@ -112,10 +111,9 @@ def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **envir
         file.unlink()
     output = folder / "output.txt"
     rank = ["-m", "tests.support.ranks.rank_process", str(folder), *hooks, "--", *options]
-    own = [sys.executable, "-P", warm_process.__file__, warm_process.server(), *rank]
     with output.open("w") as stream:
         process = subprocess.Popen(
-            launcher(ranks, own),
+            launcher(ranks, [sys.executable, *rank]),
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
