@@ -96,7 +96,7 @@ def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
 
 
 NO_MODEL = "it is not in the Hub's cache, and the Hub cannot be reached"
-NO_DATA = "neither a local path nor within reach on the Hub"
+NO_DATA = "which the Hub did not give"
 
 
 @pytest.mark.parametrize(
