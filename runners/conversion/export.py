@@ -38,43 +38,24 @@ _FRONT = 1 << 16  # characters of a card that are searched for the licence
 _LICENCE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w.:/+-]{1,200})[\"']? *$", re.MULTILINE)
 
 
-@attrs.frozen
-class Source:
-    """What is exported."""
-
-    folder: Path  # a model's, or its adapters'
-    model: Path  # the model's folder: the same one, or the base's
-    adapters: bool  # whether `folder` holds adapters for `model`
-    base: str  # the Hub name that the model comes from, "" where it has none
-    origin: str = ""  # the same as the run names it: it may be a folder
-
-
-def find_source(name: str, note: Callable[[str], None] = lambda line: None) -> Source:
-    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name.
-
-    For a run it is `final`, else the newest whole checkpoint, and `note` gets a line. Raises UserError if
-    there is no model, or if parts of it are missing.
-    """
-    folder = Path(model_of_run(name, note)).expanduser()
-    if is_adapter_folder(folder):
-        base = base_of(folder)
-        return Source(folder, resolve_model(base, "the adapters' base model"), True, _hub_name(base), base)
-    stated = folder / "adapter_config.json"  # beside merged weights it names their base model
-    base = str(read_json(stated).get("model") or "") if stated.is_file() else _trained(folder)
-    model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
-    return Source(model, model, False, _hub_name(base if folder.exists() else name), base)
-
-
 @attrs.frozen(eq=False)
 class Opened:
     """A model to be exported, its adapters fused."""
 
-    source: Source
+    folder: Path  # its own, or its adapters'
+    model: Path  # its own, or the base's of adapters
+    origin: str  # what it was trained from, as its run or its adapters name it: a folder or a Hub name, or ""
     module: nn.Module
     config: dict[str, Any]
     tokenizer: Any
     prompt: PromptSettings | None  # how it was asked in training
     facts: RunFacts | None  # of its run
+
+    @property
+    def base(self) -> str:
+        """The Hub name that the model comes from, "" where it has none."""
+        is_name = "/" in self.origin and HUB_NAME.fullmatch(self.origin) and not Path(self.origin).exists()
+        return self.origin if is_name else ""
 
 
 def open_source(
@@ -85,34 +66,41 @@ def open_source(
     trust_remote_code: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> Opened:
-    """The model behind a name as for `find_source`, to be written to a target; an existing one needs `force`.
+    """The model behind a run's folder, a folder of a model or of adapters, or a Hub name, to be written to a
+    target; an existing one needs `force`.
 
-    Adapters are fused into the weights by mlx-lm's `fuse`. On packed weights the layers that they change
-    become unpacked, because rounding them again would undo much of a small update. `note` takes notices.
+    For a run it is `final`, else the newest whole checkpoint. Adapters are fused into the weights by mlx-lm's
+    `fuse`. On packed weights the layers that they change become unpacked, because rounding them again would
+    undo much of a small update. `note` takes notices.
 
     Raises UserError for missing or unfit parts, and for a target that cannot be written.
     """
     check_target(target, force)
-    source = find_source(name, note)
-    prompt = read_prompt(source.folder)
-    check_apart(target, source.folder, source.model)
-    module, config, tokenizer, _ = read_model(source.model, trust_remote_code)
-    fused: list[str] = []
-    if source.adapters:
-        for notice in read_adapters(module, source.folder, source.model):
+    folder = Path(model_of_run(name, note)).expanduser()
+    if adapters := is_adapter_folder(folder):
+        origin = base_of(folder)
+        model = resolve_model(origin, "the adapters' base model")
+    else:
+        model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
+        origin = _origin(folder) if folder.exists() else name
+        folder = model
+    prompt = read_prompt(folder)
+    check_apart(target, folder, model)
+    module, config, tokenizer, _ = read_model(model, trust_remote_code)
+    if adapters:
+        for notice in read_adapters(module, folder, model):
             note(notice)
         fused = fuse(module)
-    if fused:
         config.pop("quantization_config", None)
         if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
-    facts = run_facts(source.folder)
+    facts = run_facts(folder)
     for notice in facts.notices if facts else ():
         note(notice)
     if prompt is None and facts is not None:
         with suppress(KeyError):  # the run recorded something else
             prompt = PromptSettings.of(facts.config)
-    return Opened(source, module, config, tokenizer, prompt, facts)
+    return Opened(folder, model, origin, module, config, tokenizer, prompt, facts)
 
 
 def export_folder(
@@ -145,7 +133,7 @@ def export_folder(
     )
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
-        copy_companions(opened.source.model, temporary)
+        copy_companions(opened.model, temporary)
         if opened.prompt is not None:
             write_prompt(temporary, opened.prompt)
         card = model_card(
@@ -153,8 +141,8 @@ def export_folder(
             opened.facts,
             opened.prompt,
             quantized=_packing(config),
-            base=opened.source.base,
-            licence=_licence(opened.source, online),
+            base=opened.base,
+            licence=_licence(opened, online),
         )
         (temporary / "README.md").write_text(card, encoding="utf-8")
 
@@ -170,7 +158,7 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
     module, config = repack(
         opened.module, opened.config, NOT_PACKED, dequantize="quantization" in opened.config
     )
-    name = opened.source.folder.resolve()
+    name = opened.folder.resolve()
     title = name.parent.name if opened.facts else name.name
     write_gguf(file, module, config, opened.tokenizer, kind, name=title, force=force)
     save_text(ollama, text)
@@ -245,12 +233,15 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     return str(done.commit_url)
 
 
-def _trained(folder: Path) -> str:
-    """The model that a run's final/ or checkpoint was trained from, as its config names it."""
+def _origin(folder: Path) -> str:
+    """What a model was trained from: its adapters beside the merged weights say so, or its run's config."""
+    stated = folder / ADAPTER_CONFIG
+    if stated.is_file():
+        return str(read_json(stated).get("model") or "")
     return recorded_in(folder.resolve().parent).get("model", "path") or ""
 
 
-def _licence(source: Source, online: bool) -> dict[str, str]:
+def _licence(source: Opened, online: bool) -> dict[str, str]:
     """license, license_name and license_link of the base model's card: beside it, or on the Hub.
 
     Only plain lines of its front matter are read, not YAML: a stranger wrote it.
@@ -268,10 +259,6 @@ def _licence(source: Source, online: bool) -> dict[str, str]:
     with open(file, encoding="utf-8", errors="replace") as stream:
         front = re.match(r"---\n(.*?)\n---", stream.read(_FRONT), re.DOTALL)
     return dict(_LICENCE.findall(front[1])) if front else {}
-
-
-def _hub_name(name: str) -> str:
-    return name if "/" in name and HUB_NAME.fullmatch(name) and not Path(name).exists() else ""
 
 
 def _packing(config: dict[str, Any]) -> str:

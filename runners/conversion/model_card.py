@@ -30,7 +30,7 @@ _KEYS_LEFT_OUT = {"output_dir", "launch", "check_every", "max_batch"}
 _PATHS = {"path", "loader", "source", "transform", "functions", "factory", "tools", "form"}
 _NEEDED = (("model", "path"), ("model", "tune"), ("data", "source"), ("loss", "preset"))
 _MEASURED = {"em": "exact match", "eval/reward": "reward"}
-NO_LICENCE: Mapping[str, str] = {}
+_TRAINED = {"reward": "training reward", "completions/mean_length": "completion length, tokens"}
 _SHARE = 10  # the first and the last tenth of the updates are compared
 
 
@@ -73,15 +73,15 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     """A resolved config without keys about the machine, and with names in place of paths."""
 
     def shared(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {
-                inner: shared(inner, part) for inner, part in value.items() if inner not in _KEYS_LEFT_OUT
-            }
-        if key not in _PATHS:
+        if key not in _PATHS or not value:
             return value
-        return [_name(each) for each in value] if isinstance(value, list | tuple) else value and _name(value)
+        return _name(value) if isinstance(value, str) else [_name(each) for each in value]
 
-    return {name: shared(name, table) for name, table in config.items() if name not in _SECTIONS_LEFT_OUT}
+    return {
+        section: {key: shared(key, value) for key, value in table.items() if key not in _KEYS_LEFT_OUT}
+        for section, table in config.items()
+        if section not in _SECTIONS_LEFT_OUT
+    }
 
 
 def model_card(
@@ -91,7 +91,7 @@ def model_card(
     *,
     quantized: str,
     base: str,
-    licence: Mapping[str, str] = NO_LICENCE,
+    licence: Mapping[str, str],
 ) -> str:
     """The card as Markdown.
 
@@ -101,7 +101,7 @@ def model_card(
         prompt: how the model was asked in training; None: not known.
         quantized: how the weights are packed, in words; "" if they are not.
         base: the Hub name of the trained model; "" if it has none.
-        licence: license, license_name and license_link of the base model's card, if known.
+        licence: license, license_name and license_link of the base model's card, as far as they are known.
     """
     parts = [_front_matter(facts, base, licence), f"# {title}\n", _origin(facts, base, quantized)]
     parts += _results(facts) if facts else []
@@ -137,22 +137,19 @@ def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, Any])
 
 
 def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
-    text = f"Written by grpo_fn {runners.__version__}" + (f" from {base}." if base else ".")
-    measured = ""
-    if facts is not None:
-        model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
-        source, problems = (
-            "what ships with grpo_fn" if name in SHIPPED else name
-            for name in (base or model["path"], data["source"])
-        )
-        text = (
-            f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by grpo_fn {runners.__version__}."
-        )
-        text += f"\n\n- Model: {source}\n- Data: {problems}"
-        measured = " The results are those of full precision."
-    if quantized:
-        text += f"\n\nThe weights are quantized: {quantized}.{measured}"
-    return f"{text}\n"
+    written = f"grpo_fn {runners.__version__}"
+    packed = f"\nThe weights are quantized: {quantized}." if quantized else ""
+    if facts is None:
+        return f"Written by {written}{f' from {base}' if base else ''}.\n" + (f"{packed}\n" if packed else "")
+    model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
+    source, problems = (
+        "what ships with grpo_fn" if name in SHIPPED else name
+        for name in (base or model["path"], data["source"])
+    )
+    lines = [f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by {written}.\n"]
+    lines += [f"- Model: {source}", f"- Data: {problems}"]
+    lines += [f"{packed} The results are those of full precision."] if packed else []
+    return "\n".join([*lines, ""])
 
 
 def _figure(line: Mapping[str, Any], key: str) -> str:
@@ -162,8 +159,7 @@ def _figure(line: Mapping[str, Any], key: str) -> str:
     if key == "em":
         right = round(mean * count)
         interval = wilson(right, count) if count and 0 <= right <= count else None
-        text = f"{mean:.1%}"
-        return text if interval is None else f"{text} [{interval.low:.1%}, {interval.high:.1%}]"
+        return f"{mean:.1%}" + (f" [{interval.low:.1%}, {interval.high:.1%}]" if interval else "")
     if not count or spread is None:
         return f"{mean:.4g}"
     half = 1.96 * spread / count**0.5
@@ -171,50 +167,35 @@ def _figure(line: Mapping[str, Any], key: str) -> str:
 
 
 def _results(facts: RunFacts) -> list[str]:
-    rows = []
+    rows = ["| | before | after |", "|---|---|---|"]
     for key, name in _MEASURED.items():
-        measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
-        if measured:
+        if measured := [line for line in facts.evaluations if finite_number(line.get(key)) is not None]:
             first, last = measured[0], measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
-            count = f"{number} held-out" if (number := whole_number(last.get("em_subset"))) else "held-out"
-            rows.append((f"{name}, {count} problems", before, _figure(last, key)))
+            count = whole_number(last.get("em_subset")) or ""
+            rows.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
     many = max(len(facts.updates) // _SHARE, 1)
-    for name, key in (
-        ("training reward", "reward"),
-        ("completion length, tokens", "completions/mean_length"),
-    ):
+    for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
         if values := [value for value in found if value is not None]:
-            rows.append((name, f"{fmean(values[:many]):.4g}", f"{fmean(values[-many:]):.4g}"))
-    if not rows:
-        return []
-    table = [
-        "## Results\n",
-        "| | before | after |",
-        "|---|---|---|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+            rows.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
-        note = f"{updates} updates; training reward and length are means over the first and the last {many}."
-        table += ["", note]
-    return [*table, ""]
+        what = "training reward and length are means over the first and the last"
+        rows += ["", f"{updates} updates; {what} {many}."]
+    return ["## Results\n", *rows, ""]
 
 
 def _prompt(prompt: PromptSettings) -> list[str]:
-    system, nudge, stop = prompt.system_prompt.strip(), prompt.nudge, ", ".join(map(spell, prompt.stop))
     kwargs = spell(prompt.chat_template_kwargs) if prompt.chat_template_kwargs else ""
-    around = "The model was trained with this around every question.\n" if system or nudge else ""
     shown = {
-        "System message:": system,
-        "First words of the reply, given to it:": nudge,
-        "A reply ends with:": stop,
+        "System message:": prompt.system_prompt.strip(),
+        "First words of the reply, given to it:": prompt.nudge,
+        "A reply ends with:": ", ".join(map(spell, prompt.stop)),
         "The chat template got, besides the messages:": kwargs,
     }
     return [
         "## Prompt\n",
-        *filter(None, [around]),
         *(f"{what}\n\n{_fenced(text)}" for what, text in shown.items() if text),
         f"A reply had at most {prompt.max_new_tokens:,} tokens.\n",
     ]

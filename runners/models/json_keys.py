@@ -55,76 +55,63 @@ def end_ids(folder: Path) -> list[int] | None:
     return None
 
 
-def _whole(least: int, most: int = 2**31 - 1) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and least <= value <= most
-
-
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e30 and math.isfinite(value)
 
 
-def _is_list(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(accepts, value))
+def _whole(least: int, most: int = 2**31 - 1) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most
 
 
 def _optional(accepts: Callable[[Any], bool], wanted: str) -> Rule:
     return lambda value: value is None or accepts(value), wanted
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
+def _is_ids(value: Any) -> bool:
+    return all(map(_whole(0), value if isinstance(value, list) else [value]))
 
 
-_ID = _whole(0)
-_COUNT = _optional(_whole(1), "a whole number from 1 on")
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
 _SIZE = _optional(_whole(0), "a whole number from 0 on")
-_POSITIVE = _optional(lambda value: _number(value) and value > 0, "a positive number")
-_TEXT, _TABLE = _optional(_is(str), "a text"), _optional(_is(dict), "a JSON object")
+_COUNT = _optional(_whole(1), "a whole number from 1 on")
+_TEXT = _optional(lambda value: isinstance(value, str), "a text")
+_TABLE = _optional(lambda value: isinstance(value, dict), "a JSON object")
+_BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
 # Modules are built layer by layer before weights are checked: a billion layers would never end.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_PARTS = ("", "text_config.")
 _LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
 
-_END_IDS = {"eos_token_id": _optional(lambda value: _ID(value) or _is_list(_ID)(value), "token ids")}
-_ANY_MODEL: dict[str, Rule] = {
-    **_END_IDS,
-    "vocab_size": _SIZE,
-    "text_config": _TABLE,
-    "text_config.vocab_size": _SIZE,
-}
+_END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
+_ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
 _MODEL: dict[str, Rule] = {
-    "model_type": (_is(str), "a text"),
+    "model_type": (lambda value: isinstance(value, str), "a text"),
     **_ANY_MODEL,
-    "architectures": _optional(_is_list(_is(str)), "a list of texts"),
-    "id2label": _TABLE,
-    "image_token_id": _optional(_ID, "a token id"),
-    "model_file": _TEXT,
-    "tie_word_embeddings": _optional(_is(bool), "true or false"),
-    **dict.fromkeys(("torch_dtype", "dtype", "quantization.mode"), _TEXT),
-    **dict.fromkeys(("quantization", "quantization_config", "vision_config"), _TABLE),
+    "architectures": _optional(_is_names, "a list of texts"),
+    "image_token_id": _SIZE,
+    "tie_word_embeddings": _BOOL,
+    **dict.fromkeys(("model_file", "torch_dtype", "dtype", "quantization.mode"), _TEXT),
+    **dict.fromkeys(("quantization", "quantization_config", "vision_config", "id2label"), _TABLE),
     **dict.fromkeys(("quantization.bits", "quantization.group_size"), _COUNT),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), _TABLE),
-    **dict.fromkeys(("rope_parameters.rope_theta", "rope_parameters.factor"), _POSITIVE),
-    **dict.fromkeys(("text_config.rope_scaling", "text_config.rope_parameters"), _TABLE),
-    **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
-    **{f"text_config.{key}": _LAYERS for key in _LAYER_COUNTS},
+    **dict.fromkeys((part + key for part in _PARTS for key in ("rope_scaling", "rope_parameters")), _TABLE),
+    **dict.fromkeys((part + key for part in _PARTS for key in _LAYER_COUNTS), _LAYERS),
 }
 _ADAPTERS: dict[str, Rule] = {
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
-    "lora_parameters": (_is(dict), "a JSON object with rank, scale and dropout"),
+    "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank, scale and dropout"),
     "lora_parameters.rank": (_whole(1), "a whole number from 1 on"),
-    "lora_parameters.scale": (_number, "a finite number"),
-    "lora_parameters.dropout": (lambda x: _number(x) and 0 <= x < 1, "a number from 0 to below 1"),
-    "lora_parameters.keys": _optional(_is_list(_is(str)), "a list of layers' names"),
+    "lora_parameters.scale": (_is_number, "a finite number"),
+    "lora_parameters.dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 to below 1"),
+    "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
 _PEFT: dict[str, Rule] = {
     "peft_type": (lambda value: value == "LORA", "LORA"),
-    "lora_alpha": (lambda value: _number(value) and value != 0, "a number other than 0"),
-    "alpha_pattern": _optional(
-        lambda table: isinstance(table, dict) and all(_number(x) and x for x in table.values()),
-        "a JSON object of numbers other than 0",
-    ),
+    "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
     "bias": (lambda value: value in (None, "none"), "none"),
-    **dict.fromkeys(("use_dora", "use_rslora"), _optional(_is(bool), "true or false")),
+    **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),
     "base_model_name_or_path": _TEXT,
 }

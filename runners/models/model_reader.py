@@ -16,7 +16,7 @@ from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header
 from runners.models.folders import read_config
 from runners.models.json_keys import end_ids
-from runners.models.rope_keys import rope_notices, with_rope_keys
+from runners.models.rope_keys import with_rope_keys
 from runners.tokenization.tokenizer_check import check_tokenizer
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ def read_model(
     module, config = load_module(path, trust_remote_code, loader)
     tokenizer = load_tokenizer(path, trust_remote_code)
     notices = check_vocabulary_size(tokenizer, vocabulary_rows(module, config), path)
-    notices += rope_notices(config) if loader is None else ()
     check_finite(named_leaves(module.parameters()), path)
     return module, config, tokenizer, notices
 

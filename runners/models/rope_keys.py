@@ -50,7 +50,6 @@ _TEXT = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-_BUILT_IN = {"recurrent_gemma": {"rope_theta": 10000, "partial_rotary_factor": 0.5}}  # read no key for them
 _THETA, _SHARE = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")
 _SLIDING_THETA = ("rope_local_base_freq", "rope_local_theta", "swa_rope_theta")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -68,9 +67,10 @@ class _Reader:
         """The one of these keys that is read, or None."""
         return next((name for name in names if name in self.keys), None)
 
-    def refuse(self, what: str) -> UserError:
+    def refuse(self, what: str, value: Any = "") -> UserError:
         """The error for something that the module does not compute."""
-        return UserError(f"rope_parameters: mlx-lm's {self.name} does not compute {what}")
+        stated = f" = {show(value)}" if value != "" else ""
+        return UserError(f"rope_parameters: mlx-lm's {self.name} does not compute {what}{stated}")
 
 
 def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -95,20 +95,6 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
 
 
-def rope_notices(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Lines on differences between mlx-lm and transformers for this config, in either spelling."""
-    for part in (config, config.get("text_config")):
-        scaling = part.get("rope_scaling") if isinstance(part, Mapping) else None
-        if not isinstance(scaling, Mapping) or scaling.get("short_factor") == scaling.get("long_factor"):
-            continue
-        if {scaling.get("type"), scaling.get("rope_type")} & {"longrope", "su"}:
-            return (
-                "rope_scaling: mlx-lm uses long_factor for texts of every length, transformers uses "
-                "short_factor for short ones, so log-probs of short texts differ from transformers'",
-            )
-    return ()
-
-
 def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
     """Whether the keys are in text_config, and their reader; None: the keys are left alone."""
     if "model_file" in config or not isinstance(config.get("model_type"), str):
@@ -121,9 +107,9 @@ def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
         return False, None
     text = config.get("text_config")
     nested = isinstance(text, dict)
+    if nested and module == "mistral3" and text.get("model_type") in _READ_IT:
+        return nested, None
     if module in _TEXT:
-        if module == "mistral3" and nested and text.get("model_type") in ("ministral3", "mistral4"):
-            return nested, None
         module, _, kind = _TEXT[module].partition(":")
     elif nested:
         return nested, None
@@ -156,16 +142,15 @@ def _keys(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
         keys, whole = _by_layer(whole, config, reader)
     for key, names in (("rope_theta", _THETA), ("partial_rotary_factor", _SHARE)):
         value, name = whole.get(key), reader.first(names)
-        built_in = _BUILT_IN.get(reader.name, {}).get(key, value if name else 1)
-        if name is None and key in _SHARE and value is not None and "rotary_dim" in reader.keys:
-            keys["rotary_dim"] = int(config["head_dim"] * value)
-        elif value not in (None, built_in):
-            raise reader.refuse(f"{key} = {show(value)}")
-        elif value is not None and name is not None:
+        if name is not None and value is not None:
             keys[name] = value
+        elif key in _SHARE and value is not None and "rotary_dim" in reader.keys:
+            keys["rotary_dim"] = int(config["head_dim"] * value)
+        elif value not in (None, 1):
+            raise reader.refuse(key, value)
     kind = _type(whole)
     if kind not in reader.types:
-        raise reader.refuse(f"rope_type = {show(kind)}")
+        raise reader.refuse("rope_type", kind)
     if kind != "default" and not config.get("rope_scaling"):
         keys["rope_scaling"] = _scaling(kind, whole, config, reader)
         if reader.name in ("phi3", "phimoe"):  # they read it outside the table
@@ -187,12 +172,13 @@ def _by_layer(
     if others := sorted(stated.keys() - {_FULL, _SLIDING}):
         raise reader.refuse(f"layers of type {others[0]}")
     full, sliding = stated.get(_FULL) or {}, stated.get(_SLIDING) or {}
+    name = reader.first(_SLIDING_THETA)
     if not sliding:
         return {}, full
-    name, whole = reader.first(_SLIDING_THETA), full or sliding
     if name is not None and _type(sliding) == "default":
         return {**_pattern(config, reader), name: sliding.get("rope_theta")}, full
     # olmo3 scales its full layers alone, by one θ for all.
+    whole = full or sliding
     same = sliding == whole or (reader.name == "olmo3" and _type(sliding) == "default")
     if name is not None or not same or sliding.get("rope_theta") != whole.get("rope_theta"):
         raise reader.refuse(f"other parameters for {_SLIDING} than for {_FULL}")
@@ -204,11 +190,10 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     name, layers = "sliding_window_pattern", config.get("layer_types")
     if name not in reader.keys or name in config or not layers:
         return {}
-    stated = config.get(f"_{name}")
-    for every in (*([stated] if stated else []), *range(1, len(layers) + 2)):
-        if all((layer == _FULL) == (at % every == 0) for at, layer in enumerate(layers, 1)):
-            return {name: every}
-    raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
+    every = config.get(f"_{name}") or [*layers, _FULL].index(_FULL) + 1
+    if any((layer == _FULL) != (at % every == 0) for at, layer in enumerate(layers, 1)):
+        raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
+    return {name: every}
 
 
 def _scaling(
@@ -221,21 +206,18 @@ def _scaling(
     longest = config.get("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
         scaling[_ORIGINAL] = config.get(_ORIGINAL) or scaling.get(_ORIGINAL, longest)
-    if "factor" in scaling:
-        scaling["factor"] = float(scaling["factor"])  # whole numbers fail assertions in some modules
-    elif kind == "yarn":
+    if kind == "yarn" and "factor" not in scaling:
         scaling["factor"] = longest / scaling[_ORIGINAL]
-    elif kind != "longrope":
-        raise UserError(f"rope_parameters: rope_type = {show(kind)} without factor")
-    wanted = scaling.get("attention_factor")
-    if kind == "longrope" and wanted is not None and not scaling.get("long_mscale"):
-        raise reader.refuse(f"attention_factor = {show(wanted)} with rope_type = {show(kind)}")
-    if kind == "yarn":
-        # transformers takes attention_factor, and the two mscales only together; mlx-lm does neither.
-        scales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
-        odd = {"attention_factor": wanted, "truncate": None if scaling.get("truncate", True) else False}
-        odd |= {scales[0]: scaling[scales[0]]} if len(scales) == 1 else {}
-        for name, value in odd.items():
-            if value is not None:
-                raise reader.refuse(f"{name} = {show(value)} with rope_type = {show(kind)}")
+    if kind != "longrope":
+        scaling["factor"] = float(scaling["factor"])  # whole numbers fail assertions in some modules
+    # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does neither.
+    scaled = kind == "yarn" or (kind == "longrope" and not scaling.get("long_mscale"))
+    odd = ["attention_factor"] if scaled else []
+    mscales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
+    odd += mscales if kind == "yarn" and len(mscales) == 1 else []
+    for name in odd:
+        if scaling.get(name) is not None:
+            raise reader.refuse(f"{name} with rope_type {kind}", scaling[name])
+    if kind == "yarn" and not scaling.get("truncate", True):
+        raise reader.refuse("truncate with rope_type yarn", scaling["truncate"])
     return scaling

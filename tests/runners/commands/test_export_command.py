@@ -140,18 +140,18 @@ def test_the_card_describes_the_run_without_machine_or_user(export, runs, tmp_pa
 
 
 def test_a_config_is_shared_without_the_machines_paths():
-    """Files keep their names, in tables of tables too; Hub names, forms and the rest stay as they are."""
+    """Files keep their names; Hub names, forms and the rest stay as they are."""
     config = {
         "env": {"factory": "/home/me/shop.py:Shop", "tools": ["/home/me/tools.py:add"], "workers": 4},
         "answer": {"form": "json:answer"},
-        "judge": {"one": {"path": "/models/reward", "url": ""}},
+        "model": {"path": "/models/base", "loader": "", "lora": {"rank": 8}},
         "rollout": {"launch": "eval", "top_k": 3},
         "system": {"compile": True},
     }
     assert shareable(config) == {
         "env": {"factory": "shop.py:Shop", "tools": ["tools.py:add"], "workers": 4},
         "answer": {"form": "json:answer"},
-        "judge": {"one": {"path": "reward", "url": ""}},
+        "model": {"path": "base", "loader": "", "lora": {"rank": 8}},
         "rollout": {"top_k": 3},
     }
 

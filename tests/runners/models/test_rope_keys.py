@@ -16,7 +16,7 @@ from runners.machine.startup import Platform
 from runners.models import rope_keys
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import save_model
-from runners.models.rope_keys import rope_notices, with_rope_keys
+from runners.models.rope_keys import with_rope_keys
 from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
@@ -101,10 +101,6 @@ def scaling(table, **changes):
             {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
         ),
         (
-            config("recurrent_gemma", {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
-            {"rope_theta": 10000.0},
-        ),
-        (
             config("gemma3_text", LAYERS, layer_types=["sliding_attention", "full_attention"] * 3),
             {
                 "rope_theta": 2e6,
@@ -155,13 +151,15 @@ def test_nothing_to_map_changes_nothing():
         (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not compute rope_type = "default"'),
         (config("llama", {"rope_type": "axial"}), 'llama does not compute rope_type = "axial"'),
         (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
-        (config("recurrent_gemma", {"rope_theta": 5e5}), "does not compute rope_theta = 500000.0"),
-        (config("llama", {**YARN, "truncate": False}), "does not compute truncate = false"),
-        (config("llama", {**YARN, "attention_factor": 2.0}), "does not compute attention_factor = 2.0"),
-        (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale = 0.7"),
+        (
+            config("llama", {**YARN, "truncate": False}),
+            "does not compute truncate with rope_type yarn = false",
+        ),
+        (config("llama", {**YARN, "attention_factor": 2.0}), "attention_factor with rope_type yarn = 2.0"),
+        (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale with rope_type yarn = 0.7"),
         (
             config("llama", {**LONG, "attention_factor": 3.0}),
-            "does not compute attention_factor = 3.0",
+            "does not compute attention_factor with rope_type longrope = 3.0",
         ),
         (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
         (config("gemma3_text", {"sliding_attention": YARN}), "other parameters for sliding_attention"),
@@ -170,7 +168,10 @@ def test_nothing_to_map_changes_nothing():
             config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
             "layer_types other than full_attention in every n-th layer",
         ),
-        (config("llama", {"rope_type": "linear"}), 'rope_type = "linear" without factor'),
+        (
+            config("llama", {"rope_type": "linear"}),
+            "rope_parameters: not as transformers writes them: KeyError: 'factor'",
+        ),
         (config("llama", [1.0]), "rope_parameters: not as transformers writes them: AttributeError"),
         (config("llama", {"rope_type": ["linear"]}), "rope_parameters: not as transformers writes them"),
         (config("llama", {**YARN, "factor": "x"}), "rope_parameters: not as transformers writes them"),
@@ -181,17 +182,6 @@ def test_what_mlx_lm_does_not_compute_is_refused_by_name(before, line):
     with pytest.raises(UserError, match=line) as caught:
         with_rope_keys(before)
     assert "\n" not in str(caught.value)
-
-
-def test_longrope_with_other_short_factors_gets_a_notice():
-    """In mlx-lm the long factors hold at every length, whichever spelling the config has."""
-    old = {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}
-    new = with_rope_keys(config("phi3", LONG))
-    for found in (old, new, {"text_config": old}):
-        (line,) = rope_notices(found)
-        assert "uses long_factor for texts of every length" in line
-    assert rope_notices(with_rope_keys(config("llama", YARN))) == ()
-    assert rope_notices({"rope_scaling": {"type": "su", "short_factor": [2.0], "long_factor": [2.0]}}) == ()
 
 
 def modules():
@@ -219,7 +209,7 @@ def test_every_module_of_mlx_lm_is_accounted_for():
             assert "rope_theta" in keys, f"{name} reads rope_parameters: is it to be left alone?"
         if "text_config" in keys and name not in rope_keys._TEXT:
             assert name in themselves, f"{name}: where are its text's keys read?"
-    named = {*rope_keys._OTHER_TYPES, *rope_keys._READ_IT, *rope_keys._TEXT, *rope_keys._BUILT_IN}
+    named = {*rope_keys._OTHER_TYPES, *rope_keys._READ_IT, *rope_keys._TEXT}
     assert named <= found.keys()
 
 
