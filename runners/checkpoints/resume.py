@@ -52,11 +52,6 @@ class Origin:
     folder: Path
     facts: TrainerState
 
-    @property
-    def step(self) -> int:
-        """Its batch step."""
-        return self.facts.step
-
 
 def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) -> Origin | None:
     """The checkpoint that a run continues from, or None if the run's folder has none yet.

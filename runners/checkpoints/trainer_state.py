@@ -12,10 +12,8 @@ from runners.config import rules
 from runners.config.sections import RolloutConfig
 from runners.errors import UserError, show
 from runners.files.json_files import read_json
-from runners.files.run_files import COMPLETIONS, EVALUATIONS, METRICS
 
 VERSION = 5  # before it, moments for calibrated rounding were not saved
-_LOGS = (METRICS, COMPLETIONS, EVALUATIONS)
 _Kind = TypeVar("_Kind")
 
 
@@ -27,11 +25,6 @@ class Decided:
         validator=lambda _, __, value: rules.check(value, attrs.fields_dict(RolloutConfig)["launch"])
     )
     max_batch: int = rules.key(attrs.NOTHING, "rows at a time", ">= 0")
-
-
-def _check_logs(_: Any, field: attrs.Attribute, logs: dict[str, Any]) -> None:
-    if not all(name in _LOGS and type(size) is int and size >= 0 for name, size in logs.items()):
-        raise rules.Mismatch(logs, f"sizes of {', '.join(_LOGS)}", field.name)
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +40,7 @@ class TrainerState:
     data: str  # digest of the training data
     inputs: dict  # see `run_inputs`
     arithmetic: dict  # see `Platform.arithmetic`
-    logs: dict = attrs.field(validator=_check_logs)  # bytes of each log
+    logs: dict[str, int]  # bytes of each log
     loop: dict  # the plain fields of `RunState`
 
 

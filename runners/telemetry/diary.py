@@ -35,7 +35,7 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 class Diary(Report):
     """Sends a run's events to its listeners, log and display, and records those worth reading later.
 
-    Events from before the start are written after the event "start". Times are seconds since 1970.
+    Events from before the log is there are written once it is. Times are seconds since 1970.
     """
 
     def __init__(
@@ -44,13 +44,14 @@ class Diary(Report):
         """`report`, the display, acts within `whole()`: an interrupt would leave half a block there."""
         self._report, self._whole = report, whole
         self._log: MetricsLog | None = None
-        self._early: list[dict[str, Any]] | None = []  # None once the run has started
+        self._early: list[dict[str, Any]] = []  # before the log is there
         self._facts: Mapping[str, Any] = {}
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
         """From now on events go to `log` too, before the display. The event "start" contains `facts`."""
         self._log, self._facts = log, facts
+        log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
         """Takes an event. An alert, which may come from another thread, goes to the display alone."""
@@ -110,11 +111,9 @@ class Diary(Report):
             self._report.__exit__(*error)
 
     def _start(self, event: Started) -> None:
-        early, self._early, self._update = self._early or [], None, event.done
+        self._update = event.done
         about = {str(name): str(value) for name, value in event.header.items() if name != "writes to"}
         self._record("start", updates=event.updates, resumed=event.done > 0, about=about, **self._facts)
-        for record in early:
-            self._write(record | {"update": event.done})
 
     def _end(self, error: BaseException) -> None:
         state, text = "failed", str(error) if isinstance(error, UserError) else error_line(error)
@@ -127,12 +126,10 @@ class Diary(Report):
         self._record("end", state=state, text=one_line(text, os.environ))
 
     def _record(self, kind: str, **more: Any) -> None:
-        self._write({"event": kind, "time": round(time.time(), 3), "update": self._update} | more)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._early is not None:
+        record = {"event": kind, "time": round(time.time(), 3), "update": self._update} | more
+        if self._log is None:
             self._early.append(record)
-        elif self._log is not None:
+        else:
             self._log.write(EVENTS, [record])
 
 

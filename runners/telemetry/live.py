@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from typing import TextIO, cast
 
 from rich.console import Console
@@ -33,8 +32,6 @@ class LiveReport(PlainReport):
         """Writes to `stream`, or to a given `console`."""
         super().__init__(stream or sys.stdout, progress=progress)
         self._console = console or Console(file=cast(TextIO, self._stream), highlight=False)
-        self._begun = self._ended = False
-        self._alerts = threading.Lock()  # no alert while the current line is erased for the last time
         # Two refreshes a second keep the time current and leave the cores to the run.
         self._live = Live(
             console=self._console, get_renderable=self.render, refresh_per_second=2, transient=True
@@ -43,44 +40,31 @@ class LiveReport(PlainReport):
     def handle(self, event: Event) -> None:
         """See `Report.handle`. Before the run starts, only its status is shown."""
         if isinstance(event, Alert):
-            with self._alerts:
-                if not self._ended:
-                    self._line(event.text)
-            return
-        if isinstance(event, Advanced):  # in the current line
+            self._line(event.text)
+        elif isinstance(event, Advanced):  # in the current line
             self._progress.handle(event)
-            return
-        super().handle(event)
-        match event:
-            case Started():
-                self._begun = True
-                self._live.start(refresh=True)
-            case Status() if not self._live.is_started and not self._ended:
-                self._live.start()
-            case Finished():
-                self._stop()
-        if isinstance(event, Started | Status | Updated) and self._live.is_started:
+        else:
+            super().handle(event)
+        if isinstance(event, Started | Status | Updated):
+            self._live.start()
             self._live.refresh()
+        elif isinstance(event, Finished):
+            self._live.stop()
 
     def __exit__(self, *error: object) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        with self._alerts:
-            self._ended = True
         self._live.stop()
 
     def render(self) -> Text:
         """The current line; rich calls this at every refresh."""
-        progress, parts = self._progress, []
-        if self._begun:
+        progress, words = self._progress, self._progress.activity()
+        if progress.total:
             left = progress.seconds_left()
-            time = duration_text(progress.elapsed() if left is None else left)
-            parts = [
-                f"update {progress.done}/{progress.total}",
-                f"{time} {'so far' if left is None else 'left'}",
-            ]
-        words = "  ".join(filter(None, [*parts, progress.activity()]))
+            time = (
+                f"{duration_text(progress.elapsed())} so far"
+                if left is None
+                else f"{duration_text(left)} left"
+            )
+            words = "  ".join(filter(None, [f"update {progress.done}/{progress.total}", time, words]))
         text = Text(visible(words), style="cyan", no_wrap=True)
         text.truncate(max(self._console.width - _FREE, 1), overflow="ellipsis")
         return text

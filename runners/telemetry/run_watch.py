@@ -5,27 +5,21 @@ It depends only on what is logged and on `Seen`, so that a resumed run warns and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from runners.config import rules
 from runners.config.conditions import Condition
 from runners.config.sections import WatchConfig
-
-
-def _check_counts(_: Any, field: attrs.Attribute, found: dict[str, int]) -> None:
-    if min(found.values(), default=0) < 0:
-        raise rules.Mismatch(found, "counts of at least 0", field.name)
+from runners.files.json_files import finite_number
 
 
 @attrs.frozen
 class Seen:
     """What a run's readings have shown so far; a part of its state."""
 
-    counts: dict[str, int] = attrs.field(factory=dict, validator=_check_counts)  # readings in a row
+    counts: dict[str, int] = attrs.field(factory=dict)  # readings in a row
     reached: str | None = None  # the condition that ends the run
 
 
@@ -42,7 +36,7 @@ class Watch:
         A metric that is missing or not finite is ignored: it neither counts nor ends a row.
         """
         counts, reached, warnings = dict(seen.counts), seen.reached, []
-        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        numbers = {name: value for name, value in metrics.items() if finite_number(value) is not None}
         for name, so, line in _signs(numbers, self.settings):
             # Once a row, not at every update.
             if _count(counts, name, so) == self.settings.patience > 0:
@@ -109,7 +103,3 @@ def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[
 def _count(counts: dict[str, int], name: str, so: bool) -> int:
     counts[name] = counts.get(name, 0) + 1 if so else 0
     return counts[name]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

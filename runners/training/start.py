@@ -187,7 +187,7 @@ def _files(
     if origin is None or _replaces(folder, origin):
         clear(folder)
     else:
-        for name, aside in set_aside(folder, origin.step):
+        for name, aside in set_aside(folder, origin.facts.step):
             shown.note(f"{name} belongs to a later step: renamed to {aside}")
         keep = origin.facts.logs  # their bytes
     if writes:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -87,7 +85,8 @@ class Compilation:
         count = min(processes, len(self.names))
         try:
             for number in range(count):
-                part = tempfile.TemporaryDirectory(prefix="grpo-programs-")
+                folder.mkdir(parents=True, exist_ok=True)
+                part = tempfile.TemporaryDirectory(prefix=".", dir=folder)
                 self._parts.append(Path(self._scratch.enter_context(part)))
                 self._running.append(_compile(self._parts[-1], self.names[number::count]))
         except OSError as error:  # no space, or too many processes
@@ -102,34 +101,29 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        for process in self._running:
+        for process, part in zip(self._running, self._parts, strict=False):
             try:
                 _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
+                if process.returncode:
+                    self._faults.append((output.splitlines() or [f"exit code {process.returncode}"])[-1])
+                else:
+                    _move(part, self.folder)
             except subprocess.TimeoutExpired:
                 self._faults.append(f"it took more than {_SECONDS} s")
-                continue
-            if process.returncode:
-                self._faults.append((output.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
-        lines = [
+            except OSError as error:  # no space: MLX compiles them when it needs them
+                self._faults.append(error.strerror or str(error))
+        return [
             f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(self._faults)
         ]
-        with contextlib.suppress(OSError):  # no space: MLX compiles them when it needs them
-            for part in self._parts:
-                _move(part, self.folder)
-        return lines
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves whole programs from folder to folder, a program's code last: others see only complete files."""
+    """Moves programs from folder to folder, each one's code last: others see only complete ones."""
     files = [path for path in source.rglob("*") if path.is_file()]
-    whole = {path.with_suffix("") for path in files if path.suffix == ".ptx"}
     for path in sorted(files, key=lambda path: path.suffix == ".ptx"):
-        if path.with_suffix("") in whole:
-            place = target / path.relative_to(source)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            part = place.with_name(f".{secrets.token_hex(6)}")  # the folders may be on different disks
-            shutil.copyfile(path, part)
-            os.replace(part, place)
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
 
 
 def _stop(running: list[subprocess.Popen[str]], scratch: ExitStack) -> None:

@@ -12,7 +12,6 @@ from runners.machine.startup import Platform
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes, small
-from tests.support.tiny_states import same_bits
 
 REWARD = """
 def level_reward(completions, level):
@@ -120,18 +119,6 @@ def test_what_the_weights_depend_on_has_to_be_what_it_was(place, change, named):
     result, lines = train(resume=True, allow=True)
     assert result.updates == 3
     assert f"{named}: not what out/small/checkpoint-2 was trained with" in lines
-
-
-def test_what_nothing_depends_on_may_change(place, finished):
-    """The order of a row's columns, and the spaces of a config.json."""
-    whole, _ = train(resume=place / "out/small/checkpoint-1")
-    shutil.rmtree(place / "out/small/checkpoint-3")
-    write_rows(place, [dict(reversed(row.items())) for row in ROWS])
-    file = place / "base/config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()), indent=7, sort_keys=True))
-    result, lines = train(resume=True)
-    assert same_bits(result.state, whole.state)
-    assert not any("not what" in line or "bit for bit" in line for line in lines)
 
 
 def test_other_held_out_problems_are_reported(place):

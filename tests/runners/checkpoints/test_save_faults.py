@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import shutil
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -17,7 +18,7 @@ from runners.checkpoints.writing import write_checkpoint
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
-from tests.support.resuming import config_in, lines_of, outcome, straight_run
+from tests.support.resuming import SHORT, Killer, config_in, lines_of, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import load, make_state, same_bits
@@ -155,24 +156,28 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
     assert same_bits(run_training(config, report=Notes(), resume=True).state, straight.state)
 
 
-def test_a_log_that_cannot_be_written_stops_or_does_not(tmp_path, monkeypatch):
-    """A full disk under the logs: the lines come later, or the run stops with the file's name."""
-    write, left = os.write, [0]
+def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
+    """Another program filled the disk: a resumed run, with room again, has only the model left to write."""
+    settings = [*SHORT, "checkpoint.every=0"]
+    straight = straight_run(*settings)
+    config, notes = config_in(tmp_path / "b", *settings), Notes()
 
-    def full(file, data):
-        if left[0] and bytes(data).startswith(b'{"'):
-            left[0] -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(file, data)
+    def full(*_, **__):
+        raise UserError("final: cannot be written: No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
-    straight = straight_run("optim.max_steps=2")
-    left[0], notes = 5, Notes()
-    late = run_training(config_in(tmp_path / "b", "optim.max_steps=2"), report=notes)
-    assert outcome(late.folder) == outcome(straight.folder)
-    assert sum("cannot be written: No space left" in line for line in notes.lines) >= 1
-    left[0] = 10**9
-    with pytest.raises(UserError, match=r"\.jsonl: cannot be written: No space left on device$"):
-        run_training(
-            config_in(tmp_path / "c", "optim.max_steps=2", "checkpoint.on_error=stop"), report=Notes()
-        )
+    with monkeypatch.context() as patch:
+        patch.setattr("runners.training.session.save_final", full)
+        with pytest.raises(UserError, match="No space left"):
+            run_training(config, report=notes)
+    assert any(line.startswith("the final model could not be saved, but") for line in notes.lines)
+    resumed = run_training(config, report=Killer("sampling", 1), resume=True)
+    assert same_bits(resumed.state, straight.state)
+    assert outcome(resumed.folder) == outcome(straight.folder)
+
+
+def test_a_disk_without_room_for_the_final_model_is_noticed_before_training(tmp_path, monkeypatch):
+    """One line with both sizes."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"run\.name: .*tiny: the final model takes .* free; make room, or"):
+        run_training(config_in(tmp_path, *SHORT), report=Notes())
+    assert not (tmp_path / "tiny" / "training_log.jsonl").exists()

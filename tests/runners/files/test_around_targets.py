@@ -71,17 +71,6 @@ def test_an_earlier_checkpoint_put_aside_stays(tmp_path):
     assert (folder / "checkpoint-3.aside-2" / "manifest.json").exists()
 
 
-def test_the_source_is_not_replaced_by_what_is_made_of_it(sources, tmp_path):
-    """A target that the source lies in is refused, with --force too."""
-    source = make_model_folder(tmp_path / "models" / "model")
-    before = look([tmp_path / "models"])
-    result = grpo("convert", source, "--out", tmp_path / "models", "--force")
-    assert (
-        result.exit_code == 2 and f"the source {source} lies there; expected another folder" in result.stderr
-    )
-    assert look([tmp_path / "models"]) == before
-
-
 @pytest.mark.parametrize("command", ["convert", "export", "fuse"])
 @pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
 def test_a_disk_that_refuses_is_one_line_and_leaves_the_target_as_it_was(sources, tmp_path, command, limit):

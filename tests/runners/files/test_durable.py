@@ -181,35 +181,6 @@ def test_a_living_owners_work_is_left_alone(tmp_path):
     assert debris(tmp_path, {"target", "other"}) == set()
 
 
-def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path):
-    """Without `replace` the first to be ready wins, and the other one says so."""
-    with (
-        pytest.raises(UserError, match="target: this exists; --force replaces it"),
-        durable.new_folder(tmp_path / "target", replace=False) as folder,
-    ):
-        (folder / "one").write_text("new")
-        (tmp_path / "target").mkdir()
-        (tmp_path / "target" / "one").write_text("old")
-    assert made(tmp_path / "target") == "old" and debris(tmp_path, {"target"}) == set()
-
-
-@pytest.mark.parametrize("shape", ["a file", "a link", "a dangling link"])
-def test_a_target_that_is_no_folder_is_replaced_itself(tmp_path, shape):
-    """Not what a link leads to."""
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "one").write_text("old")
-    if shape == "a file":
-        (tmp_path / "target").write_text("old")
-    else:
-        (tmp_path / "target").symlink_to(tmp_path / ("precious" if shape == "a link" else "nowhere"))
-    with pytest.raises(UserError, match="this exists"):
-        durable.check_target(tmp_path / "target", False)
-    with durable.new_folder(tmp_path / "target") as folder:
-        (folder / "one").write_text("old")
-    assert made(tmp_path / "target") == made(tmp_path / "precious") == "old"
-    assert not (tmp_path / "target").is_symlink() and debris(tmp_path, {"target", "precious"}) == set()
-
-
 def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
     """The order is: each file, the folder, then the rename, then the parent."""
     log = []

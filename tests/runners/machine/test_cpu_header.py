@@ -1,6 +1,5 @@
 """The header of MLX's programs for a CPU: compiled once, found by g++, and nothing where it cannot be."""
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -35,14 +34,6 @@ def empty(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_programs_lie_in_the_temporary_folder(empty, monkeypatch):
-    version = importlib.metadata.version("mlx")
-    assert programs_folder() == empty / "mlx" / version / "cpu"
-    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
-        monkeypatch.delenv(name, raising=False)
-    assert programs_folder() == Path("/tmp/mlx") / version / "cpu"
-
-
 @needs_gcc
 def test_it_is_compiled_once_and_found(empty):
     """By MLX, also where another g++ has left a file; nothing else stays."""
@@ -64,15 +55,6 @@ def test_it_is_compiled_once_and_found(empty):
     done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True)
     assert done.stdout == "[3.0, 3.0, 3.0]\n", done.stderr
     assert f"! {whole}" in said.read_text()  # g++'s mark for a header that it has used
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="MLX has these headers on Linux")
-def test_another_folder_called_mlx_does_not_hide_the_headers(tmp_path, monkeypatch):
-    """MLX makes such a folder in /tmp; it comes first on the path of a script that lies there."""
-    found = cpu_header._include_folder()
-    (tmp_path / "mlx").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert found is not None and cpu_header._include_folder() == found
 
 
 @needs_gcc
@@ -102,9 +84,3 @@ def test_nothing_is_compiled_where_it_does_not_help(empty, monkeypatch):
     monkeypatch.setattr(cpu_header.shutil, "which", lambda name: None)
     assert compile_header(CPU) is None
     assert list(empty.iterdir()) == []
-
-
-@needs_gcc
-def test_a_folder_that_cannot_be_made_is_no_fault(empty):
-    (empty / "mlx").write_text("a file")
-    assert compile_header(CPU) is None

@@ -5,12 +5,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import pytest
-
-from runners.machine.signals import ASKED
 from tests.support.processes.terminal import CTRL_C, Session
 from tests.support.tiny_runs import small
 
@@ -20,7 +16,6 @@ import time
 from pathlib import Path
 
 def slow(completions, trainer_state, **_):
-    (Path(__file__).parent / f"step-{{trainer_state.global_step}}").touch()
     waits = trainer_state.global_step >= 2
     while waits:
         try:
@@ -32,29 +27,19 @@ def slow(completions, trainer_state, **_):
 """
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts a run on a terminal, whose reward waits in the third update until there is a file "go"."""
-
-    def start_run(columns=70, settings=None):
-        (tmp_path / "slow.py").write_text(REWARD.format(go=str(tmp_path / "go")))
-        (tmp_path / "train.toml").write_text(
-            small(
-                run={"output_dir": str(tmp_path / "out put")},
-                reward={"functions": ["slow.py:slow"], **(settings or {})},
-                optim={"max_steps": 4},
-            )
-        )
-        command = [sys.executable, "-m", "runners.cli", "run", str(tmp_path / "train.toml")]
-        command += ["--set", "run.name=my-first"]
-        return Session(command, columns, PYTHONPATH=str(ROOT), HOME=str(tmp_path))
-
-    return start_run
-
-
-def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(start, tmp_path):
+def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(tmp_path):
     """Nothing of the current line; the command is run as it was printed, to the end."""
-    with start() as session:
+    (tmp_path / "slow.py").write_text(REWARD.format(go=str(tmp_path / "go")))
+    (tmp_path / "train.toml").write_text(
+        small(
+            run={"output_dir": str(tmp_path / "out put")},
+            reward={"functions": ["slow.py:slow"]},
+            optim={"max_steps": 4},
+        )
+    )
+    command = [sys.executable, "-m", "runners.cli", "run", str(tmp_path / "train.toml")]
+    command += ["--set", "run.name=my-first"]
+    with Session(command, 70, PYTHONPATH=str(ROOT), HOME=str(tmp_path)) as session:
         session.read_until("update 2/4")
         session.type(CTRL_C)
         code, screen = session.finish()
@@ -77,18 +62,3 @@ def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(start, t
     )
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stdout and "update 4/4" in done.stdout
-
-
-def test_after_a_second_ctrl_c_the_prompt_is_below_all_lines(start, tmp_path):
-    """The process ends at once, though a reward goes on; the cursor is back, on a line of its own."""
-    with start(settings={"timeout": 0}) as session:
-        session.read_until("update 2/4")
-        while not (tmp_path / "step-2").exists():
-            time.sleep(0.01)
-        session.type(CTRL_C)
-        session.read_until(ASKED)
-        time.sleep(0.6)  # so soon it would be the same wish
-        session.type(CTRL_C)
-        code, screen = session.finish()
-    assert code == 130 and screen.cursor_shown, "\n".join(screen.lines)
-    assert screen.lines[-1] == ""

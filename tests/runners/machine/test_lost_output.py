@@ -14,12 +14,6 @@ import pytest
 
 from runners import cli
 from runners.machine.signals import Stopped, StopSignals
-from runners.machine.terminal import OutputLost
-from runners.telemetry.events import Note, Updated
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
-from tests.support.resuming import SHORT, config_in, outcome, straight_run
-from tests.support.tiny_states import same_bits
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -32,11 +26,8 @@ eval = {samples = 2, at_start = false}
 """
 COMMANDS = {
     "generate": ["generate", "embedded", "hello", "--max-tokens", "2"],
-    "lines": ["generate", "embedded", "hello", "--max-tokens", "2", "--num", "2"],
     "chat": ["chat", "embedded", "--max-tokens", "2"],
-    "check": ["check", "train.toml"],
     "run": ["run", "train.toml"],
-    "plan": ["plan", "train.toml"],
     "eval": ["eval", "embedded", "--config", "train.toml", "--max-tokens", "2"],
 }
 
@@ -105,37 +96,6 @@ def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
     )
     out, _ = process.communicate(timeout=600)
     assert process.returncode == 0 and f"batch step {step}" in out
-
-
-class Lost(Quiet):
-    """A display that nobody reads after so many updates."""
-
-    fault = None
-
-    def __init__(self, after):
-        self.after, self.lines = after, []
-
-    def handle(self, event):
-        if isinstance(event, Updated) and event.metrics["update"] == self.after:
-            self.fault = BrokenPipeError(32, "Broken pipe")
-        if isinstance(event, Note):
-            self.lines.append(event.text)
-
-
-@pytest.mark.parametrize("settings", [[], ["optim.num_iterations=2", "optim.minibatches=2"]])
-def test_the_rest_of_such_a_run_is_the_same(tmp_path, settings):
-    """It stops where it is, between two updates of one rollout too, and goes on from there bit for bit."""
-    settings = [*SHORT, "checkpoint.every=0", *settings]
-    straight = straight_run(*settings)
-    config = config_in(tmp_path / "b", *settings)
-    report = Lost(2)
-    with pytest.raises(OutputLost, match="standard output: Broken pipe"):
-        run_training(config, report=report)
-    assert report.lines[-2] == "standard output: Broken pipe: the run ends"
-    assert report.lines[-1].startswith("interrupted: saved ")
-    resumed = run_training(config, report=Quiet(), resume=True)
-    assert same_bits(resumed.state, straight.state)
-    assert outcome(resumed.folder) == outcome(straight.folder)
 
 
 def test_a_run_whose_terminal_goes_away_saves(place):

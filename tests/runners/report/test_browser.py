@@ -3,7 +3,6 @@
 Screenshots are left in pytest's temporary folder, under `shots`.
 """
 
-import json
 import threading
 
 import pytest
@@ -30,17 +29,6 @@ def test_a_finished_run_is_drawn(tab, tmp_path):
     assert quiet(tab)
 
 
-def test_nan_is_a_gap_with_a_mark(tab, tmp_path):
-    """The chart says how many numbers were not finite, and the events tell of the skipped update."""
-    folder = make_run(tmp_path / "run", nan_at=3, end=None)
-    opened(tab, write_report([folder], tmp_path / "page.html").path)
-    assert tab.inner_text("#state") == "ended without a word"
-    tab.locator("text=Gradient norm").scroll_into_view_if_needed()
-    tab.wait_for_selector('[data-chart="loss"] .broken', timeout=WAIT)
-    assert "was skipped" in tab.inner_text("#events")
-    assert quiet(tab)
-
-
 def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
     """Tags are text, control characters are spelt out, a long text is shown in part."""
     folder = make_run(tmp_path / "run", texts=HOSTILE, group=8, config={"run": {"name": HOSTILE[1]}})
@@ -54,32 +42,6 @@ def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
 
 
 ODD_NAMES = ("__proto__", "constructor", "toString", "hasOwnProperty")
-
-
-def test_names_that_every_object_has_are_metrics_like_others(tab, tmp_path):
-    """In charts, rewards and labels, though only one of two runs has them; text values are shown."""
-    odd = make_run(tmp_path / "odd", config={"run": {"name": "constructor"}})
-    same = make_run(tmp_path / "plain", config={"run": {"name": "constructor"}})
-    with open(odd / "training_log.jsonl", "a") as stream:
-        stream.write(json.dumps({"update": 7, **{name: 0.5 for name in ODD_NAMES}}) + "\n")
-    with open(odd / "completions.jsonl", "a") as stream:
-        values = dict.fromkeys(ODD_NAMES, 1.0)
-        more = {"rewards": values, "metrics": {"text": "x", **values}, "extra": values}
-        stream.write(
-            json.dumps({"batch_step": 7, "update": 7, "prompt": "p", "completion": "c"} | more) + "\n"
-        )
-    path = write_report([odd, same], tmp_path / "page.html").path
-    opened(tab, path)
-    assert tab.locator("#tiles tbody th").all_inner_texts() == ["constructor 1", "constructor 2"]
-    for name in ODD_NAMES:
-        tab.locator(
-            f"h2:has-text('Other') ~ div .chart, [data-chart='other-{name}']"
-        ).last.scroll_into_view_if_needed()
-        assert "0.5" in tab.get_attribute(f"[data-chart='other-{name}']", "aria-label")
-    opened(tab, path, "completions")
-    tab.wait_for_selector(".card", timeout=WAIT)
-    assert {*ODD_NAMES} <= {*tab.locator(".card .parts th").all_inner_texts()}
-    assert quiet(tab)
 
 
 def test_completions_are_filtered_and_searched(tab, tmp_path):
@@ -170,38 +132,6 @@ def test_two_runs_lie_over_each_other(tab, tmp_path):
     )
     assert "2 keys differ" in tab.inner_text("#config")
     assert quiet(tab)
-
-
-def test_keys_move_zoom_and_change_the_part(tab, tmp_path):
-    """All without a mouse."""
-    opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path)
-    tab.focus('[data-chart="reward"]')
-    tab.keyboard.press("Home")
-    assert "update 0" in tab.inner_text('[data-chart="reward"] .place') or "update 1" in tab.inner_text(
-        '[data-chart="reward"] .place'
-    )
-    tab.keyboard.press("+")
-    assert tab.is_visible("#all")
-    tab.keyboard.press("0")
-    assert not tab.is_visible("#all")
-    tab.focus("#tab-overview")
-    tab.keyboard.press("ArrowRight")
-    assert tab.is_visible("#completions")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_scrolling_sideways(browser, tmp_path, scheme):
-    """In both colour schemes, every part, and no tab is cut off."""
-    context = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme)
-    tab = context.new_page()
-    path = write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path
-    for part in ("overview", "completions", "problems", "config"):
-        opened(tab, path, part)
-        tab.screenshot(path=tmp_path / f"{part}.png")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 390
-        assert tab.evaluate("document.getElementById('tabs').scrollWidth") <= 390
-        tab.goto("about:blank")
-    context.close()
 
 
 @pytest.mark.parametrize("end", ["finished", "killed"])

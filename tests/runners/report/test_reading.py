@@ -7,7 +7,6 @@ import pytest
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.files.json_lines import LineFile
-from runners.report import write_report
 from runners.report.completion_rows import PartMaker
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running
@@ -106,13 +105,3 @@ def test_groups_are_the_completions_of_a_prompt_in_a_batch_step():
         maker.add({"batch_step": step, "prompt": prompt})
     assert [record["_group"] for record in maker.waiting] == [0, 0, 1, 1, 2, 2, 3]
     assert [record["_prompt"] for record in maker.waiting] == [0, 0, 0, 0, 0, 0, 1]
-
-
-def test_of_a_large_file_evenly_spread_updates_are_kept(tmp_path):
-    """The first, the last, and those between; the number of the others is told."""
-    folder = make_run(tmp_path / "run", updates=10)
-    size = (folder / "completions.jsonl").stat().st_size
-    whole = write_report([folder], tmp_path / "page.html", most_bytes=size)
-    assert (whole.completions, whole.left_out) == (80, 0)
-    part = write_report([folder], tmp_path / "page.html", most_bytes=size // 3)  # 1, 5, 9, 10
-    assert (part.completions, part.left_out) == (32, 6)

@@ -77,18 +77,6 @@ def test_a_record_has_the_whole_prompt(run):
     assert all(record["context"] == [{"role": "system", "content": "Think first."}] for record in records)
 
 
-def test_a_record_says_whether_the_completion_was_cut_off(run):
-    """Shorter than the limit: ended by itself."""
-    records, log, _ = run
-    assert {record["finished"] for record in records} == {True, False}
-    assert all(record["finished"] for record in records if record["tokens"] < 24)
-    assert {record["tokens"] for record in records if not record["finished"]} == {24}
-    cut = [line["completions/clipped_ratio"] for line in log]
-    for update, share in enumerate(cut, 1):
-        rows = [record for record in records if record["update"] == update]
-        assert share == pytest.approx(sum(not record["finished"] for record in rows) / len(rows))
-
-
 def test_what_rewards_logged_is_there(run):
     """Columns as they are, metrics as means over the batch step's calls."""
     records, _, _ = run
@@ -107,14 +95,3 @@ def test_the_length_penalty_is_shown(run):
         mean = sum(record["length_penalty"] for record in rows) / len(rows)
         assert line["length_penalty"] == pytest.approx(mean, rel=1e-5) and mean < 0
     assert condition_fault("length_penalty > 0", []) == ""
-
-
-def test_without_a_penalty_and_logs_there_is_none(tmp_path):
-    """Neither in the header, nor in the log, nor in the records."""
-    (tmp_path / "train.toml").write_text(small(run={"output_dir": str(tmp_path / "outputs")}))
-    shown = Notes()
-    folder = run_training(load_config(str(tmp_path / "train.toml")), report=shown).folder
-    texts = [(folder / name).read_text() for name in ("completions.jsonl", "training_log.jsonl")]
-    assert "length penalty" not in shown.header and not any("length_penalty" in text for text in texts)
-    record = json.loads(texts[0].splitlines()[0])
-    assert not {"metrics", "extra", "context", "messages"} & record.keys() and len(record["rewards"]) == 5

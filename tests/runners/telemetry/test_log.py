@@ -20,7 +20,6 @@ from runners.telemetry.events import Completions
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.processes.new_process import in_new_process
 from tests.support.resuming import config_in
 
 NAN, INF = math.nan, math.inf
@@ -73,14 +72,6 @@ def test_log_lines_are_on_disk_at_once(tmp_path):
         assert json.loads((tmp_path / "training_log.jsonl").read_text()) == {"update": 1, "reward": 0.5}
         lines = (tmp_path / "completions.jsonl").read_bytes().splitlines()
         assert [json.loads(line)["text"] for line in lines] == ["línea\u2028 \x85", "\ud800"]
-
-
-def test_files_that_are_turned_off_are_not_there(tmp_path):
-    """And the records of completions are not made."""
-    with MetricsLog(tmp_path, LogConfig(jsonl=False, completions=False)) as log:
-        log.log({"update": 1})
-        log.handle(Completions(pytest.fail(made) for made in ("a record",)))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_new_run_keeps_the_older_log_beside_its_own(tmp_path):
@@ -143,19 +134,6 @@ def calls(monkeypatch):
     return made
 
 
-def test_a_dashboard_that_does_not_start_is_a_user_error(tmp_path, calls, monkeypatch):
-    """No login, say: the package's own reason, in one line with the key."""
-
-    def refuse(**_):
-        raise RuntimeError("api_key not configured\nsee the manual")
-
-    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
-    with pytest.raises(
-        UserError, match=r"log\.wandb = true, but wandb does not start: api_key not config\w+$"
-    ):
-        MetricsLog(tmp_path, LogConfig(wandb=True))
-
-
 def test_dashboards_get_finite_numbers_at_the_update(tmp_path, calls):
     """Both get the same numbers, without text and NaN, and are finished at the end."""
     with MetricsLog(tmp_path, LogConfig(**DASHBOARDS), name="run", config={"run": {"seed": 0}}) as log:
@@ -184,29 +162,3 @@ def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
     assert (again["id"], again["resume"]) == (wandb["id"], "allow")
     assert resumed["writer"] == 5  # later updates are replaced
     assert other["wandb init"]["id"] != wandb["id"]
-
-
-REAL = """
-import sys
-from pathlib import Path
-from runners.config.sections import LogConfig
-from runners.telemetry.log import MetricsLog
-
-key, folder = sys.argv[1:]
-settings = LogConfig(jsonl=False, completions=False, project="p", **{key: True})
-for keep, updates in ((None, (1, 2, 3)), ({}, (3, 4))):  # 3 is repeated
-    with MetricsLog(Path(folder), settings, name="mine", keep=keep, update=2) as log:
-        for update in updates:
-            log.log({"update": update, "reward": update / 10})
-"""
-
-
-@pytest.mark.parametrize("package", ["tensorboardX", "wandb"])
-def test_the_real_packages_take_a_run_and_its_resume(tmp_path, package):
-    """In a process of its own, without a network; what they wrote names run and metric."""
-    pytest.importorskip(package)
-    home = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    key = package.removesuffix("X").lower()
-    in_new_process(REAL, key, str(tmp_path), **home)
-    written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert b"reward" in written and (b"mine" in written or key == "tensorboard")

@@ -99,15 +99,6 @@ def test_plain_output_is_plain_and_narrow():
     assert shown == ["10/12", "12/12"]
 
 
-def test_the_length_penalty_is_shown_beside_the_reward():
-    """On an update's line behind the reward; not where there is none."""
-    stream = io.StringIO()
-    report = PlainReport(stream)
-    report.handle(Started(3, {"run": "r"}))
-    report.handle(Updated({"update": 1, "reward": -0.94, "length_penalty": -0.94, "grad_norm": 0.3}))
-    assert "reward -0.940  length penalty -0.940  em -" in stream.getvalue()
-
-
 def test_long_notes_are_wrapped_but_paths_stay_whole():
     """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
     stream, path = io.StringIO(), "/" + "x" * 120
