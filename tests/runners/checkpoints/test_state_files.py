@@ -57,15 +57,6 @@ def test_a_gradient_that_is_not_finite_comes_back(llama, tmp_path):
     assert same_bits(load_trees(write_checkpoint(tmp_path, 1, state, llama, {}))[0], state)
 
 
-def test_gradients_of_nothing_but_zeros_take_no_space(llama, tmp_path):
-    """Between updates the accumulated gradients are zeros; they come back without having been written."""
-    params = make_state(llama).params
-    state = init_state(params, adamw(1e-3), key=mx.random.key(0))
-    folder = write_checkpoint(tmp_path, 1, state, llama, {})
-    assert not [name for name in mx.load(str(folder / "optimizer.safetensors")) if "accum_grads" in name]
-    assert same_bits(load_trees(folder)[0], state)
-
-
 def test_weights_that_are_rounded_at_random_go_on_bit_for_bit(llama, tmp_path):
     """bfloat16 masters and moments: an update after loading draws what it would have drawn without."""
     loaded, optimizer = load(llama.path, master="bfloat16"), adamw(1e-5, moment_dtype=mx.bfloat16)

@@ -92,18 +92,6 @@ def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune,
     assert not mx.allclose(mlx_lm.load(str(base))[0](TOKENS), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_a_folder_may_be_saved_over_the_one_it_was_loaded_from(tmp_path):
-    """Training on from final/ into the same final/: the old files are read before they are replaced."""
-    first = load(make_model_folder(tmp_path / "base"))
-    final = save_final(tmp_path / "run", make_state(first, seed=1), first)
-    second = load(final)
-    state = make_state(second, seed=2)
-    save_final(tmp_path / "run", state, second)
-    weights = named_leaves(mlx_lm.load(str(final))[0].parameters())
-    assert all(mx.array_equal(weights[name], leaf) for name, leaf in tree_flatten(state.params))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["final"]
-
-
 @pytest.mark.parametrize(
     ("keep_last", "keep_best", "kept"),
     [

@@ -60,17 +60,6 @@ def test_files_of_the_users_in_and_beside_a_runs_folder_are_untouched(tmp_path):
         assert look(beside) | look(inside) == before
 
 
-def test_an_earlier_checkpoint_put_aside_stays(tmp_path):
-    """The next one of that step gets another name."""
-    config = config_in(tmp_path / "out", *SHORT)
-    folder = run_training(config, report=Quiet()).folder
-    (folder / "checkpoint-3.aside").mkdir()
-    (folder / "checkpoint-3.aside" / "precious").write_text("x")
-    run_training(config, report=Quiet(), resume=folder / "checkpoint-2")
-    assert (folder / "checkpoint-3.aside" / "precious").read_text() == "x"
-    assert (folder / "checkpoint-3.aside-2" / "manifest.json").exists()
-
-
 @pytest.mark.parametrize("command", ["convert", "export", "fuse"])
 @pytest.mark.parametrize("limit", [0, 100, 10_000, 50_000])
 def test_a_disk_that_refuses_is_one_line_and_leaves_the_target_as_it_was(sources, tmp_path, command, limit):

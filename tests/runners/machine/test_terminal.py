@@ -6,17 +6,13 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rich.console import Console
 
-from runners import cli
 from runners.machine.terminal import OutputLost, echo, visible
 from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet
 from runners.training.start import make_report
-from tests.support.services.scripted_engine import answers_with
-from tests.support.tiny_models import make_model_folder
 
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
 EVIL = "\x1b]0;evil\x07\x9b31m\x7f\r\x00\x85"
@@ -126,23 +122,3 @@ def test_displays_show_it_visible():
         list(told(PlainReport(output)))
     assert harmless(plain.getvalue()) and SHOWN in plain.getvalue()
     assert "\x1b]0;evil" in file.getvalue()  # as it is
-
-
-@pytest.fixture(scope="module", name="model")
-def _model(tmp_path_factory):
-    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-@pytest.mark.parametrize("arguments", [["generate", "hello"], ["chat"]], ids=lambda words: words[0])
-def test_replies_are_visible_on_a_terminal_and_as_they_are_in_a_pipe(model, monkeypatch, arguments, stream):
-    """All of them: click alone would take sequences out for a pipe."""
-    output, evil = stream(), EVIL.replace("\x00", "")
-    tokens = load_tokenizer(model).encode(evil, add_special_tokens=False)
-    answers_with(monkeypatch, lambda prompt, sampling: tokens)
-    monkeypatch.setattr(sys, "stdout", output)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
-    command, *prompt = arguments
-    cli.main([command, str(model), *prompt], standalone_mode=False)
-    wanted, other = (visible(evil), evil) if stream is Terminal else (evil, visible(evil))
-    assert wanted in output.getvalue() and other not in output.getvalue()

@@ -76,22 +76,6 @@ def test_a_conversation_is_shown_as_turns(tab, tmp_path, talks):
     assert quiet(tab)
 
 
-def test_the_whole_prompt_is_there(tab, tmp_path):
-    """The messages around the question are folded, and searched; of held-out problems too."""
-    context = [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Of course."}]
-    path = write_report([make_run(tmp_path / "run", context=context)], tmp_path / "page.html").path
-    for part in ("completions", "problems"):
-        opened(tab, path, part)
-        place = tab.locator(f"#{part} .asked .context").first
-        assert place.inner_text() == "2 other messages of the prompt"
-        place.locator("summary").click()
-        assert place.locator(".text").all_inner_texts() == ["Be brief.", "Of course."]
-    opened(tab, path, "completions")
-    tab.fill("#query", "be brief")
-    playwright.expect(tab.locator("#completions [role=status]")).to_contain_text("48 of 48", timeout=WAIT)
-    assert quiet(tab)
-
-
 def test_held_out_problems_that_became_right(tab, tmp_path):
     """From wrong to right between two evaluations."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "problems")
@@ -117,20 +101,6 @@ def test_without_gold_answers_a_run_is_judged_by_its_rewards(tab, tmp_path):
     tab.select_option("#filter-change", "gained")
     shown = tab.inner_text("#problems")
     assert "2 of 4 problems" in shown and "reward rose" in shown and "wrong" not in shown
-    assert quiet(tab)
-
-
-def test_two_runs_lie_over_each_other(tab, tmp_path):
-    """With a row each, and the keys in which their configs differ."""
-    one = make_run(tmp_path / "one")
-    two = make_run(tmp_path / "two", config={"optim": {"learning_rate": 0.5}})
-    opened(tab, write_report([one, two], tmp_path / "page.html").path)
-    assert tab.locator("#tiles tbody tr").count() == 2
-    tab.click("#tab-config")
-    assert "optim.learning_rate" in tab.inner_text("#config") and "model.path" not in tab.inner_text(
-        "#config"
-    )
-    assert "2 keys differ" in tab.inner_text("#config")
     assert quiet(tab)
 
 

@@ -5,7 +5,6 @@ import os
 import pytest
 
 from runners.config.loading import load_config
-from runners.errors import UserError
 from runners.files.json_lines import LineFile
 from runners.report.completion_rows import PartMaker
 from runners.report.run_record import RunRecord, different_keys, flattened
@@ -78,15 +77,6 @@ def test_numbers_that_are_not_finite_are_named(tmp_path):
     assert (line, "loss") in record.nonfinite and (line, "grad_norm") in record.nonfinite
     assert record.columns["loss"][line] is None and record.columns["kl"][line] is None
     assert {len(column) for column in record.columns.values()} == {record.lines}
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    """With the nearest name, or with the runs that are in it."""
-    make_run(tmp_path / "quickstart")
-    with pytest.raises(UserError, match="did you mean quickstart"):
-        RunRecord(tmp_path / "quikstart")
-    with pytest.raises(UserError, match="it holds the runs quickstart"):
-        RunRecord(tmp_path)
 
 
 def test_what_differs_from_the_defaults():

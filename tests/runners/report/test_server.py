@@ -1,12 +1,11 @@
 """The live page's server: what it serves, and whom it refuses."""
 
-import http.client
 import json
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
@@ -66,18 +65,6 @@ def test_other_hosts_are_refused(ask, host):
     """A page elsewhere whose name leads here, whatever it asks for."""
     for path in ("/", "/data"):
         assert ask(path, host)[0] == 403
-
-
-def test_it_can_only_be_read_and_not_be_framed(tmp_path):
-    """No method changes anything; the headers keep other pages away."""
-    with served(make_run(tmp_path / "run")) as url:
-        line = http.client.HTTPConnection(urlsplit(url).netloc)
-        for method in ("POST", "PUT", "DELETE"):
-            line.request(method, "/data")
-            assert line.getresponse().status == 501
-        line.request("GET", "/")
-        found = line.getresponse()
-        assert found.status == 200 and found.getheader("x-frame-options") == "DENY"
 
 
 def test_a_restarted_run_is_read_again(tmp_path):

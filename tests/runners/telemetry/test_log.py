@@ -74,15 +74,6 @@ def test_log_lines_are_on_disk_at_once(tmp_path):
         assert [json.loads(line)["text"] for line in lines] == ["línea\u2028 \x85", "\ud800"]
 
 
-def test_a_new_run_keeps_the_older_log_beside_its_own(tmp_path):
-    """A second run of one name starts a file of its own and loses nothing of the first."""
-    for update in (1, 2):
-        with MetricsLog(tmp_path, LogConfig(completions=False)) as log:
-            log.log({"update": update})
-    assert json.loads((tmp_path / "training_log.jsonl").read_text()) == {"update": 2}
-    assert json.loads((tmp_path / "training_log.previous.jsonl").read_text()) == {"update": 1}
-
-
 @pytest.mark.parametrize("rest", ["", '{"update": 2, "rew'])
 def test_appending_continues_after_the_last_whole_line(tmp_path, rest):
     """A run killed in the middle of a line leaves a file that is valid again once it is continued."""

@@ -90,24 +90,6 @@ def test_plain_lines_say_everything_once():
     ]
 
 
-def test_plain_output_is_plain_and_narrow():
-    """No escape sequence, no carriage return, no line over 100 columns; the last update is always there."""
-    lines = plain_lines(1)
-    assert len([line for line in lines if line.startswith("update")]) == 42
-    assert all(len(line) <= 100 and line.isprintable() for line in lines) and "loss nan" in lines[8]
-    shown = [line.split()[1] for line in plain_lines(10, updates=12, total=12) if line.startswith("update")]
-    assert shown == ["10/12", "12/12"]
-
-
-def test_long_notes_are_wrapped_but_paths_stay_whole():
-    """A long line goes on below; a path that alone is too long is not cut, so that it can be copied."""
-    stream, path = io.StringIO(), "/" + "x" * 120
-    PlainReport(stream).handle(Note("word " * 30 + path))
-    lines = stream.getvalue().splitlines()
-    assert max(len(line) for line in lines[:-1]) <= 100
-    assert lines[-1].strip() == path
-
-
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_a_terminal_has_the_lines_of_a_file_and_a_current_one(width):
     """As wide as the terminal allows, brackets included; the current line says how far the run is."""

@@ -72,13 +72,6 @@ def test_what_is_no_number_is_no_reading(missing):
     assert [len(found) for found in lines] == [0, 0, 0, 1] and seen.reached
 
 
-@pytest.mark.parametrize("settings", [{"patience": 0}, {"patience": 1, "min_entropy": 0.0, "max_kl": 0.0}])
-def test_zeros_turn_warnings_off(settings):
-    """patience = 0 all of them, the limits their own."""
-    bad = {"entropy": 0.0, "kl": 1e9, **({} if settings["patience"] else FLAT)}
-    assert fed(Watch(WatchConfig(**settings), []), *[bad] * 5)[0] == [[]] * 5
-
-
 @pytest.mark.parametrize(
     ("text", "condition"),
     [
