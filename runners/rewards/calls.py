@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from runners.user_code.host import finished, is_async
 
 GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
-_LARGEST = 1e18  # of a reward times its weight, because advantages square it
+_LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
 Result = dict[str, Any]  # values, faults, failures; of the log extras, metrics; or error, exited
 Store = dict[Any, Any]
@@ -47,6 +47,10 @@ class Parameters:
             tuple(each.name for each in named if each.default is each.empty),
             any(each.kind is each.VAR_KEYWORD for each in every),
         )
+
+    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
+        """The available arguments that the function takes."""
+        return {name: each for name, each in available.items() if self.takes_all or name in self.names}
 
 
 def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
@@ -80,52 +84,45 @@ def resolved_function(name: str, folders: Sequence[str | Path]) -> Callable[...,
 
 
 def score(
-    store: Store,
-    name: str,
-    arguments: dict[str, Any],
-    logs: Sequence[str],
-    size: int,
-    weight: float,
-    environments: Sequence[int | None] | None,
+    store: Store, name: str, arguments: dict[str, Any], size: int, environments: Sequence[int | None] | None
 ) -> Any:
     """`run` for a loaded reward, awaitable if its function is async; `environments` by their numbers."""
     function = store["reward", name]
     if environments is not None:
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
-            fault = "the environments are gone: their process was ended"
-            return {"error": fault, "exited": True}
+            return {"error": "the environments are gone: their process was ended", "exited": True}
         arguments["environments"] = [known.get(number) for number in environments]
-    return (run_async if is_async(function) else run)(function, arguments, logs, size, weight)
+    return (run_async if is_async(function) else run)(function, arguments, size)
 
 
-def run(
-    function: Callable[..., Any], arguments: dict[str, Any], logs: Sequence[str], size: int, weight: float
-) -> Result:
-    """Calls a reward on `size` completions; `logs` are its ways to log, of `RewardLog`."""
+def run(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
+    """Calls a reward on `size` completions; it gets the ways to log that it takes."""
     log = RewardLog(size)
-    ways = {name: getattr(log, name) for name in logs}
     try:
-        return _read(finished(function(**arguments, **ways)), log, size, weight)
+        return _read(finished(function(**arguments, **_ways(function, log))), log)
     except (Exception, SystemExit) as error:
         return _failed(error, function)
 
 
-async def run_async(
-    function: Callable[..., Any], arguments: dict[str, Any], logs: Sequence[str], size: int, weight: float
-) -> Result:
+async def run_async(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
     """The same for an async reward."""
     log = RewardLog(size)
-    ways = {name: getattr(log, name) for name in logs}
     try:
-        return _read(await function(**arguments, **ways), log, size, weight)
+        return _read(await function(**arguments, **_ways(function, log)), log)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         return _failed(error, function)
 
 
-def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
+def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..., None]]:
+    ways = {"log_extra": log.log_extra, "log_metric": log.log_metric}
+    return Parameters.of(function).pick(ways)
+
+
+def _read(result: Any, log: RewardLog) -> Result:
     """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
     completions there is none."""
+    size = log.size
     found = {"extras": log.extras, "metrics": log.metrics}
     values, fault = _python_value(result), ""
     if not isinstance(values, list):
@@ -136,7 +133,7 @@ def _read(result: Any, log: RewardLog, size: int, weight: float) -> Result:
         return {"values": [], "faults": [fault], "failures": size, **found}
     numbers_b, faults = [], dict[str, list[int]]()
     for index, value in enumerate(values):
-        number, fault = _as_float(value, weight)
+        number, fault = _as_float(value)
         numbers_b.append(number)
         if fault:
             faults.setdefault(fault, []).append(index)
@@ -168,7 +165,7 @@ def _python_value(value: Any) -> Any:
     return value
 
 
-def _as_float(value: Any, weight: float) -> tuple[float, str]:
+def _as_float(value: Any) -> tuple[float, str]:
     """One entry of a reward's result as a float (NaN: none), and its fault, if any."""
     if value is None:
         return math.nan, ""
@@ -182,6 +179,6 @@ def _as_float(value: Any, weight: float) -> tuple[float, str]:
         number = math.nan
     if not math.isfinite(number):
         return math.nan, "returned a number that is not finite"
-    if abs(number) * max(abs(weight), 1.0) > _LARGEST:
+    if abs(number) > _LARGEST:
         return math.nan, f"returned a number beyond {_LARGEST:g}, whose square float32 cannot hold"
     return number, ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +37,15 @@ class Reward:
     weight: float = 1.0
 
     @property
-    def _parameters(self) -> Parameters:
+    def parameters(self) -> Parameters:
+        """What the function takes by name."""
         function = self.function
         return function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
-
-    def pick(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """The available arguments that the function takes: all of them if it has ``**kwargs``."""
-        takes = self._parameters
-        return {name: each for name, each in available.items() if takes.takes_all or name in takes.names}
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The parameters that the function cannot be called without."""
-        return self._parameters.needed
+        return self.parameters.needed
 
 
 def resolve_rewards(

@@ -23,9 +23,6 @@ from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
 
 __all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
 
-_LOGS = ("log_extra", "log_metric")
-_Arguments = tuple[dict[str, Any], list[str], int, float]  # of `calls.run`, after the function
-
 
 @attrs.frozen
 class Failed:
@@ -98,15 +95,12 @@ class Scorer:
         if environments is not None:
             given["environments"] = list(environments)
 
-        called = []
-        for reward in self.rewards:
-            arguments = reward.pick(given | {"trainer_state": trainer_state})
-            logs = list(reward.pick(dict.fromkeys(_LOGS)))
-            called.append((arguments, logs, len(texts), reward.weight))
+        every = {**given, "trainer_state": trainer_state}
+        outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], len(texts))
         log, problems = RewardLog(len(texts)), list[str]()
-        values_kb = np.full((len(called), len(texts)), np.nan)
+        values_kb = np.full((len(outcomes), len(texts)), np.nan)
         failed: dict[int, Failed] = {}
-        for k, (reward, outcome) in enumerate(zip(self.rewards, self._call_all(called), strict=True)):
+        for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
             notes, failures = _read(outcome, reward, values_kb[k], log)
             if notes and self.on_error == "raise":
                 raise RewardError(notes[0])
@@ -118,7 +112,7 @@ class Scorer:
             self._calls.worker.notices.clear()
         return Scores(values_kb, problems, failed, log.extras, log.metrics)
 
-    def _call_all(self, called: Sequence[_Arguments]) -> list[Outcome]:
+    def _call_all(self, called: Sequence[dict[str, Any]], size: int) -> list[Outcome]:
         """The outcome of each reward's call. In the process of user code async ones run together, meanwhile
         the others one after another."""
         outcomes: dict[int, Outcome] = {}
@@ -126,23 +120,22 @@ class Scorer:
         there = {k: each for k, each in enumerate(functions) if isinstance(each, UserFunction)}
         for k, function in there.items():
             if function.is_async:
-                self._start(k, function, called[k], TOGETHER)
+                self._start(k, function, called[k], size, TOGETHER)
         for k, function in enumerate(functions):
             if not isinstance(function, UserFunction):
-                outcomes[k] = Outcome(_called_here(function, *called[k]))
+                outcomes[k] = Outcome(_called_here(function, called[k], size))
             elif not function.is_async:
-                self._start(k, function, called[k], MAIN)
+                self._start(k, function, called[k], size, MAIN)
                 self._wait_for(k, outcomes)
         for k in there:
             self._wait_for(k, outcomes)
         return [outcomes[k] for k in range(len(called))]
 
-    def _start(self, k: int, function: UserFunction, called: _Arguments, mode: str) -> None:
+    def _start(self, k: int, function: UserFunction, arguments: dict[str, Any], size: int, mode: str) -> None:
         """Starts a call in the process of user code."""
-        arguments, *rest = called
         environments = arguments.pop("environments", None)
         self._calls = self._calls or Calls(function.worker)
-        what = ("runners.rewards.calls:score", function.name, arguments, *rest, environments)
+        what = ("runners.rewards.calls:score", function.name, arguments, size, environments)
         self._calls.submit(k, *what, timeout=self.timeout, mode=mode)
 
     def _wait_for(self, k: int, outcomes: dict[int, Outcome]) -> None:
@@ -150,14 +143,14 @@ class Scorer:
             outcomes.update(self._calls.collect(1))
 
 
-def _called_here(function: Callable[..., Any], arguments: dict[str, Any], *rest: Any) -> dict[str, Any]:
+def _called_here(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> dict[str, Any]:
     """`calls.run` of a function in this process."""
     if not str(getattr(function, "__module__", "")).startswith("runners."):
         arguments = copy.deepcopy(arguments)  # it is not ours, and might change what the run uses again
     if not is_async(function):
-        return run(function, arguments, *rest)
+        return run(function, arguments, size)
     with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop
-        return pool.submit(run, function, arguments, *rest).result()
+        return pool.submit(run, function, arguments, size).result()
 
 
 def _read(outcome: Outcome, reward: Reward, row_b: np.ndarray, log: RewardLog) -> tuple[list[str], int]:

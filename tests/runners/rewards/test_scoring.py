@@ -90,7 +90,7 @@ def test_arguments_are_copies() -> None:
         ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0]),
         ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0]),
         ([mx.array(2.0) * k for k in range(3)], [0.0, 2.0, 4.0]),
-        ([1e18, -1e18, 0.0], [1e18, -1e18, 0.0]),  # the largest: its square is within float32
+        ([1e15, -1e15, 0.0], [1e15, -1e15, 0.0]),
     ],
 )
 def test_results_that_count(result: Any, expected: list[float | None]) -> None:
@@ -101,7 +101,7 @@ def test_results_that_count(result: Any, expected: list[float | None]) -> None:
     assert scores.problems == []
 
 
-BEYOND = "returned a number beyond 1e+18, whose square float32 cannot hold, at completion 0"
+BEYOND = "returned a number beyond 1e+15, whose square float32 cannot hold, at completion 0"
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,6 @@ def test_results_that_do_not_count(result: Any, expected: list[float | None], no
     with pytest.raises(UserError) as caught:
         score(lambda completions: result, on_error="raise")
     assert note in str(caught.value)
-
-
-@pytest.mark.parametrize(("weight", "counts"), [(10.0, False), (1.0, True), (1e-9, True)])
-def test_the_bound_on_a_reward_is_on_its_product_with_the_weight(weight: float, counts: bool) -> None:
-    """A small weight allows no larger reward."""
-    assert (score(giving(1e18, 1.0, 2.0), weight=weight).problems == []) is counts
 
 
 def test_a_note_is_one_line_with_the_place() -> None:
