@@ -49,7 +49,7 @@ class RewardCheck:
     values_kan: np.ndarray  # [reward, kind of text, problem]; NaN: no reward
     knows_right: bool  # False: the form reads answers, but no right completion is known
     warnings: tuple[str, ...]
-    images: tuple[tuple[str, int], ...] = ()  # of the first prompt: names, and tokens of each
+    images: tuple[tuple[str, int], ...]  # of the first prompt: names, and tokens of each
 
 
 def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> RewardCheck:
@@ -64,21 +64,20 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     rewards = load_code(config, worker)
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)
-    columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
+    data = config.data
+    columns = reward_columns(rows[0], with_answer=bool(data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-    use_template(tokenizer, config.data.chat_template)
-    processor = processor_of(config.data, path, read_json(path / "config.json"))
+    use_template(tokenizer, data.chat_template)
+    processor = processor_of(data, path, read_json(path / "config.json"))
     ends, decoder = tuple(sorted(tokenizer.eos_token_ids)), TextDecoder(tokenizer)
-    environments = build_environments(
-        config.env, config.data, tokenizer, decoder, ends, config.folders, worker
-    )
+    environments = build_environments(config.env, data, tokenizer, decoder, ends, config.folders, worker)
     # Without an episode there is nothing that these could score.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
     tools = environments.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
-        build_examples(part, config.data, tokenizer, tools, processor) for part in rows
+        build_examples(part, data, tokenizer, tools, processor) for part in rows
     )
     read, tried = config.answer_form, train[:problems]
     if read is not None:
@@ -86,6 +85,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     right = form or (read.right if read else "")
     if not right and read is None and any(example.answer for example in tried):
         right = PLACE  # rewards of one's own may look at the bare answer
+    knows_right = bool(right) or read is None
     kinds, values_kan, faults = _score(config, rewards, tried, right, decoder)
     if environments is not None:
         try:
@@ -93,16 +93,14 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
             faults += _begun(environments, train[0])
         except UserError as error:
             faults.append(str(error))
-    limit = config.data.max_prompt_length
     warnings = [
-        *rows[0].notices("train", dropped, limit),
-        *rows[1].notices("eval", dropped_there, limit),
-        *template_notices(tokenizer, config.data, config.rollout.stop),
+        *rows[0].notices("train", dropped, data.max_prompt_length),
+        *rows[1].notices("eval", dropped_there, data.max_prompt_length),
+        *template_notices(tokenizer, data, config.rollout.stop),
         *faults,
         # What a pattern or a function of the user reads is not known here.
-        *(_judge(rewards, kinds, values_kan, read, tried) if right or read is None else []),
+        *(_judge(rewards, kinds, values_kan, read, tried) if knows_right else []),
     ]
-    images = [(each.name, processor.count_tokens(each)) for each in train[0].images] if processor else []
     return RewardCheck(
         prompt=train[0].text,
         train=len(train),
@@ -112,9 +110,9 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
         kinds=tuple(kinds),
         rewards=tuple(reward.name for reward in rewards),
         values_kan=values_kan,
-        knows_right=bool(right) or read is None,
-        images=tuple(images),
+        knows_right=knows_right,
         warnings=tuple(warnings),
+        images=tuple((each.name, processor.count_tokens(each)) for each in train[0].images if processor),
     )
 
 

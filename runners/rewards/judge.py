@@ -42,7 +42,7 @@ _MOST = 10_000  # characters at the end of an answer that are read
 _NUMBER = r"(?>[-+]?(?:\d+(?:\.\d*)?|\.\d+))"  # atomic: no second try with fewer digits
 _SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
 _ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
-_PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # another try may succeed
+_PASSING = {408, 409, 425, 429}  # another try may succeed, as with those from 500 on
 Verdict = float | Failure
 
 
@@ -83,12 +83,14 @@ def judge_reward(
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {"temperature": 0.0, "max_tokens": 512, **({"model": model} if model else {}), **request}
 
+    def key() -> str:
+        return os.environ.get(api_key_env, "") if api_key_env else ""
+
     def headers() -> dict[str, str]:
-        return {"Authorization": f"Bearer {os.environ.get(api_key_env, '')}"} if api_key_env else {}
+        return {"Authorization": f"Bearer {key()}"} if api_key_env else {}
 
     def safe(text: str) -> str:
-        key = os.environ.get(api_key_env, "")
-        return one_line(text.replace(key, f"${api_key_env}") if key else text, {})
+        return one_line(text.replace(key(), f"${api_key_env}") if key() else text, {})
 
     async def ask(client: Any, question: str) -> Verdict:
         import httpx2
@@ -100,15 +102,16 @@ def judge_reward(
             try:
                 async with asyncio.timeout(timeout):
                     answer = await client.post(f"{base}/chat/completions", json=body)
-            except (TimeoutError, httpx2.HTTPError) as error:
-                late = isinstance(error, TimeoutError)
-                why = f"in {timeout:g} s" if late else f"from {base}: {safe(error_line(error))}"
-                failure = Failure(f"got no answer {why}")
+            except TimeoutError:
+                failure = Failure(f"got no answer in {timeout:g} s")
+                continue
+            except httpx2.HTTPError as error:
+                failure = Failure(f"got no answer from {base}: {safe(error_line(error))}")
                 continue
             if answer.status_code == 200:
                 return _verdict(answer.text, scale)
             failure = Failure(f"got HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}")
-            if answer.status_code not in _PASSING:
+            if answer.status_code < 500 and answer.status_code not in _PASSING:
                 break
         return failure
 
@@ -135,7 +138,7 @@ def judge_reward(
         """Called before a run loads its model. UserError if the server does not answer or refuses the key."""
         import httpx2
 
-        if api_key_env and not os.environ.get(api_key_env):
+        if api_key_env and not key():
             raise UserError(f"the judge at {base}: the environment variable {api_key_env} is not set")
         try:
             status = httpx2.get(f"{base}/models", headers=headers(), timeout=10.0).status_code
