@@ -101,7 +101,7 @@ def generate_command(
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
     text = ""
     if prompts:
-        from runners.data.prompt_files import read_prompts
+        from runners.data.messages import read_prompts
 
         conversations = read_prompts(prompts, column, values["system"] or "")
     else:

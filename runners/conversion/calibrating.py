@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.policy import Moments, QuantMode, added, carries_of, input_moments, round_calibrated
-from runners.data.prompt_files import read_prompts
+from runners.data.messages import read_prompts
 from runners.data.rendering import render
 
 PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows at a time

@@ -17,9 +17,9 @@ from runners.environments.environments import Environments
 from runners.errors import UserError
 from runners.images.tower import VisionPart
 from runners.inference.text_generation import LENGTH, Batch, sample_batches
+from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Scorer
-from runners.rewards.trl_arguments import NO_RUN, TrainerState
 from runners.tokenization.text import TextDecoder
 
 SUCCESS = 1.0  # an episode is a success if the environment's own reward is at least this

@@ -1,6 +1,8 @@
 """A reward's call, where its function runs: its arguments, what counts of its result, and its faults.
 
 `load` and `score` are operations of the process of user code (`runners.user_code`). What comes back is plain.
+`trainer_state`, `log_extra` and `log_metric` are those of TRL's GRPOTrainer, so that functions written for it
+run unchanged.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any
 
 import attrs
 
+from runners.answers.values import value_text
 from runners.config.user_functions import function_file, resolve_function
 from runners.errors import Failure, UserError, error_line, show
-from runners.rewards.trl_arguments import RewardLog
+from runners.metrics import METRICS
 from runners.user_code.host import finished, is_async
 
 GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
@@ -27,6 +30,56 @@ _LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
 Result = dict[str, Any]  # values, faults, failures; of the log extras, metrics; or error, exited
 Store = dict[Any, Any]
+
+
+@attrs.frozen
+class TrainerState:
+    """The progress of a run: the part of transformers' TrainerState that has a meaning here."""
+
+    global_step: int = 0  # optimizer updates taken
+    max_steps: int = 0  # optimizer updates of the whole run
+    epoch: float = 0.0  # epochs done, with fractions
+    num_train_epochs: int = 0
+
+
+NO_RUN = TrainerState()
+"""The state that rewards get outside a run."""
+
+
+@attrs.frozen(eq=False)
+class RewardLog:
+    """The texts and numbers that rewards have logged in one call of the scorer."""
+
+    size: int  # completions
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
+    metrics: dict[str, list[float]] = attrs.field(factory=dict)  # name -> each value that was logged
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column for completions.jsonl. Raises ValueError unless it has an entry for each completion."""
+        if len(values) != self.size:
+            raise ValueError(f"log_extra({column!r}, …) got {len(values)} values for {self.size} completions")
+        self.extras[column] = [_plain(value) for value in values]
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number for training_log.jsonl, which gets the mean of an update's values. Raises ValueError for a
+        name of the log's own."""
+        if name in METRICS:
+            raise ValueError(f"log_metric: {name} is a name of the log's own; call it something else")
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def add(self, found: Mapping[str, Any]) -> None:
+        """What a call of one reward has logged."""
+        self.extras.update(found["extras"])
+        for name, values in found["metrics"].items():
+            self.metrics.setdefault(name, []).extend(values)
+
+
+def _plain(value: Any) -> Any:
+    """The value as one of JSON's types; of a list each entry, as in the rewards of turns."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+    return value if value is None or isinstance(value, bool | int | float | str) else value_text(value)
 
 
 @attrs.frozen

@@ -15,9 +15,8 @@ import numpy as np
 
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import RewardError, show
-from runners.rewards.calls import run
+from runners.rewards.calls import NO_RUN, RewardLog, TrainerState, run
 from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
-from runners.rewards.trl_arguments import NO_RUN, RewardLog, TrainerState
 from runners.user_code.calls import Calls
 from runners.user_code.host import MAIN, TOGETHER, Outcome, is_async
 

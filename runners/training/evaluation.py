@@ -17,7 +17,7 @@ from runners.engines.settings import DEFAULT_ROWS
 from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
-from runners.rewards.trl_arguments import TrainerState
+from runners.rewards.calls import TrainerState
 from runners.telemetry.events import Evaluated
 from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records

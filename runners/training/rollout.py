@@ -21,8 +21,11 @@ from runners.environments.environments import Environments
 from runners.errors import RewardError, UserError
 from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
+from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
     Experience,
+    advantages_of,
+    check_turn_rewards,
     is_varied,
     join_experiences,
     join_stages,
@@ -31,8 +34,6 @@ from runners.rewards.experience import (
 )
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
-from runners.rewards.trl_arguments import NO_RUN, TrainerState
-from runners.rewards.turn_rewards import advantages_of, check_turn_rewards
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import RankExperience, gather_rollout
 

@@ -29,8 +29,8 @@ from runners.data.curriculum import updated
 from runners.data.stream import gold_batch
 from runners.machine.metal_faults import LONGEST
 from runners.models.role_quantization import formats_line, is_calibrated
+from runners.rewards.calls import TrainerState
 from runners.rewards.experience import Experience
-from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.diary import Diary
 from runners.telemetry.part_times import PartTimes
 from runners.telemetry.run_statistics import Tally

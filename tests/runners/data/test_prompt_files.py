@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from runners.data.prompt_files import read_prompts
+from runners.data.messages import read_prompts
 from runners.errors import UserError
 
 SYSTEM = {"role": "system", "content": "Be brief."}

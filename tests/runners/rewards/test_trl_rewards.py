@@ -8,9 +8,9 @@ import re
 import numpy as np
 
 from runners.config.loading import load_config
+from runners.rewards.calls import TrainerState
 from runners.rewards.library import on_texts
 from runners.rewards.scoring import Reward, Scorer
-from runners.rewards.trl_arguments import TrainerState
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.tiny_runs import small
