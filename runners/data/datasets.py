@@ -39,19 +39,14 @@ _LOOKED_AT = 100  # rows whose gold answers say what they are
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
-    A source is a shipped name, a local file or folder (an existing one has priority), or a Hub name. A single
-    file is the split "train". If there is only one split (a file, or `eval_split` equal to `split`), the last
-    tenth of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained on.
+    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split "train". If
+    there is only one split (a file, or `eval_split` equal to `split`), the last tenth of its usable rows, at
+    least one and at most 1,000, is held out for evaluation and not trained on. `data.transform` (found in
+    `folders`, as in `resolve_function`) gets each row first; it returns the row to use, or None.
 
-    With `data.transform`, that function (found in `folders`, as in `resolve_function`) gets each row first;
-    it returns the row to use, or None to leave it out.
-
-    Every row needs the question, a text, and, unless `data.answer` is empty, the answer. A row without them
-    is a bad row, as is one on which the transform fails: `on_bad_row` "raise" raises an error with the place
-    of the first one, "skip" leaves them out and notes them in `Rows.faults`.
-
-    Raises UserError, in one line, for a missing source or split (with those found), a field that no row has
-    (with those found and the nearest spelling), a bad row, and a split without a usable row.
+    A row without a question and, unless `data.answer` is empty, an answer is a bad row: `on_bad_row` "raise"
+    raises an error with its place, "skip" leaves it out and notes it in `Rows.faults`. Raises UserError for a
+    missing source, split or field (with those found), a bad row, and a split without a usable row.
     """
     source, read = _reader(config, folders)
     if source.is_file() and config.split != "train":
@@ -69,9 +64,8 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`.
-
-    The default system prompt, which asks for a number, asks for an answer if most gold ones are none.
+    """The config for these rows: without gold answers if no row has the column `data.answer`; a default
+    system prompt that asks for a number asks for an answer if most gold ones are none.
 
     Raises UserError where programs have no sandbox, for tests that no program can pass, and for lists that
     answer another form than "code".

@@ -82,14 +82,10 @@ def _is_text_part(part: Any) -> bool:
 def read_prompts(name: str, column: str, system: str = "", option: str = "--prompts") -> list[list[Message]]:
     """The conversations of a file, none of which ends with the assistant's turn.
 
-    Args:
-        name: a .txt file with a prompt on each line that is not blank, "-" for such lines on standard input,
-            or a .jsonl, .json, .csv or .parquet file.
-        column: of rows; it holds a text, or a list of messages with roles and contents.
-        system: the system message of every conversation; messages must not have one as well.
-        option: what named the file, for errors.
-
-    Raises UserError, with the line, for a row that is not a prompt, and for a file without prompts.
+    `name` is a .txt file with a prompt on each line that is not blank, "-" for such lines on standard input,
+    or a file of rows, whose `column` holds a text or a list of messages. `system` opens every conversation;
+    messages must not have one as well. `option` named the file, for errors. Raises UserError, with the line,
+    for a row that is not a prompt, and for a file without prompts.
     """
     found = []
     for place, value in _values(name, column, option):

@@ -72,12 +72,9 @@ def build_examples(
 ) -> tuple[list[Example], int]:
     """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
 
-    An empty system prompt means no system message. `processor` is needed if `data.image` names a column.
-    Every example has all columns of `reward_columns`; they are None if its row lacks them. With `on_bad_row`
-    "skip" a row that the chat template or the tokenizer refuses is left out, and noted in `Rows.faults`.
-
-    Raises UserError, with the row's place, if the chat template or the tokenizer refuses a row or a row has
-    no answer; and if no row is left.
+    Every example has all columns of `reward_columns`, None where its row lacks them. A row that the chat
+    template or the tokenizer refuses, or without an answer, raises UserError with its place; with
+    `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is left.
     """
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")

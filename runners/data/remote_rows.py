@@ -39,9 +39,8 @@ def task_rows(config: DataConfig, split: str) -> list[Row]:
     """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
 
     `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its questions
-    is trained on. The same config gives the same problems.
-
-    Raises UserError if reasoning-gym is missing, and for an unknown task or setting in `data.name`.
+    is trained on. The same config gives the same problems. Raises UserError if reasoning-gym is missing, and
+    for an unknown task or setting in `data.name`.
     """
     if split != config.split:
         return list(_rows(config, split, _FIRST, _HELD_OUT))

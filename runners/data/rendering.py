@@ -30,22 +30,15 @@ def render(
 ) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, up to the assistant's turn and the nudge, and its tokens.
 
-    `raw`: the text is that of the last message, which the model continues.
+    `raw`: the text is that of the last message, which the model continues. `tools` are schemas; a template
+    that does not show them gets them in the system prompt. `template_kwargs` are further arguments of the
+    template, `chat_template` replaces it. `images` come before the last user message's text; a `processor`
+    has a template of its own, and says how many tokens each image takes.
 
-    `tools` are schemas, which the template gets as `tools`. If the template does not show them, or if there
-    is no template, they are described in the system prompt. `template_kwargs` are further arguments of the
-    template, such as `enable_thinking`; `chat_template` replaces the tokenizer's template. `images` come
-    before the last user message's text; the `processor` of a model that sees has a template of its own, and
-    says how many tokens each image takes.
-
-    With a chat template the text and its special tokens come from the template. If a template refuses or
-    drops the system role, the system prompt is put in front of the first user message. Without a template the
-    form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, and the tokenizer's BOS in
-    front if the tokenizer adds it by default (an EOS is never added).
-
-    `tokenizer` is a transformers tokenizer, mlx-lm's wrapper of one, or anything with `encode(text,
-    add_special_tokens=…)`. Raises UserError if the template fails on the messages or renders nothing, and as
-    `runners.tokenization.text.encode` does.
+    If a template refuses or drops the system role, the system prompt opens the first user message. Without a
+    template the form is ``System: …``, ``User: …``, ``Assistant: `` with blank lines between, after BOS if
+    the tokenizer adds it (an EOS is never added). Raises UserError if the template fails or renders nothing,
+    and as `runners.tokenization.text.encode` does.
     """
     if raw:
         text = f"{messages[-1]['content']}{nudge}"

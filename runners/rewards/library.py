@@ -20,12 +20,10 @@ Rewards = list[float | None]
 def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
     """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
-    `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal; so are sets, intervals, matrices and
-    expressions that simplify to one another (math-verify, extra `math`). The answer is the text in the last
-    <answer>…</answer>, or else what math-verify finds in the whole text.
-
-    A policy writes texts such as 9^(9^9): each completion has 2 s of computing and 512 MB in a process that
-    is kept for this, and gets None beyond. Raises UserError without math-verify.
+    `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The answer is
+    the text in the last <answer>…</answer>, or else what math-verify finds in the whole text. Each completion
+    has 2 s of computing and 512 MB in a process that is kept for this, and gets None beyond: a policy writes
+    texts such as 9^(9^9). Raises UserError without math-verify.
     """
     compare = _math_process()
     texts = [answer_text(completion) for completion in completions]

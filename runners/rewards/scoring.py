@@ -68,16 +68,13 @@ class Scorer:
     ) -> Scores:
         """Call every reward on B completions; those of one prompt follow one another.
 
-        `texts`, `prompts`, each of `columns` and `completion_ids` hold B entries, one for each completion. A
-        reward gets, by name, `completions` (``[[{"role": "assistant", "content": text}], …]``) and those of
-        `prompts`, `completion_ids`, the columns, `trainer_state`, `log_extra` and `log_metric` that it takes;
-        each call gets its own lists. With `conversations`, the messages of each are its completion;
-        `environments` are passed on unchanged. Async rewards are awaited together, the others run one after
-        another.
+        `texts`, `prompts`, each of `columns` and `completion_ids` hold an entry for each completion. A reward
+        gets, by name, those arguments of docs/rewards.md that it takes, in lists of its own. With
+        `conversations`, the messages of each are its completion; `environments` are passed on unchanged.
 
         Raises ValueError without rewards, for arguments of different lengths or a reserved name of a column;
-        UserError for a
-        reward that needs a column which is not there; RewardError for a problem where `on_error` is "raise".
+        UserError for a reward that needs a column which is not there; RewardError for a problem where
+        `on_error` is "raise".
         """
         if not self.rewards:
             raise ValueError("rewards is empty; expected at least one")
