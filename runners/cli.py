@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import runners
 from runners.commands.base import HELP, LazyGroup, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options, read_config
+from runners.commands.options import SET, echo_all, flag, option, options
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr
 from runners.machine.terminal import echo
@@ -67,21 +66,7 @@ Exit codes:
 _LAST = "the last one"  # --resume without a value
 
 
-def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        echo(f"grpo_fn, version {runners.__version__}")
-        context.exit()
-
-
-# click's own option takes the version as text, and so would read it before every command.
-VERSION = click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_version,
-    help="Show the version.",
-)
+VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
 
 
 def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
@@ -222,10 +207,10 @@ def _command() -> str:
 
 
 def _show_resolved(name: str, overrides: Sequence[str]) -> None:
-    from runners.config.loading import write_resolved
+    from runners.config.loading import load_config, write_resolved
     from runners.machine import startup
 
-    config = read_config(name, overrides)
+    config = load_config(name, overrides)
     startup.load_blas()  # before `check` imports MLX
     config = config.check()
     echo(config.to_toml())
@@ -233,9 +218,10 @@ def _show_resolved(name: str, overrides: Sequence[str]) -> None:
 
 
 def _run_alone(name: str, overrides: Sequence[str], signals: StopSignals, how: dict[str, Any]) -> None:
+    from runners.config.loading import load_config
     from runners.machine import startup
 
-    config = read_config(name, overrides)
+    config = load_config(name, overrides)
     # The BLAS has to be in place before anything imports MLX.
     echo_all(startup.prepare(config.system.memory_limit_gb).notices)
     from runners.training.train import run_training

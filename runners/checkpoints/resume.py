@@ -104,7 +104,7 @@ def compare_config(config: Config, origin: Origin, note: Callable[[str], None], 
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
     was, now = flattened(origin.facts.config), flattened(config.to_dict())
     # For keys that the config left open, config.resolved.json has the values that the run used.
-    resolved = flattened(recorded_in(origin.folder.parent).values)
+    resolved = flattened(recorded_in(origin.folder.parent))
     found, matter = [], []
     for key in sorted(was.keys() | now.keys()):
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))

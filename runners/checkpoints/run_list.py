@@ -68,8 +68,8 @@ def _advice(folder: Path, state: str) -> str:
         return ""
     if state == "finished":
         return shlex.join(["grpo", "chat", str(folder)])
-    command, config = ["grpo-run", str(folder / RESOLVED)], recorded_in(folder)
-    output, name = config.get("run", "output_dir"), config.get("run", "name")
+    command, config = ["grpo-run", str(folder / RESOLVED)], recorded_in(folder).get("run", {})
+    output, name = config.get("output_dir"), config.get("name")
     if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.
         command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options, read_config
+from runners.commands.options import SET, echo_all, flag, option, options
 from runners.errors import UserError, show
 from runners.machine.terminal import aligned, echo
 
@@ -45,8 +45,10 @@ No weights are loaded, except the model's with --sample.
 @ends_with_a_line
 def check_command(config: str, overrides: Sequence[str], form: str, problems: int, sample: int) -> None:
     """Look at prompts and rewards before training."""
-    loaded = read_config(config, overrides)
+    from runners.config.loading import load_config
     from runners.machine import startup
+
+    loaded = load_config(config, overrides)
 
     machine = startup.prepare(loaded.system.memory_limit_gb)
     from runners.evaluation.reward_check import check_rewards
@@ -135,8 +137,10 @@ def difficulty_command(
     config: str, overrides: Sequence[str], samples: int, out: str, overwrite: bool
 ) -> None:
     """Measure how often each prompt is passed."""
-    loaded = read_config(config, overrides)
+    from runners.config.loading import load_config
     from runners.machine import startup
+
+    loaded = load_config(config, overrides)
 
     machine = startup.prepare(loaded.system.memory_limit_gb)
     from runners.data.curriculum import BANDS

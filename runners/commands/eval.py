@@ -81,9 +81,10 @@ def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any)
 
     if out:
         rows = (row for each in measured for row in each.completions)
-        _write(out, "".join(json_line(row) + "\n" for row in rows))
+        Path(out).expanduser().write_text("".join(json_line(row) + "\n" for row in rows), encoding="utf-8")
     if json_file:
-        _write(json_file, json.dumps(comparison_summary(measured), indent=2, allow_nan=False) + "\n")
+        text = json.dumps(comparison_summary(measured), indent=2, allow_nan=False)
+        Path(json_file).expanduser().write_text(f"{text}\n", encoding="utf-8")
     echo(comparison_table(measured))
 
 
@@ -202,10 +203,3 @@ def _measure_all(
         echo_all(result.problems)
         del loaded
     return measured
-
-
-def _write(name: str, text: str) -> None:
-    try:
-        Path(name).expanduser().write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{name}: cannot be written ({error.strerror})") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -156,9 +156,12 @@ def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
     """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
     from runners.files.json_files import json_line
 
-    with _timed() as (should_stop, speed), _sink(out) as sink:
+    with _timed() as (should_stop, speed), open(out or os.devnull, "w", encoding="utf-8") as file:
         for row in rows(should_stop=should_stop, speed=speed):
-            sink(json_line(row))
+            if not out:
+                echo(json_line(row))
+            else:
+                print(json_line(row), file=file, flush=True)
 
 
 def _rows(
@@ -218,21 +221,3 @@ def _shown(messages: Sequence[Message], values: dict[str, Any]) -> Any:
     """The prompt as a row shows it, without the system message that all prompts share."""
     plain = list(messages) == _with_system(messages[-1:], values["system"])
     return messages[-1]["content"] if plain else list(messages)
-
-
-@contextmanager
-def _sink(out: str) -> Iterator[Callable[[str], None]]:
-    """The function that writes a line: to the file `out`, or to standard output."""
-    if not out:
-        yield echo
-        return
-    try:
-        with Path(out).open("w", encoding="utf-8") as file:
-
-            def write(line: str) -> None:
-                file.write(f"{line}\n")
-                file.flush()
-
-            yield write
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror})") from error

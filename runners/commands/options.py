@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.errors import UserError, gigabytes, one_line, show, spell
+from runners.errors import UserError, gigabytes, one_line, spell
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from grpo_fn import Sampling
-    from runners.config.loading import Config
     from runners.conversion.packing import QuantizationOptions
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
@@ -144,14 +143,13 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     )
 
 
-_PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings, words
-    "system": ("system_prompt", "", lambda text: f"system message {show(text)}"),
-    "nudge": ("nudge", "", lambda text: f"nudge {show(text)}"),
-    "stop": ("stop", (), lambda texts: f"stop {', '.join(map(show, texts))}"),
-    "max_tokens": ("max_new_tokens", MAX_TOKENS, lambda count: f"at most {count:,} tokens"),
-    "template_kwargs": ("chat_template_kwargs", {}, lambda table: f"template arguments {spell(table)}"),
+_PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
+    "system": ("system_prompt", ""),
+    "nudge": ("nudge", ""),
+    "stop": ("stop", ()),
+    "max_tokens": ("max_new_tokens", MAX_TOKENS),
+    "template_kwargs": ("chat_template_kwargs", {}),
 }
-
 _OF_A_CHAT = ("system", "nudge", "template_kwargs")
 
 
@@ -165,13 +163,13 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
     stop = tuple(filter(None, values["stop"])) if values["stop"] else None
     asked_raw = bool(values.get("raw"))
     raw = asked_raw or (prompt is not None and prompt.prompt_form == "raw")
-    found = {**values, "stop": stop, "template_kwargs": None, "raw": raw}
-    used = ["prompts are continued as they are"] if raw and not asked_raw else []
-    for name, (field, default, words) in _PROMPT_FIELDS.items():
+    found, used = {**values, "stop": stop, "template_kwargs": None, "raw": raw}, []
+    for name, (field, default) in _PROMPT_FIELDS.items():
         if found[name] is None:
             own = prompt is not None and not (asked_raw and name in _OF_A_CHAT)
             found[name] = getattr(prompt, field) if own else default
-            used += [words(found[name])] if own and found[name] else []
+            used += [f"{field} = {spell(found[name])}"] if own and found[name] else []
+    used += ['prompt_form = "raw"'] if raw and not asked_raw else []
     if used:
         echo(one_line(f"as in training (grpo_prompt.json): {', '.join(used)}", {}), err=True)
     return found
@@ -231,13 +229,6 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
     )
     echo_all((*machine.notices, *loaded.notices))
     return loaded
-
-
-def read_config(name: str, overrides: Sequence[str]) -> Config:
-    """The config of a command, not yet checked."""
-    from runners.config.loading import load_config
-
-    return load_config(name, overrides)
 
 
 def echo_all(notices: Iterable[str]) -> None:

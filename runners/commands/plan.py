@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options, read_config
+from runners.commands.options import SET, echo_all, flag, option, options
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -34,7 +34,9 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
     of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
     """
-    loaded = read_config(config, overrides)
+    from runners.config.loading import load_config
+
+    loaded = load_config(config, overrides)
     from runners.machine import startup
 
     found = startup.prepare()
@@ -70,7 +72,9 @@ updates that use them. Evaluations, checkpoints and logs are left out.
 @ends_with_a_line
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
     """Time the parts of a run's steps."""
-    checked = read_config(config, overrides).check()
+    from runners.config.loading import load_config
+
+    checked = load_config(config, overrides).check()
     from runners.machine import startup
 
     echo_all(startup.prepare(checked.system.memory_limit_gb).notices)

@@ -95,8 +95,6 @@ def open_source(
         if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
     facts = run_facts(folder)
-    for notice in facts.notices if facts else ():
-        note(notice)
     if prompt is None and facts is not None:
         with suppress(KeyError):  # the run recorded something else
             prompt = PromptSettings.of(facts.config)
@@ -238,7 +236,7 @@ def _origin(folder: Path) -> str:
     stated = folder / ADAPTER_CONFIG
     if stated.is_file():
         return str(read_json(stated).get("model") or "")
-    return recorded_in(folder.resolve().parent).get("model", "path") or ""
+    return recorded_in(folder.resolve().parent).get("model", {}).get("path") or ""
 
 
 def _licence(source: Opened, online: bool) -> dict[str, str]:

@@ -41,7 +41,6 @@ class RunFacts:
     config: Mapping[str, Mapping[str, Any]]  # config.resolved.json without keys about the machine
     evaluations: Sequence[Mapping[str, Any]]  # the log's lines of held-out problems
     updates: Sequence[Mapping[str, Any]]  # the log's other lines
-    notices: Sequence[str] = ()
 
 
 def run_facts(model: Path) -> RunFacts | None:
@@ -54,7 +53,7 @@ def run_facts(model: Path) -> RunFacts | None:
     if not (run / RESOLVED).is_file():
         return None
     recorded = read_recorded(run / RESOLVED)
-    if any(recorded.get(section, key) is None for section, key in _NEEDED):
+    if any(recorded.get(section, {}).get(key) is None for section, key in _NEEDED):
         return None
     lines = list(LineFile(run / METRICS).read())
     if (model / "trainer_state.json").is_file():
@@ -62,8 +61,7 @@ def run_facts(model: Path) -> RunFacts | None:
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0
         lines = [line for line in lines if whole_number(line.get("update")) <= last]
     return RunFacts(
-        config=shareable(recorded.values),
-        notices=recorded.notices,
+        config=shareable(recorded),
         evaluations=[line for line in lines if line.keys() & _MEASURED.keys()],
         updates=[line for line in lines if not line.keys() & _MEASURED.keys()],
     )

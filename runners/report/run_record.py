@@ -34,7 +34,7 @@ class RunRecord:
 
     def refresh(self) -> None:
         """Reads new content."""
-        self.config = self.config or recorded_in(self.folder).values
+        self.config = self.config or recorded_in(self.folder)
         if self._metrics.restarted():
             self.columns, self.lines, self.nonfinite = {}, 0, []
         if self._events.restarted():

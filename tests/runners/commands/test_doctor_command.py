@@ -5,9 +5,7 @@ import json
 import socket
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.commands import doctor
 from runners.errors import UserError
 from tests.support.commands import grpo
@@ -34,18 +32,6 @@ def test_json_names_no_host_user_or_path(facts, tmp_path, monkeypatch):
     assert socket.gethostname() not in text.split()
     assert f'"{getpass.getuser()}"' not in text
     assert json.loads(text).keys() == {*facts[0], "problem"}
-
-
-def test_the_page_has_each_fact_and_what_is_slow(monkeypatch):
-    found = {
-        "device": "a device (cpu)",
-        "memory_bytes": 8_000_000_000,
-        "blas": None,
-        "slow": ["no BLAS; do this"],
-    }
-    monkeypatch.setattr(doctor, "examine", lambda: (found, ""))
-    lines = CliRunner().invoke(cli.main, ["doctor"]).output.splitlines()
-    assert "memory  8.00 GB" in lines and "slow: no BLAS; do this" in lines
 
 
 def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):

@@ -51,8 +51,6 @@ def grpo(tmp_path, monkeypatch):
     [
         *(("run", "train.toml"), ("generate", "model", "7 + 7?"), ("chat", "model")),
         ("eval", "model", "--config", "train.toml", "--max-tokens", "64"),
-        ("run", "train.toml", "--set", "eval.max_new_tokens=64", "--set", "rollout.max_new_tokens=8"),
-        ("run", "train.toml", "--set", "model.tune=lora"),
     ],
     ids=" ".join,
 )
@@ -70,20 +68,11 @@ def test_what_fits_is_sampled(grpo):
     assert grpo("eval", "model", "--config", "train.toml")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("7 + 7? " * 40, "at most 64 positions"), ("<new>", "has the token id 320: expected 0 <= id < 320")],
-    ids=["positions", "embedding"],
-)
-def test_gold_completions_of_a_file_are_checked_too(grpo, tmp_path, prompt, message):
+def test_gold_completions_of_a_file_are_checked_too(grpo, tmp_path):
     """Their prompts are others than the run's."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<new>"] if prompt == "<new>" else [])
-    write_tokenizer(tmp_path / "model", tokenizer)
-    line = {"prompt": prompt, "completion": "14", "reward": 1.0}
+    line = {"prompt": "7 + 7? " * 40, "completion": "14", "reward": 1.0}
     (tmp_path / "gold.jsonl").write_text(json.dumps(line) + "\n")
-    settings = ("sft.completions=gold.jsonl", "rollout.max_new_tokens=8")
-    code, line = grpo("sft", "train.toml", *(part for one in settings for part in ("--set", one)))
-    assert code == 2
+    settings = ("--set", "sft.completions=gold.jsonl", "--set", "rollout.max_new_tokens=8")
+    code, line = grpo("sft", "train.toml", *settings)
+    assert code == 2 and "at most 64 positions" in line
     assert "gold completions of the train data with their prompts, " in line
-    assert message in line

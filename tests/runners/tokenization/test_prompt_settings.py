@@ -34,7 +34,8 @@ SETTINGS = PromptSettings(
 # What `train` asks with.
 TRAINED = ("--system", "Think first.", "--nudge", "<reasoning>", "--max-tokens", "8")
 USED = (
-    'as in training (grpo_prompt.json): system message "Think first.", nudge "<reasoning>", at most 8 tokens'
+    'as in training (grpo_prompt.json): system_prompt = "Think first.", nudge = "<reasoning>", '
+    "max_new_tokens = 8"
 )
 
 
@@ -248,4 +249,6 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
         result = grpo(*arguments, **options)
         assert result.exit_code == 0, result.stderr
         assert set(asked) == {wanted}, arguments
-    assert "template arguments {enable_thinking = false, depth = 7}" in grpo("generate", run, "7+5").stderr
+    assert (
+        "chat_template_kwargs = {enable_thinking = false, depth = 7}" in grpo("generate", run, "7+5").stderr
+    )
