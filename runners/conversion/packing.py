@@ -40,19 +40,13 @@ class QuantizationOptions:
         return mode, self.bits or bits, self.group_size or group_size
 
     def check(self) -> None:
-        """Raises UserError for numbers that the mode does not support."""
+        """Raises UserError for options that exclude each other."""
         if self.group_size and not self.wanted:
             raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
-        mode, *numbers = self.format
-        if self.recipe and (self.bits or mode != "affine"):
+        if self.recipe and (self.bits or self.format[0] != "affine"):
             raise UserError(
                 "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode out"
             )
-        if mode == "affine" and self.group_size not in (None, 32, 64, 128):
-            raise UserError(f"--group-size {self.group_size}: affine quantization has 32, 64 and 128")
-        if mode != "affine" and tuple(numbers) != _MODES[mode]:
-            bits, group_size = _MODES[mode]
-            raise UserError(f"--mode {mode} has {bits} bits and groups of {group_size}, no others")
 
 
 NOT_PACKED = QuantizationOptions()
@@ -97,9 +91,12 @@ def repack(
     weights = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments}
     # stdout is for what a command has to say, and mlx-lm reports its progress there.
     with contextlib.redirect_stdout(sys.stderr):
-        module, config = quantize_model(
-            module, config, group_size, bits, mode=mode, quant_predicate=predicate
-        )
+        try:
+            module, config = quantize_model(
+                module, config, group_size, bits, mode=mode, quant_predicate=predicate
+            )
+        except ValueError as error:  # bits or a group that the mode does not have
+            raise UserError(f"the weights cannot be quantized: {error}") from error
     if _packed(module) == before:
         why = "the weights are quantized already" if before else "no layer's width is a multiple of the group"
         raise UserError(f"nothing was quantized: {why}")

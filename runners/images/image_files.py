@@ -34,13 +34,6 @@ class ImageFile:
     path: Path | None = None
     data: bytes | None = attrs.field(default=None, repr=False)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        if self.path is not None:
-            return self.path.stat().st_size
-        return len(self.data or b"")
-
 
 def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     """The images of a row's column; paths are relative to `folder` and must stay inside. Nothing is opened.
@@ -52,14 +45,13 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         return ()
     if isinstance(value, list | tuple):
         return tuple(file for item in value for file in image_files(item, folder))
-    if isinstance(value, Mapping):
-        named, data = value.get("path"), value.get("bytes")
-        if isinstance(data, bytes | bytearray):
-            name = named if isinstance(named, str) and named else hashlib.sha256(data).hexdigest()[:16]
-            return (ImageFile(name, data=bytes(data)),)
-        value = named
+    name = ""
+    if isinstance(value, Mapping):  # a Hub data set's
+        name, data = value.get("path"), value.get("bytes")
+        value = name if data is None else data
     if isinstance(value, bytes | bytearray):
-        return (ImageFile(hashlib.sha256(value).hexdigest()[:16], data=bytes(value)),)
+        digest = hashlib.sha256(value).hexdigest()[:16]
+        return (ImageFile(name if isinstance(name, str) and name else digest, data=bytes(value)),)
     if not isinstance(value, str):
         raise UserError(f"expected {_EXPECTED}, found {type(value).__name__}")
     if folder is None:
@@ -67,19 +59,18 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
             f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"
         )
     path = folder / Path(value).expanduser()
-    fault, size = "", 0
     try:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            outside = "where nothing is read; data.image_folder names another folder"
-            fault = f", which leads out of {folder}, {outside}"
-        elif not path.is_file():
-            fault = f", but there is {'a folder' if path.is_dir() else 'no file'} {path}"
-        elif (size := path.stat().st_size) > MAX_IMAGE_BYTES:
-            fault = f": expected {MAX_IMAGE_BYTES:,} bytes at most, found {size:,}"
+        inside, there = path.resolve().is_relative_to(folder.resolve()), path.is_file()
+        size = path.stat().st_size if there else 0
     except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, circular links
-        fault = f": {first_line(error)}"
-    if fault:
-        raise UserError(f"names {show(value)}{fault}")
+        raise UserError(f"names {show(value)}: {first_line(error)}") from error
+    if not inside:
+        outside = "where nothing is read; data.image_folder names another folder"
+        raise UserError(f"names {show(value)}, which leads out of {folder}, {outside}")
+    if not there:
+        raise UserError(f"names {show(value)}, but there is no file {path}")
+    if size > MAX_IMAGE_BYTES:
+        raise UserError(f"names {show(value)}: expected {MAX_IMAGE_BYTES:,} bytes at most, found {size:,}")
     return (ImageFile(value, path=path),)
 
 

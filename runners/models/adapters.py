@@ -82,14 +82,11 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
 
 def check_adapters(folder: Path) -> None:
     """Raises UserError unless a folder holds adapters, as far as this is visible without their model."""
-    names = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     config, weights = adapter_files(folder)
-    lacking = next((file.name for file in (config, weights) if file.name not in names), None)
-    if lacking:
-        there = "this is a file" if folder.exists() else "there is no such folder"
-        what = f"{lacking} is missing" if folder.is_dir() else there
+    if missing := next((file.name for file in (config, weights) if not file.is_file()), None):
         raise UserError(
-            f"{folder}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them{final_of(folder)}"
+            f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT writes them"
+            f"{final_of(folder)}"
         )
     check_header(weights)
     check = check_adapter_config if weights.name == ADAPTERS else check_peft_config

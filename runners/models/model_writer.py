@@ -27,19 +27,9 @@ from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 if TYPE_CHECKING:
-    from grpo_fn.learner import TrainState
+    pass
 
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
-
-
-def save_final(
-    run_dir: Path, state: TrainState, loaded: LoadedModel, prompt: PromptSettings | None = None
-) -> Path:
-    """Writes `run_dir/final`, a model that `mlx_lm.load` opens, and returns it.
-
-    `prompt`, how the model was asked, is written beside it.
-    """
-    return save_model(run_dir / "final", state.params, loaded, prompt)
 
 
 def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSettings | None = None) -> Path:

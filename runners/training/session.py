@@ -17,7 +17,7 @@ from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
 from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
-from runners.models.model_writer import save_final
+from runners.models.model_writer import save_model
 from runners.ranks.wire import RankError
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
@@ -120,7 +120,7 @@ class Session:
         fault = None
         try:
             if self.ranks.is_rank_zero:
-                final = save_final(self.run.folder, whole, self.run.loaded, self._prompt)
+                final = save_model(self.run.folder / "final", whole.params, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):

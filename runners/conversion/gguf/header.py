@@ -105,9 +105,8 @@ class _Reader:
         before = start
         for name, kind, shape, offset, size in sorted(found, key=lambda each: each[3]):
             begin = start + offset
-            if name in tensors or begin < before or offset % step:
-                what = "is there twice" if name in tensors else "overlaps another or stands askew"
-                raise ValueError(f"the tensor {show(name)} {what}")
+            if name in tensors or begin < before:
+                raise ValueError(f"the tensor {show(name)} overlaps another, or is there twice")
             before = begin + size
             if before > self.size:
                 raise ValueError(f"the tensor {show(name)} ends beyond the file; is the file cut off?")

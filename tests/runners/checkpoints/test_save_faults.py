@@ -166,7 +166,7 @@ def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path,
         raise UserError("final: cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("runners.training.session.save_final", full)
+        patch.setattr("runners.training.session.save_model", full)
         with pytest.raises(UserError, match="No space left"):
             run_training(config, report=notes)
     assert any(line.startswith("the final model could not be saved, but") for line in notes.lines)

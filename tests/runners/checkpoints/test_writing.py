@@ -13,7 +13,7 @@ from runners.checkpoints.run_folder import list_checkpoints
 from runners.checkpoints.trainer_state import VERSION
 from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
 from runners.config.sections import LoraConfig
-from runners.models.model_writer import save_final
+from runners.models.model_writer import save_model
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_states import TOKENS, load, logits, make_state
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_holds_the_contracts_files_and_opens_as_a_model(llama, tmp_
 def test_final_has_the_dtypes_of_the_source(llama, tmp_path):
     """final/ of a bfloat16 model is bfloat16 again, each trained weight rounded once."""
     state = make_state(llama)
-    final = save_final(tmp_path, state, llama)
+    final = save_model(tmp_path / "final", state.params, llama)
     module, _ = mlx_lm.load(str(final))
     weights = named_leaves(module.parameters())
     assert {leaf.dtype for leaf in weights.values()} == {mx.bfloat16}
@@ -78,7 +78,7 @@ def test_adapters_open_in_mlx_lm_and_final_has_them_merged(tmp_path, arch, tune,
     before = named_leaves(loaded.module.parameters())
     wanted = logits(loaded, state)
     checkpoint = write_checkpoint(tmp_path / "run", 1, state, loaded, {})
-    final = save_final(tmp_path / "run", state, loaded)
+    final = save_model(tmp_path / "run/final", state.params, loaded)
     assert all(leaf is before[name] for name, leaf in named_leaves(loaded.module.parameters()).items())
 
     for folder in (checkpoint, final):

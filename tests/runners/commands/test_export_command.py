@@ -177,7 +177,7 @@ def test_faults_are_lines(export, runs, tmp_path):
         ),
         ([runs["full"], "--out", "out", "--private"], "--private without --push"),
         ([runs["full"], "--out", "out", "--push", "a b"], '--push "a b": expected owner/name'),
-        ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "--mode mxfp4 has 4 bits"),
+        ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
     ):
         result = export(*arguments)

@@ -147,22 +147,6 @@ def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
     assert kind != "q4_0" or np.array_equal(found, want)
 
 
-@pytest.mark.parametrize(
-    ("arch", "options"),
-    [("llama", "--mode mxfp4"), ("qwen2", "--recipe mixed_3_6 --group-size 32"), ("qwen3", "--mode nvfp4"),
-     ("phi3", "--bits 8 --group-size 32"), ("gemma3", "--bits 3 --group-size 32")],
-)  # fmt: skip
-def test_quantized_folders_become_gguf(tmp_path, arch, options):
-    """Unpacked, whatever their format: the logits of the packed model."""
-    pytest.importorskip("gguf")
-    folder = folder_of(tmp_path, arch, tie=arch == "gemma3")
-    grpo("convert", folder, "--out", tmp_path / "packed", *options.split())
-    grpo("export", tmp_path / "packed", "--gguf", tmp_path / "m.gguf", "--type", "f32")
-    grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
-    want = logits_of(tmp_path / "packed")[0]
-    assert np.abs(logits_of(tmp_path / "back")[0] - want).max() < 1e-4 * np.abs(want).max()
-
-
 def test_k_quants_are_unpacked(tmp_path):
     """A kind that MLX does not have becomes numbers, by the gguf package."""
     gguf = pytest.importorskip("gguf")

@@ -6,7 +6,6 @@ What is compared with is mlx-vlm itself: its processor and its own forward of ea
 import json
 import shutil
 
-import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.engines.settings import requests_of
-from runners.errors import UserError
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
@@ -129,15 +127,6 @@ def test_the_tower_sees_an_image_once(run, monkeypatch):
     assert sorted(seen) == sorted({image.name for example in examples for image in example.images})
 
 
-def test_the_tower_never_trains(run):
-    """Neither the trainable nor the frozen leaves of the policy hold a weight of it."""
-    state = run.learner.state
-    names = [*named_leaves(state.params), *named_leaves(run.learner.policy.frozen)]
-    assert names and not any("vision" in name or "visual" in name for name in names)
-    assert all("lora" in name for name in named_leaves(state.params))
-    assert not named_leaves(run.loaded.vision.module.trainable_parameters())
-
-
 def test_a_run_trains_evaluates_and_says_what_it_does(finished, folder):
     """Two updates: weights move, logs have the images' names, rewards get the column as the data has it."""
     result, _ = finished
@@ -210,21 +199,6 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
     from mlx_lm.utils import load_model as mlx_lm_load
 
     assert mlx_lm_load(result.folder / "final")  # passes over the tower
-
-
-def test_quantized_samplers_use_images(folder):
-    """A few-bit sampler over the same images: near the learner, and corrected for."""
-    path = write_vision_run(
-        folder,
-        run={"name": "rounded"},
-        rollout={"quantization": "affine-8", "group_size": 32, "mismatch_limit": 0.0},
-        loss={"correction": "token_truncate"},
-        eval={"at_start": False},
-    )
-    result = run_training(load_config(str(path)), report=Quiet())
-    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
-    found = [line["sampling/sampling_logp_difference/mean"] for line in lines if "loss" in line]
-    assert len(found) == 2 and all(0 < abs(number) < 0.2 for number in found)
 
 
 def test_check_shows_the_first_prompt_s_images(folder):
@@ -315,16 +289,6 @@ def test_the_plan_counts_the_tower(folder, run):
     held = sum(leaf.nbytes for leaf in named_leaves(run.loaded.vision.module.parameters()).values())
     phases = json.loads(result.stdout)["phases"].values()
     assert {phase["parts"]["vision tower"] for phase in phases} == {held}
-
-
-def test_a_path_with_other_numbers_ends_the_run_before_it_starts(folder, monkeypatch):
-    """Images have no plainer way than one copy of each prompt."""
-    monkeypatch.setattr(
-        "runners.training.learner.check_model",
-        lambda config, policy, *_, **__: g.CheckedPolicy(attrs.evolve(policy, shares_prefix=False)),
-    )
-    with pytest.raises(UserError, match="decoded over one copy of their prompt, which gives other numbers"):
-        build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
 
 
 def test_the_processor_s_template_is_used(folder, run, tmp_path):

@@ -10,8 +10,6 @@ from mlx.utils import tree_flatten
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.models.folders import copy_companions
-from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")
@@ -67,22 +65,6 @@ def test_packed_weights_stay_packed(tmp_path):
     assert mx.allclose(model.module(TOKENS), theirs(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_a_nanochat_folder_with_packed_weights(tmp_path):
-    """It has no parameter besides its matrices: nothing that could train is needed."""
-    from mlx_lm.utils import quantize_model, save_model
-
-    source = make_nanochat_folder(tmp_path / "full")
-    module, config = mlx_lm.utils.load_model(source)
-    module, config = quantize_model(module, config, 32, 4)
-    target = tmp_path / "packed"
-    target.mkdir()
-    save_model(target, module)
-    (target / "config.json").write_text(json.dumps(config))
-    copy_companions(source, target)
-    model = load_inference(str(target), CPU)
-    assert model.module(TOKENS).shape == (1, 4, 336) and model.eos_ids == (320, 324)
-
-
 def test_adapters_are_applied(llama, adapter):
     """As mlx-lm applies them, without dropout; by --adapter, or by naming the adapters' folder alone."""
     theirs, _ = mlx_lm.load(str(llama), adapter_path=str(adapter))
@@ -114,9 +96,3 @@ def test_unusable_adapters_are_errors(llama, adapter, tmp_path):
     (adapter / "adapters.safetensors").unlink()
     with pytest.raises(UserError, match=r"adapters\.safetensors is missing"):
         load_inference(str(llama), CPU, adapter=str(adapter))
-
-
-def test_a_missing_model_is_an_error():
-    """By the name that the command line has for it."""
-    with pytest.raises(UserError, match=r'MODEL = "no/such/model": there is no such folder'):
-        load_inference("no/such/model", CPU)

@@ -3,7 +3,6 @@
 import re
 
 import attrs
-import mlx_lm
 import pytest
 
 import grpo_fn as g
@@ -88,16 +87,6 @@ def test_a_stream_is_the_batches_completion(model, sampling, pipelined, monkeypa
         assert "".join(pieces) == whole.text
         ended = whole.tokens[-1] in model.eos_ids
         assert (whole.finish, len(whole.tokens) == 16 or ended) == ("stop" if ended else "length", True)
-
-
-def test_a_greedy_stream_is_mlx_lms_own(model):
-    """`mlx_lm.stream_generate` without any option."""
-    (example, *_) = examples_of(model)
-    theirs = [
-        r.token for r in mlx_lm.stream_generate(model.module, model.tokenizer, list(example.tokens), 12)
-    ]
-    sampling = g.Sampling(temperature=0.0, max_new_tokens=12)
-    assert streamed(model, example.tokens, sampling)[1].tokens == tuple(theirs)
 
 
 def test_batches_of_any_size_give_the_same(model):

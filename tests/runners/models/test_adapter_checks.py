@@ -60,17 +60,6 @@ def grpo(*arguments):
     return done.exit_code, done.stderr
 
 
-@pytest.mark.parametrize("command", [("generate", "base", "hi"), ("chat", "base")])
-def test_a_folder_that_is_not_there_is_a_line(base, command):
-    """Before the model is read: it is broken here, and nobody notices."""
-    (base / "model.safetensors").write_bytes(b"")
-    (base / "note.txt").write_text("a file")
-    for name, what in (("nosuch", "there is no such folder"), ("base/note.txt", "this is a file")):
-        line = f"{name}: {what}; expected a folder of adapters as mlx-lm or PEFT writes them"
-        code, said = grpo(*command, "--adapter", name)
-        assert code == 2 and said.splitlines()[-1] == line
-
-
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [

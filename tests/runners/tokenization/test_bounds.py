@@ -12,11 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runners.data.rendering import render
 from runners.errors import UserError
 from runners.machine import bounded_process
 from runners.machine.bounded_process import BoundedFunction
-from runners.models.model_reader import load_tokenizer
 from runners.tokenization import tokenizer_check
 from runners.tokenization.text import MAX_TEXT, encode
 from runners.tokenization.tokenizer_check import check_tokenizer
@@ -214,14 +212,6 @@ def test_long_prompts_are_not_tokenized():
     """A tokenizer takes hundreds of bytes a character."""
     with pytest.raises(UserError, match=f"at most {MAX_TEXT:,} characters, found {MAX_TEXT + 1:,}"):
         encode(Failing(AssertionError()), "x" * (MAX_TEXT + 1))
-
-
-def test_a_template_that_renders_to_nothing(folder):
-    """An empty prompt has no token to go on from."""
-    changed(folder / "tokenizer_config.json", chat_template="{% if false %}x{% endif %}")
-    tokenizer = load_tokenizer(folder)
-    with pytest.raises(UserError, match=r"model: the chat template renders to nothing"):
-        render(tokenizer, ({"role": "user", "content": "hi"},), "<reasoning>")
 
 
 CONFIG = '[model]\npath = "embedded"\n[data]\nsource = "{data}"\n[eval]\nsamples = 2\n'

@@ -152,27 +152,6 @@ def test_what_is_given_wins(grpo, runs):
     assert "as in training" not in nothing.stderr and "as in training" not in found.stderr
 
 
-def test_a_damaged_file_is_a_line(grpo, runs, tmp_path):
-    """Code 2 from every command that reads it, before the weights are loaded."""
-    model = shutil.copytree(runs["full"] / "final", tmp_path / "model")
-    (model / PROMPT_FILE).write_text('{"format": 3}')
-    for arguments in (
-        ["generate", model, "hi"],
-        ["chat", model],
-        ["eval", model, "--data", "embedded"],
-        ["export", model, "--out", "out"],
-    ):
-        result = grpo(*arguments)
-        assert result.exit_code == 2 and f"{PROMPT_FILE}: format: expected" in result.stderr, arguments
-        assert "Traceback" not in result.output
-    for arguments in (
-        ["generate", model, "hi", "--no-prompt-file", "--max-tokens", "3"],
-        ["chat", model, "--no-prompt-file"],
-        ["eval", model, "--config", "quickstart", "--samples", "1", "--max-tokens", "3"],
-    ):
-        assert grpo(*arguments).exit_code == 0, "the file is not needed"
-
-
 def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_path):
     """final/ wins; without it the newest checkpoint that is whole, in a line; without any, an error."""
     run = shutil.copytree(runs["full"], tmp_path / "run")
