@@ -7,7 +7,6 @@ input that is valid.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import pickle
 import struct
@@ -32,11 +31,9 @@ from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig, LoraConfig
 from runners.conversion.tokenizer_pickle import read_encoding
-from runners.data import parquet_rows
 from runners.data.datasets import load_rows
 from runners.data.prompts import reward_columns
 from runners.data.rendering import render
-from runners.data.row_files import read_file
 from runners.errors import UserError
 from runners.files.tensor_files import save_arrays
 from runners.models.adapters import base_of, new_adapters, read_adapters
@@ -163,12 +160,15 @@ def rows(folder: Path) -> Made:
     valid = [{"question": f"What is {i}?", "answer": f"#### {i}", "level": i} for i in range(4)]
     lines = b"\n".join(map(dumped, valid))
     csv = b"question,answer\r\n" + b"".join(b'"What is %d?",%d\r\n' % (i, i) for i in range(4))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(valid), folder / "made.parquet")
+    parquet = (folder / "made.parquet").read_bytes()
     any_rows = st.lists(changed_json(valid[0]), max_size=4)
     inputs = st.one_of(
         st.tuples(st.just("jsonl"), mutated([lines])),
         st.tuples(st.just("jsonl"), any_rows.map(lambda found: b"\n".join(map(dumped, found)))),
         st.tuples(st.just("json"), mutated([dumped(valid), lines]) | any_rows.map(dumped)),
         st.tuples(st.just("csv"), mutated([csv])),
+        st.tuples(st.just("parquet"), mutated([parquet])),
     )
 
     def feed(value: tuple[str, bytes]) -> None:
@@ -356,69 +356,6 @@ def templates(folder: Path) -> Made:
     return inputs, feed, valid[0]
 
 
-_LARGEST = 1 << 22  # bytes of a Parquet file: one of 300 MB takes seconds to read, and rightly so
-
-
-def parquet(folder: Path) -> Made:
-    """Parquet files: of any values in any encoding, strings that repeat, and mutated ones."""
-    text = st.text(max_size=4) | st.sampled_from(["q" * 50_000, "\x1b[31m", ""])
-    values = [
-        text | st.none(),
-        st.lists(text, max_size=3) | st.none(),
-        st.integers(-(2**40), 2**40),
-        st.binary(max_size=4),
-        st.floats(),
-        st.fixed_dictionaries({"a": text}),
-    ]
-    column = st.one_of(st.lists(each, min_size=4, max_size=4) for each in values)
-    table = st.fixed_dictionaries({"question": column, "answer": column}, optional={"more": column})
-    options = st.fixed_dictionaries(
-        {
-            "compression": st.sampled_from(["none", "snappy", "zstd", "gzip"]),
-            "use_dictionary": st.booleans(),
-            "row_group_size": st.sampled_from([1, 3, 100_000]),
-            "data_page_version": st.sampled_from(["1.0", "2.0"]),
-        }
-    )
-    made = st.tuples(table, options, st.sampled_from([1, 1, 40, 2000])).map(_parquet_of)
-
-    def feed(value: bytes) -> None:
-        parquet_rows.LEAST = 1 << 20
-        path = folder / "rows.parquet"
-        path.write_bytes(value)
-        held = sum(_letters(row) for row in read_file(path))
-        assert held <= max(parquet_rows.LEAST, parquet_rows.RATIO * len(value))
-
-    return (
-        made | made.flatmap(lambda data: mutated([data])),
-        feed,
-        _parquet_of(({"question": ["a"] * 4, "answer": ["b"] * 4}, {}, 1)),
-    )
-
-
-def _parquet_of(parts: tuple[dict[str, list[Any]], dict[str, Any], int]) -> bytes:
-    columns, options, times = parts
-    if times > 40:  # each group takes a millisecond to read
-        options = {**options, "row_group_size": 100_000}
-    table = pyarrow.table({name: values * times for name, values in columns.items()})
-    for changes in ({}, {"compression": "zstd", "use_dictionary": True}):
-        stream = io.BytesIO()
-        pyarrow.parquet.write_table(table, stream, **{**options, **changes})
-        if stream.tell() <= _LARGEST:  # it is small files that must not become large
-            break
-    return stream.getvalue()
-
-
-def _letters(value: Any) -> int:
-    """Characters and bytes of all texts in a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_letters, value)) if isinstance(value, list) else 0
-
-
 TARGETS: dict[str, Callable[[Path], Made]] = {
-    made.__name__: made
-    for made in (rows, weights, checkpoint, prompt, tokenizer, adapters, templates, parquet)
+    made.__name__: made for made in (rows, weights, checkpoint, prompt, tokenizer, adapters, templates)
 }

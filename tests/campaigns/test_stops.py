@@ -49,6 +49,7 @@ def place(tmp_path_factory):
     """A folder with a config of three batch steps, two to an update, and the run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("stops")
     (folder / "letters.py").write_text(LETTERS)
+    (folder / "straight-stage").mkdir()
     text = TINY.replace("{folder}", str(folder)).replace("{model}", str(_model()))
     (folder / "train.toml").write_text(text.replace("{problems}", str(PROBLEMS)))
     subprocess.run(command(folder, "straight"), cwd=ROOT, env=environment(folder, "straight"), check=True)
@@ -60,8 +61,8 @@ def command(folder, name, *hook):
     settings = [f"run.output_dir={folder / name}", *PACE, "optim.gradient_accumulation_steps=2"]
     settings += ["system.micro_batch_tokens=64", "eval.every=1", "run.name=tiny"]
     words = [word for setting in settings for word in ("--set", setting)]
-    program = ["tests.support.processes.staged_run", *hook, "--"] if hook else ["runners.cli", "run"]
-    return [sys.executable, "-m", *program, str(folder / "train.toml"), *words]
+    program = ["-m", "tests.support.ranks.rank_process", str(folder / f"{name}-stage"), *hook, "--"]
+    return [sys.executable, *program, str(folder / "train.toml"), *words]
 
 
 def environment(folder, name):
@@ -77,12 +78,13 @@ def test_a_signal_in(place, stage, number, request):
     """
     target, call, seconds, steps = STAGES[stage]
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)
-    there = place / f"{name}.there"
-    words = command(place, name, target, str(call), str(seconds), str(there))
+    stage_folder = place / f"{name}-stage"
+    stage_folder.mkdir()
+    words = command(place, name, "linger", "0", target, str(call), str(seconds))
     with open(place / f"{name}.out", "w+") as out:
         options = {"stdout": out, "stderr": subprocess.STDOUT, "cwd": ROOT}
         process = subprocess.Popen(words, env=environment(place, name), **options)
-        wait_until(there.exists, process)
+        wait_until((stage_folder / "0.there").exists, process)
         started = time.monotonic()
         process.send_signal(number)
         process.wait(120)

@@ -10,6 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import small_config
 from grpo_fn.backends.mechanisms import has_cuda
 
 VOCAB = 61
@@ -69,53 +70,8 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "mamba": ("mamba", _STATE_SPACE | {"tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5}),
 }
-# The same for models that mlx-lm computes in other ways with caches than without, or than with one a row.
-UNUSUAL: dict[str, tuple[str, dict]] = {
-    # its last two layers attend to what the first four have cached; without caches to keys of their own
-    "gemma3n": (
-        "gemma3n",
-        {
-            "text_config": _COMMON
-            | {
-                "model_type": "gemma3n_text",
-                "num_hidden_layers": 6,
-                "intermediate_size": [48] * 6,
-                "head_dim": 16,
-                "num_kv_shared_layers": 2,
-                "vocab_size_per_layer_input": VOCAB,
-                "sliding_window": 6,
-                "rope_local_base_freq": 10000.0,
-                "final_logit_softcapping": 30.0,
-                "layer_types": ["sliding_attention", "full_attention"] * 3,
-                "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
-                "hidden_size_per_layer_input": 8,
-                "altup_num_inputs": 2,
-                "altup_coef_clip": 120.0,
-                "altup_correct_scale": True,
-                "altup_active_idx": 0,
-                "laurel_rank": 4,
-            }
-        },
-    ),
-    # its last two layers take a position from the number of keys, whatever the row's length
-    "afm7": (
-        "afm7",
-        {"hidden_dim": 32, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 4, "num_kv_heads": 2},
-    ),
-    # every second layer attends by itself; its mask and its logits need `quirks`
-    "phi3small": (
-        "phi3small",
-        {
-            "dense_attention_every_n_layers": 2,
-            "ff_intermediate_size": 48,
-            "gegelu_limit": 20.0,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "layer_norm_epsilon": 1e-5,
-        },
-    ),
-}
+# Models that mlx-lm computes in other ways with caches than without, or than with one a row.
+UNUSUAL = ("gemma3n", "afm7", "phi3small")
 
 
 def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> nn.Module:
@@ -123,10 +79,13 @@ def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.floa
 
     Every leaf is away from its special values (norms from 1, biases from 0), so that one left out shows.
     """
-    kind, settings = (ARCHITECTURES | UNUSUAL)[name]
+    if name in UNUSUAL:
+        kind, config = name, small_config(name, **changes)
+    else:
+        kind, settings = ARCHITECTURES[name]
+        config = {"model_type": kind} | _COMMON | settings | changes
     architecture = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(seed)  # for the leaves that keep their initial values
-    config = {"model_type": kind} | _COMMON | settings | changes
     module = architecture.Model(architecture.ModelArgs.from_dict(config))
     rng = np.random.default_rng(seed)
     leaves = []

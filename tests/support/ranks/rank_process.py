@@ -5,21 +5,25 @@
 FOLDER gets `R.pid` before anything else is done, so that others can signal rank R; `{rank}` in an option is
 the rank. Hooks change what a rank does: "digests" writes a line for the weights after each update to
 `R.digests`; "memory" makes the third gradient step of rank 1 run out of memory; "linger RANKS MODULE:NAME
-CALL SECONDS" is that of `staged_run` for these ranks, such as 01, with `R.there` as its file; with
-"calls" each turn of the model is a tool call.
+CALL SECONDS" makes the CALL-th call of the function on these ranks, such as 01, write `R.there`, take SECONDS
+longer, and do what it does; with "calls" each turn of the model is a tool call. A process without a launcher
+is rank 0.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 
 
 def main() -> None:
     """Writes the process's number, installs the hooks, and is `grpo-run` from here on."""
-    folder, rank = Path(sys.argv[1]), os.environ["MLX_RANK"]
+    folder, rank = Path(sys.argv[1]), os.environ.get("MLX_RANK", "0")
     half = folder / f"{rank}.pid.half"
     half.write_text(str(os.getpid()))
     half.rename(folder / f"{rank}.pid")
@@ -30,19 +34,40 @@ def main() -> None:
 
     if hooks:
         import grpo_fn  # noqa: F401 (before MLX)
-        from tests.support.processes.staged_run import linger
 
         if "digests" in hooks:
             _write_digests(folder / f"{rank}.digests")
         if "linger" in hooks:
             ranks, target, call, seconds = hooks[hooks.index("linger") + 1 :][:4]
             if rank in ranks:
-                linger(target, int(call), seconds, folder / f"{rank}.there")
+                _linger(target, int(call), seconds, folder / f"{rank}.there")
         if "memory" in hooks and rank == "1":
             _run_out_of_memory(3)
         if "calls" in hooks:
             _call_tools()
     run_command()
+
+
+def _linger(target: str, call: int, seconds: str, file: Path) -> None:
+    """Puts another function in the place of `target`, an attribute of a module or of a class in it."""
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    real, calls = getattr(owner, name), []
+
+    @functools.wraps(real)
+    def lingering(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            file.touch()
+            until = time.monotonic() + float(seconds)
+            while time.monotonic() < until:
+                time.sleep(0.01)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, lingering)
 
 
 def _write_digests(file: Path) -> None:
