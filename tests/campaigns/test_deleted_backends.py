@@ -1,19 +1,18 @@
 """A backend is speed only: without its folder the core computes the same."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import grpo_fn as g
+from tests.support.processes.new_process import in_new_process
 
 STEP = """
-import json
+import json, sys
+sys.path.insert(0, sys.argv[1])
 import grpo_fn as g
 import mlx.core as mx
 from mlx_lm.models.llama import Model, ModelArgs
@@ -28,19 +27,9 @@ batch = g.make_batch(rollout, mx.array([[1.0, -1.0]]))
 state = g.init_state(policy.params, g.adamw(1e-2), key=mx.random.key(2))
 state, stats = g.make_grad_step(policy, g.preset("grpo", beta=0.0))(state, batch)
 state, update = g.make_update_step(g.adamw(1e-2))(state)
+assert g.__file__.startswith(sys.argv[1])
 print(json.dumps([rollout.tokens_bt.tolist(), stats.entropy.item(), update.grad_norm.item()]))
 """
-
-
-def step(folder: Path) -> list:
-    """The tokens, entropy and gradient norm of one step with the package in a folder."""
-    places = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]  # MLX may come from there
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run(
-        [sys.executable, "-c", STEP], env=environment, cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("deleted", ["cpu", "cuda"])
@@ -48,6 +37,8 @@ def test_a_step_is_the_same_without_a_backends_folder(deleted, tmp_path):
     whole = Path(g.__file__).parent
     shutil.copytree(whole, tmp_path / "grpo_fn", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "grpo_fn" / "backends" / deleted)
-    (tokens, *numbers), (expected, *known) = step(tmp_path), step(whole.parent)
-    assert tokens == expected
-    np.testing.assert_allclose(numbers, known, rtol=1e-4)
+    found, expected = (
+        json.loads(in_new_process(STEP, str(folder)).splitlines()[-1]) for folder in (tmp_path, whole.parent)
+    )
+    assert found[0] == expected[0]
+    np.testing.assert_allclose(found[1:], expected[1:], rtol=1e-4)
