@@ -55,9 +55,9 @@ def test_a_fault_has_the_rows_place_and_the_functions_line(folder):
         UserError, match=r"rows.jsonl, line 6: data.transform failed: line 6: KeyError: 'five'"
     ):
         load(folder)
-    (folder / "own.py").write_text(TRANSFORM.replace("== 5", "== 55"))
+    (folder / "other.py").write_text(TRANSFORM.replace("== 5", "== 55"))
     with pytest.raises(UserError, match=r"rows.jsonl, line 8: data.transform: expected a row"):
-        load(folder)
+        load(folder, "other.py:problem")
 
 
 @pytest.mark.parametrize(
