@@ -72,29 +72,12 @@ async def judged(prompts, completions, task, **kwargs):
     return list(await asyncio.gather(*map(ask, prompts, completions, task)))
 
 
-def eager_then_strict(completions, trainer_state, **kwargs):
-    """Grows with the run."""
-    share = trainer_state.global_step / trainer_state.max_steps
-    return [share + trainer_state.epoch * 0 for _ in completions]
-
-
 def test_conversations_columns_and_none():
     """Conversational completions, a column by name, None for a row, an object, an async function: at once."""
     scores = score(think_form, right_number, SoftOverlong(20, 4), judged)
     assert scores.problems == []
     nan = math.nan
     np.testing.assert_array_equal(scores.values_kb, [[1, 0, 0], [1, 1, nan], [-0.0, -0.5, -1], [10, 10, nan]])
-
-
-def test_the_state_of_the_run_is_passed():
-    """`trainer_state` as a parameter of its own, not asked for as a column; zeros where there is no run."""
-    assert score(eager_then_strict).values_kb.tolist() == [[0.3] * 3]
-
-    def step(completions, trainer_state):
-        return [float(trainer_state.global_step)] * len(completions)
-
-    scores = Scorer([Reward("step", step)]).score(TEXTS, PROMPTS, {})
-    assert scores.problems == [] and scores.values_kb.tolist() == [[0.0] * 3]
 
 
 def test_a_reward_can_log():
