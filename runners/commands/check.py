@@ -24,7 +24,6 @@ _NOTES = """\
 Examples:
   grpo check train.toml
   grpo check train.toml --sample 4
-  grpo check train.toml --form '\\boxed{{answer}}'
 
 \b
 The rewards score the first problems' gold answers, and bad ones: a wrong answer, the gold one without its
@@ -38,12 +37,11 @@ No weights are loaded, except the model's with --sample.
 @click.argument("config")
 @options(
     SET,
-    option("--form=TEXT", "A right completion, with {answer} in it [that of answer.form].", default=""),
     option("--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True),
     option("--sample", "Load the model, and show a completion of so many problems.", click.IntRange(0), 0),
 )
 @ends_with_a_line
-def check_command(config: str, overrides: Sequence[str], form: str, problems: int, sample: int) -> None:
+def check_command(config: str, overrides: Sequence[str], problems: int, sample: int) -> None:
     """Look at prompts and rewards before training."""
     from runners.config.loading import load_config
     from runners.machine import startup
@@ -54,7 +52,7 @@ def check_command(config: str, overrides: Sequence[str], form: str, problems: in
     from runners.evaluation.reward_check import check_rewards
 
     loaded = loaded.check()
-    _show(check_rewards(loaded, form=form.replace("\\n", "\n"), problems=problems), sample)
+    _show(check_rewards(loaded, problems=problems), sample)
     if sample:
         from runners.evaluation.training_prompts import sample_completions
 

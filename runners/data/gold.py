@@ -36,12 +36,11 @@ class GoldReader:
         """
         data = self.config.data
         column = data.completion or data.answer
-        texts, faults = [gold_text(rows[example.number].get(column)) for example in examples], []
+        texts = [gold_text(rows[example.number].get(column)) for example in examples]
         for example, text in zip(examples, texts, strict=True):
-            if not text:
-                faults.append(f"{rows[example.number].place}: no gold completion in {column or 'any column'}")
-        if faults and data.on_bad_row == "raise":
-            raise UserError(f'{faults[0]} (data.on_bad_row = "skip" would leave it out)')
+            if not text and data.on_bad_row == "raise":
+                fault = f"{rows[example.number].place}: no gold completion in {column or 'any column'}"
+                raise UserError(f'{fault} (data.on_bad_row = "skip" would leave it out)')
         return self._with_gold(examples, texts, split)
 
     def of_file(self) -> tuple[list[Example], list[str]]:

@@ -79,57 +79,46 @@ def build_examples(
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
     columns = reward_columns(rows, with_answer=bool(config.answer))
+
+    def example_of(row: Mapping[str, Any], number: int) -> Example:
+        gold = gold_answer(row[config.answer]) if config.answer else ""
+        if gold is None:
+            raise UserError(f"expected an answer in {show(config.answer)}, found {show(row[config.answer])}")
+        messages = conversation(prompt_of(row, config), config.system_prompt)
+        images = row_images(row, config)
+        text, tokens = render(
+            tokenizer,
+            messages,
+            config.nudge,
+            tools=tools,
+            template_kwargs=config.chat_template_kwargs,
+            images=images,
+            processor=processor,
+            raw=config.prompt_form == "raw",
+        )
+        values = {column: row.get(field) for column, field in columns.items()}
+        answers = {"answer": gold} if config.answer else {}
+        return Example(messages, text, tokens, gold, {**values, **answers}, images, number)
+
     examples: list[Example] = []
-    lengths: list[int] = []
     faults: dict[str, str] = getattr(rows, "faults", {})
     for number, row in enumerate(rows):
         place = getattr(row, "place", "") or f"row {number + 1}"
         try:
-            example = _example(row, config, tokenizer, tools, processor, columns)
+            examples.append(example_of(row, number))
         except UserError as error:
             faults[place] = f"{place}: {error}"
             if config.on_bad_row == "raise":
                 raise UserError(f'{faults[place]} (data.on_bad_row = "skip" would leave it out)') from error
-            continue
-        lengths.append(len(example.tokens))
-        if lengths[-1] <= config.max_prompt_length:
-            examples.append(attrs.evolve(example, number=number))
-    if rows and not lengths:
-        raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
     if rows and not examples:
+        raise UserError(f"all {len(rows)} rows are refused, such as {list(faults.values())[-1]}")
+    kept = [example for example in examples if len(example.tokens) <= config.max_prompt_length]
+    if rows and not kept:
         raise UserError(
-            f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(lengths)} "
-            f"prompts has {min(lengths)} tokens"
+            f"data.max_prompt_length is {config.max_prompt_length}, but the shortest of {len(examples)} "
+            f"prompts has {min(len(example.tokens) for example in examples)} tokens"
         )
-    return examples, len(lengths) - len(examples)
-
-
-def _example(
-    row: Mapping[str, Any],
-    config: DataConfig,
-    tokenizer: Any,
-    tools: Sequence[dict[str, Any]],
-    processor: ImageProcessor | None,
-    columns: Mapping[str, str],
-) -> Example:
-    gold = gold_answer(row[config.answer]) if config.answer else ""
-    if gold is None:
-        raise UserError(f"expected an answer in {show(config.answer)}, found {show(row[config.answer])}")
-    messages = conversation(prompt_of(row, config), config.system_prompt)
-    images = row_images(row, config)
-    text, tokens = render(
-        tokenizer,
-        messages,
-        config.nudge,
-        tools=tools,
-        template_kwargs=config.chat_template_kwargs,
-        images=images,
-        processor=processor,
-        raw=config.prompt_form == "raw",
-    )
-    values = {column: row.get(field) for column, field in columns.items()}
-    answers = {"answer": gold} if config.answer else {}
-    return Example(messages, text, tokens, gold, {**values, **answers}, images)
+    return kept, len(examples) - len(kept)
 
 
 def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:

@@ -52,14 +52,11 @@ class RewardCheck:
     images: tuple[tuple[str, int], ...]  # of the first prompt: names, and tokens of each
 
 
-def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> RewardCheck:
+def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     """Reads the data, renders the prompts and scores answers to the first `problems` of them.
 
-    `form` is a right completion, with {answer} in place of the answer; empty: that of `answer.form`. Raises
-    UserError for every fault that would end the run before its first step.
+    Raises UserError for every fault that would end the run before its first step.
     """
-    if form and PLACE not in form:
-        raise UserError(f"the form has no {PLACE}, where the answer would stand")
     worker = start_worker(config)
     rewards = load_code(config, worker)
     rows = load_rows(config.data, config.folders)
@@ -82,7 +79,7 @@ def check_rewards(config: Config, *, form: str = "", problems: int = 8) -> Rewar
     read, tried = config.answer_form, train[:problems]
     if read is not None:
         tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
-    right = form or (read.right if read else "")
+    right = read.right if read else ""
     if not right and read is None and any(example.answer for example in tried):
         right = PLACE  # rewards of one's own may look at the bare answer
     knows_right = bool(right) or read is None

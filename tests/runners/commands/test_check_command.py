@@ -131,22 +131,6 @@ def test_what_has_no_right_completion_is_not_scored_as_one(check, tmp_path, row,
     assert "--sample" not in real and "  reward  0\n" in real
 
 
-def test_another_form_of_answers(check, tmp_path):
-    """--form says what a right completion looks like; without the answer's place it is refused."""
-    write_data(tmp_path / "d.jsonl", ["1/2", "3", "x^2", "7"] * 5)
-    (tmp_path / "t.toml").write_text(
-        '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\nnudge = ""\n'
-        '[reward]\nfunctions = ["runners.rewards.library:math_verify_reward"]\n'
-    )
-    result = check("t.toml", "--form", r"It is $\boxed{{answer}}$.")
-    assert result.exit_code == 0, result.stderr
-    row = next(line for line in result.stdout.splitlines() if "math_verify_reward" in line).split()
-    # Bare numbers are found in a text as well, a bare x^2 is not.
-    assert row[1:] == ["1", "0", "0.75", "0", "0", "0"] and "warning" not in result.stdout
-    refused = check("t.toml", "--form", "x")
-    assert refused.exit_code == 2 and "{answer}" in refused.stderr
-
-
 ENVIRONMENT = """
 class Guess:
     def reset(self, **row):
