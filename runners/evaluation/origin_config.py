@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from runners.checkpoints.own_runs import is_own
+from runners.checkpoints.manifest import digest
 from runners.config.loading import Config, load_config
 from runners.config.recorded import run_of
 from runners.errors import UserError, show
+from runners.files.cache_folder import remembers
+from runners.files.run_files import OWN_RUNS
 
 _MEASURED = {  # the keys that decide what an evaluation measures
     "data": (
@@ -33,7 +35,7 @@ def config_of_runs(
     Raises UserError for another one without data, and if two models' runs are not measured in the same way.
     """
     files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
-    if others := [file for file in files if not is_own(file)]:
+    if others := [file for file in files if not remembers(OWN_RUNS, digest(file))]:
         if has_data:
             return None
         raise UserError(

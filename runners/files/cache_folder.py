@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -15,3 +16,15 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "grpo_fn"
     return Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache") / "grpo_fn"
+
+
+def remember(kind: str, digest: str) -> None:
+    """Notes a digest, such as one of a content that was checked; without room for it nothing is noted."""
+    with suppress(OSError):
+        (cache_folder() / kind).mkdir(parents=True, exist_ok=True)
+        (cache_folder() / kind / digest).touch()
+
+
+def remembers(kind: str, digest: str) -> bool:
+    """Whether `remember` has noted this."""
+    return os.path.exists(cache_folder() / kind / digest)

@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from runners.errors import UserError
-from runners.files.cache_folder import cache_folder
+from runners.files.cache_folder import remember, remembers
 from runners.machine.bounded_process import BoundedFunction
 from runners.quickstart import MODEL_DIR
 
@@ -31,8 +31,8 @@ def check_tokenizer(folder: Path) -> None:
     if folder.resolve() == MODEL_DIR.resolve():
         return
     files = files_of(folder)
-    seen = cache_folder() / "checked" / _digest(files)
-    if seen.exists():
+    digest = _digest(files)
+    if remembers("checked", digest):
         return
     size = sum(file.stat().st_size for file in files)
     seconds, memory = _SECONDS + _SECONDS_A_BYTE * size, _MEMORY + _MEMORY_A_BYTE * size
@@ -47,9 +47,7 @@ def check_tokenizer(folder: Path) -> None:
         fault = f"its tokenizer or chat template takes more than {limits} for a short text"
     if fault:
         raise UserError(f"{folder}: {fault}")
-    with suppress(OSError):  # a folder that cannot be written to: checked again later
-        seen.parent.mkdir(parents=True, exist_ok=True)
-        seen.touch()
+    remember("checked", digest)
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import attrs
 
 from grpo_fn.backends import disabled
-from runners.checkpoints.own_runs import remember
+from runners.checkpoints.manifest import digest
 from runners.checkpoints.resume import (
     Origin,
     check_free,
@@ -30,6 +30,8 @@ from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes
+from runners.files.cache_folder import remember
+from runners.files.run_files import OWN_RUNS
 from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
 from runners.ranks.ranks import Ranks
@@ -191,7 +193,7 @@ def _files(
             shown.note(f"{name} belongs to a later step: renamed to {aside}")
         keep = origin.facts.logs  # their bytes
     if writes:
-        remember(write_resolved(config))
+        remember(OWN_RUNS, digest(write_resolved(config)))
     for notice in run.notices:
         shown.note(notice)
     wanted.append(True)  # from now on there is something to report

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.checkpoints.own_runs import remember
+from runners.checkpoints.manifest import digest
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
@@ -26,6 +26,8 @@ from runners.evaluation.completions import Evaluator
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
 from runners.evaluation.evaluation import evaluate, held_out
 from runners.evaluation.measurement import choose_problems, eval_rows, measure
+from runners.files.cache_folder import remember
+from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.quickstart import DATA_DIR
@@ -272,7 +274,7 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, r
     content = json.loads((other / "config.resolved.json").read_text())
     content["data"]["nudge"] = "x"
     (other / "config.resolved.json").write_text(json.dumps(content))
-    remember(other / "config.resolved.json")
+    remember(OWN_RUNS, digest(other / "config.resolved.json"))
     result = grpo_eval(str(run), str(other))
     assert result.exit_code == 2 and 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
     assert grpo_eval(str(run), str(other), "--set", "data.nudge=").exit_code == 0
