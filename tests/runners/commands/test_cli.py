@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tomllib
 import types
 from pathlib import Path
 
@@ -15,11 +14,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import grpo_entry
 from runners import __version__, cli
 from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
-from runners.errors import UserError
 from runners.machine import startup
 from runners.machine.signals import Stopped
 
@@ -126,19 +123,6 @@ def test_grpo_run_and_grpo_run_are_one_command(invoke):
         assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
 
 
-def test_the_installed_scripts_are_these_commands():
-    """pyproject.toml names objects that exist, and ships every package that it should."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["scripts"] == {
-        "grpo-run": "grpo_entry:run_command",
-        "grpo": "grpo_entry:main",
-    }
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    folders = [name for name in packages if not name.endswith(".py")]
-    assert [name for name in folders if not (ROOT / name / "__init__.py").is_file()] == []
-    assert "grpo_entry.py" in packages and callable(grpo_entry.main) and callable(grpo_entry.run_command)
-
-
 def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, training, tmp_path):
     """TOML on stdout that loads to the same config, JSON in the run's folder, no training."""
     result = invoke("train.toml", "--set", "run.name=dry", "--set", "loss.preset=dapo", "--dry-run")
@@ -207,17 +191,3 @@ def test_unusable_command_lines_are_refused(invoke, training, arguments, message
     """Code 2, before anything is done."""
     result = invoke(*arguments, command=cli.main)
     assert result.exit_code == 2 and message in result.stderr and not training.calls
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "line"),
-    [
-        (UserError("rows.jsonl:3: found no answer"), 2, "rows.jsonl:3: found no answer"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
-)
-def test_the_loop_may_end_with_a_line(invoke, training, error, code, line):
-    """A fault of the data ends with 2, Ctrl-C with 130; neither with a traceback."""
-    training.fail_with(error)
-    result = invoke("train.toml")
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (code, line)

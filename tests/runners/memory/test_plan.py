@@ -89,9 +89,7 @@ QUANTIZED_ROLES = """loss.beta=0.1 loss.ref_quantization=affine-4 loss.ref_stora
         (['model.tune="lora"', "model.lora.rank=4", *PACKED], {}),
         (['model.tune="dora"'], {"quantize": {"group_size": 32, "bits": 4}}),
         (PACKED, {"arch": "qwen2"}),
-        (PACKED[:1], {"dtype": "bfloat16"}),
         (QUANTIZED_ROLES.split(), {}),
-        (["model.master=bfloat16", "model.dtype=bfloat16", "loss.beta=0.1"], {}),
         (['model.tune="lora"', "model.master=bfloat16", "optim.moments=bfloat16"], {"dtype": "bfloat16"}),
     ],
     ids=str,
@@ -143,10 +141,8 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     for phase in facts["phases"].values():
         assert phase["total"] == sum(phase["parts"].values())
     assert facts["peak"]["bytes"] == max(phase["total"] for phase in facts["phases"].values())
-    shown = grpo_plan()
-    assert shown.exit_code == 0 and f"optim.batch_size = {facts['largest_batch_size']}" in shown.stdout
-    assert shown.stdout.count("← peak") == 1
-    assert "largest batch not even one prompt fits" in grpo_plan("system.memory_limit_gb=0.001").output
+    shown = grpo_plan().stdout
+    assert f"optim.batch_size = {facts['largest_batch_size']}" in shown and shown.count("← peak") == 1
     longer = grpo_plan("data.nudge=" + "9" * 100, options=["--json"])
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 

