@@ -167,40 +167,38 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_complete(config: Config) -> None:
-    """Raises ConfigError for what only the core knows: the reference's keys without a reference, groups
-    without variance divided by their own deviation, and unknown mechanisms."""
+    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups without
+    variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 
-    loss, faults = config.loss, []
-    for key, off, what in (
-        ("ref_sync_every", 0, "nothing to sync"),
-        ("ref_quantization", "none", "nothing to quantize"),
-    ):
-        found = getattr(loss, key)
-        if found != off and loss.beta == 0:
-            expected = f"{show(off)}, or loss.beta > 0 (without a reference there is {what})"
-            faults.append((f"loss.{key}", f"expected {expected}, found {show(found)}"))
-    if (loss.baseline, loss.scale) == ("batch_mean", "group"):
-        expected = 'expected "batch" or "none" with loss.baseline = "batch_mean"'
-        why = "which divides a group whose rewards are all equal by a deviation of 0"
-        faults.append(("loss.scale", f'{expected}, found "group", {why}'))
-    turns = {"baseline": loss.baseline == "turn", "discount": loss.discount < 1}
-    for key in turns if not config.env.answers else ():
-        if turns[key]:
-            expected = f"[env], whose turns it is about, found {show(getattr(loss, key))}"
-            faults.append((f"loss.{key}", f"expected {expected}"))
-    if loss.baseline == "turn" and loss.scale == "batch":
-        faults.append(("loss.scale", 'expected "group" or "none" with loss.baseline = "turn", found "batch"'))
-    if loss.baseline == "batch_mean" and config.rollout.first_stage:
-        why = 'with loss.baseline = "batch_mean", by which groups without variance teach too'
-        faults.append(("rollout.first_stage", f"expected 0 {why}, found {config.rollout.first_stage}"))
+    loss, turns, faults = config.loss, config.env.answers, []
+    of_batch, of_turn = loss.baseline == "batch_mean", loss.baseline == "turn"
+    about_turns = "[env], whose turns it is about"
+    for key, wrong, expected in (
+        ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
+            "0, or loss.beta > 0 (without a reference there is nothing to sync)"),
+        ("loss.ref_quantization", loss.ref_quantization != "none" and not loss.beta,
+            '"none", or loss.beta > 0 (without a reference there is nothing to quantize)'),
+        ("loss.scale", of_batch and loss.scale == "group",
+            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all equal has a '
+            "deviation of 0)"),
+        ("loss.scale", of_turn and loss.scale == "batch", '"group" or "none" with loss.baseline = "turn"'),
+        ("loss.baseline", of_turn and not turns, about_turns),
+        ("loss.discount", loss.discount < 1 and not turns, about_turns),
+        ("rollout.first_stage", of_batch and config.rollout.first_stage,
+            '0 with loss.baseline = "batch_mean", by which groups without variance teach too'),
+    ):  # fmt: skip
+        if wrong:
+            section, name = key.split(".")
+            found = getattr(getattr(config, section), name)
+            faults.append(f"{config.where(key)}: expected {expected}, found {show(found)}")
     for name in config.system.disable:
         try:
             check_mechanism(name)
         except ValueError as error:
-            faults.append(("system.disable", str(error)))
+            faults.append(f"{config.where('system.disable')}: {error}")
     if faults:
-        raise ConfigError([f"{config.where(key)}: {fault}" for key, fault in faults])
+        raise ConfigError(faults)
 
 
 def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
@@ -230,13 +228,11 @@ def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, An
 
 def _build(name: str, raw: Any, found: Settings) -> Any:
     """A section from its raw table; None if it has faults, which are added to `found.problems`."""
-    before, kind = len(found.problems), SECTIONS[name]
+    before = len(found.problems)
     values = section_values(name, raw, found)
     if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
-    if len(found.problems) > before:
-        return None
-    return rules.structure(values, kind)
+    return None if len(found.problems) > before else rules.structure(values, SECTIONS[name])
 
 
 def _plain(section: Any) -> dict[str, Any]:
