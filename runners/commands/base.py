@@ -65,11 +65,6 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters
                     stream.reconfigure(errors="backslashreplace")
-            try:
-                os.getcwd()
-            except OSError as error:
-                gone = f"the working folder cannot be used ({error.strerror}); change to another"
-                raise UserError(gone) from error
             return function(*args, **kwargs)
         except KeyboardInterrupt as interrupt:
             if getattr(interrupt, "reported", False):  # by another rank, for all

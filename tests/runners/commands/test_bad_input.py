@@ -1,7 +1,6 @@
 """What strangers and slips bring: every command ends with a line and exit code 2, and nothing half done."""
 
 import json
-import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -138,28 +137,6 @@ def test_tokens_that_the_model_has_no_embedding_for(place):
     Path("prompts.txt").write_text("2\n")
     assert line in refused("generate", "model", "--prompts", "prompts.txt", "--nudge", "<reasoning>")
     assert line in refused("eval", "model", "--config", "train.toml")
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ("def good(completions)\n    pass\n", "importing .*line 1.*SyntaxError|SyntaxError"),
-        ("raise SystemExit(0)\n", "SystemExit"),
-        ("def god(completions, **_):\n    return []\n", "did you mean god?"),
-        ("def good(completions, solution):\n    return []\n", "needs the column solution"),
-        ("class good:\n    pass\n", "found the class good"),
-    ],
-    ids=lambda part: part[:24],
-)
-def test_bad_rewards(place, content, line):
-    """A file that does not import, or holds something else than what a reward is."""
-    Path("mine.py").write_text(content)
-    for command in (
-        ["run", "train.toml"],
-        ["check", "train.toml"],
-        ["eval", "embedded", "--config", "train.toml"],
-    ):
-        assert re.search(line, refused(*command).replace("\n", " "))
 
 
 def arrays_with(change):

@@ -76,23 +76,3 @@ def test_the_page_as_it_stands(tmp_path, monkeypatch):
         shares = [line["groups/share/new"] for line in log if "groups/taught" in line]
         assert shares == [1.0 if name == "adaptive.toml" else 0.0]
         (folder / "training_log.jsonl").parent.rename(tmp_path / name.removesuffix(".toml"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (["data.curriculum=static"], "data.difficulty: expected a file of `grpo difficulty`"),
-        (["data.difficulty=none.jsonl"], 'no such file: "none.jsonl"; `grpo difficulty` makes one'),
-        (["rollout.first_stage=1"], "rollout.first_stage: expected an integer: 0 or >= 2, found 1"),
-        (["rollout.first_stage=8"], "expected less than rollout.num_generations, found 8"),
-        (["rollout.first_stage=4", "env.factory=calculator"], "rollout.first_stage: expected 0 with [env]"),
-        (
-            ["rollout.first_stage=4", "loss.baseline=batch_mean", "loss.scale=none"],
-            'expected 0 with loss.baseline = "batch_mean"',
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(settings, line):
-    """With the key that has to change."""
-    result = grpo("run", "quickstart", "--dry-run", *keys(settings), code=2)
-    assert line in result.stderr

@@ -32,17 +32,14 @@ TALK = ("prompt", lambda n: [{"role": "user", "content": question(n)}])
 FORMS = {
     # what the data's other column holds: its name, a value, the form that is found, what the config says
     "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "last_number", {"answer": "answer"}),
-    "#### and texts": (("answer", lambda n: f"So:\n#### x{n}y"), "gsm8k", {"answer": "answer"}),
     "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", {"answer": "solution"}),
     "numbers": (("answer", lambda n: 2 * n), "last_number", {"answer": "answer"}),
-    "lengths": (("answer", lambda n: (f"{n} cm", f"{n} 1/2")[n % 2]), "last_number", {"answer": "answer"}),
     "truth": (("answer", lambda n: n % 2 == 0), "exact", {"answer": "answer"}),
     "tests": (("answer", lambda n: [f"assert f({n}) == {2 * n}"]), "code", {"answer": "answer"}),
     "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
     "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", {"answer": "label"}),
     "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", {}),
     "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", {"answer": ""}),
-    "lists": (("answer", lambda n: [f"{n}", f"{n}.0"]), "none", {"answer": ""}),
     "nothing": (("source", lambda n: True), "none", {"answer": ""}),
 }
 

@@ -44,6 +44,7 @@ def faults(tmp_path, monkeypatch):
         ('optim.learning_rate = "3"', 'expected a number, found "3"'),
         ("optim.betas = [0.9, 1]", "expected a list of 2 numbers, each: 0 <= x < 1, found [0.9, 1]"),
         ("rollout.bits_budget = 5.0", 'expected 0, or "affine-4" (or -3, -6) in rollout.quantization'),
+        ("rollout.first_stage = 8", "expected less than rollout.num_generations, found 8"),
         ("optim.minibatches = 9", "expected at most 8, the completions of a batch step, found 9"),
         ("optim = 3", "optim: expected a table, found 3"),
         ("loss.sequence_range = [2, 1]", "expected a list of 2 numbers: 0 <= low < high, found [2, 1]"),
