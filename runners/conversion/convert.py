@@ -82,19 +82,18 @@ def convert(
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
         if checkpoint is not None:
-            convert_checkpoint(checkpoint, temporary, dtype)
-            if not quantization.wanted:
-                return target
-            path, dtype = temporary, ""
+            convert_checkpoint(checkpoint, temporary)
         elif is_gguf:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
+            dequantize = False
+        if checkpoint is not None or is_gguf:
             try:
                 read_model(temporary)
             except UserError as error:  # what is missing or does not fit
                 raise UserError(str(error).replace(str(temporary), str(path))) from error
             if not (quantization.wanted or dtype):
                 return target
-            path, dequantize = temporary, False
+            path = temporary
         if calibrate:
             module, config, tokenizer, _ = read_model(path, trust_remote_code)
             collect = moments_from(calibrate, column, tokenizer, note)

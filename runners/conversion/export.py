@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +33,7 @@ from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
-_FRONT = 1 << 16  # characters of a card that are searched for the licence
-_LICENCE = re.compile(r"^(license(?:_name|_link)?): *[\"']?([\w.:/+-]{1,200})[\"']? *$", re.MULTILINE)
+_LICENCE = ("license", "license_name", "license_link")
 
 
 @attrs.frozen(eq=False)
@@ -239,24 +237,18 @@ def _origin(folder: Path) -> str:
     return recorded_in(folder.resolve().parent).get("model", {}).get("path") or ""
 
 
-def _licence(source: Opened, online: bool) -> dict[str, str]:
-    """license, license_name and license_link of the base model's card: beside it, or on the Hub.
+def _licence(opened: Opened, online: bool) -> dict[str, str]:
+    """license, license_name and license_link of the base model's card: beside it, or on the Hub."""
+    from huggingface_hub import ModelCard, hf_hub_download
 
-    Only plain lines of its front matter are read, not YAML: a stranger wrote it.
-    """
-    from httpx2 import HTTPError
-    from huggingface_hub import hf_hub_download
-
-    beside = [Path(place).expanduser() / "README.md" for place in (source.origin, source.model) if place]
+    beside = [Path(place).expanduser() / "README.md" for place in (opened.origin, opened.model) if place]
     file = next(filter(Path.is_file, beside), None)
-    if file is None and source.base:
-        with suppress(OSError, ValueError, HTTPError):  # the Hub's errors: no card, no network
-            file = Path(hf_hub_download(source.base, "README.md", local_files_only=not online))
-    if file is None:
-        return {}
-    with open(file, encoding="utf-8", errors="replace") as stream:
-        front = re.match(r"---\n(.*?)\n---", stream.read(_FRONT), re.DOTALL)
-    return dict(_LICENCE.findall(front[1])) if front else {}
+    with suppress(Exception):  # no card, no network, or YAML that is none
+        data = ModelCard.load(
+            file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
+        ).data.to_dict()
+        return {key: str(data[key]) for key in _LICENCE if data.get(key)}
+    return {}
 
 
 def _packing(config: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from grpo_fn.trees import named_leaves
 from runners.conversion.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 from runners.errors import UserError, first_line, listed
 from runners.files.json_files import read_json
@@ -28,7 +27,6 @@ _MODEL = re.compile(r"model_(\d+)\.pt")
 _COMPILED = "_orig_mod."  # torch.compile puts it before every name
 _SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
 _VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
-_OTHER = "which mlx-lm's nanochat does not have; without it the model would be another"
 
 
 @attrs.frozen
@@ -65,21 +63,13 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(model, meta, found)
 
 
-def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") -> None:
+def convert_checkpoint(checkpoint: Checkpoint, target: Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
 
-    Padding rows of the embedding and the head are left out, because nanochat ignores them. With
-    `dtype` ("float32", "float16", "bfloat16") every tensor is cast, else each keeps its own.
-
-    Raises UserError without PyTorch, and for files, tensors and shapes that do not fit each other.
+    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises UserError
+    without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is seen by loading it.
     """
     sizes = _sizes(checkpoint.meta)
-    encoding = read_encoding(checkpoint.tokenizer)
-    if encoding.n_vocab > sizes["vocab_size"]:
-        raise UserError(
-            f"{checkpoint.tokenizer}: {encoding.n_vocab} ids, but the model of {checkpoint.meta.name} knows "
-            f"{sizes['vocab_size']}; they do not belong together"
-        )
     config = {
         "model_type": "nanochat",
         "architectures": ["NanoChatForCausalLM"],
@@ -91,22 +81,16 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Path, dtype: str = "") ->
         "max_position_embeddings": sizes["sequence_len"],
         "intermediate_size": 4 * sizes["n_embd"],
     }
-    tensors = _tensors(checkpoint.model)
-    _check(tensors, config, checkpoint.model)
-    import torch  # pyright: ignore[reportMissingImports]
+    tensors, rows = _tensors(checkpoint.model), sizes["vocab_size"]
     from safetensors.torch import save_file
 
-    rows = sizes["vocab_size"]
-    weights = {name: (tensor[:rows] if name in _VOCABULARY else tensor) for name, tensor in tensors.items()}
-    if dtype:
-        weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
     save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
+        {name: (x[:rows] if name in _VOCABULARY else x).contiguous() for name, x in tensors.items()},
         str(target / "model.safetensors"),
         metadata={"format": "mlx"},
     )
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(encoding, target)
+    write_tokenizer(read_encoding(checkpoint.tokenizer), target)
 
 
 def _sizes(meta: Path) -> dict[str, int]:
@@ -119,7 +103,9 @@ def _sizes(meta: Path) -> dict[str, int]:
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
     if others := found.keys() - {*_SIZES} - plain:
-        raise UserError(f"{meta}: model_config has {listed(sorted(others))}, {_OTHER}")
+        raise UserError(
+            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not have"
+        )
     return {name: found[name] for name in _SIZES}
 
 
@@ -133,20 +119,3 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
     except Exception as error:  # errors of pickle, zip and torch have no common class
         raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
-
-
-def _check(tensors: Mapping[str, torch.Tensor], config: dict[str, Any], file: Path) -> None:
-    """Raises UserError unless the tensors are those of mlx-lm's model, in their shapes."""
-    from mlx_lm.models import nanochat
-
-    module = nanochat.Model(nanochat.ModelArgs.from_dict(config))
-    shapes = {name: leaf.shape for name, leaf in named_leaves(module.parameters()).items()}
-    if unknown := tensors.keys() - shapes.keys():
-        raise UserError(f"{file}: {len(unknown)} unknown tensors: {listed(sorted(unknown))}, {_OTHER}")
-    if missing := shapes.keys() - tensors.keys():
-        raise UserError(f"{file}: {len(missing)} tensors are missing: {listed(sorted(missing))}")
-    for name, shape in shapes.items():
-        found = tuple(tensors[name].shape)
-        padded = name in _VOCABULARY and found[:1] > shape[:1] and found[1:] == shape[1:]
-        if found != shape and not padded:
-            raise UserError(f"{file}: {name}: expected the shape {shape}, found {found}")

@@ -119,19 +119,19 @@ def spoil(tensors, **changes):
     [
         (
             {"resid_lambdas": torch.ones(3), "value_embeds.1.weight": torch.ones(2)},
-            r"2 unknown tensors: resid_lambdas, value_embeds\.1\.weight, which",
+            "the model cannot be loaded: Received 2 parameters not in model",
         ),
         (
             {"lm_head.weight": None, "transformer.h.1.mlp.c_fc.weight": None},
-            r"2 tensors are missing: lm_head\.weight, transformer\.h\.1",
+            "the model cannot be loaded: Missing 2 parameters",
         ),
         (
             {"transformer.h.0.attn.c_k.weight": torch.ones(64, 64)},
-            r"c_k\.weight: expected the shape \(32, 64\), found \(64, 64\)",
+            r"Expected shape \(32, 64\) but received shape \(64, 64\)",
         ),
         (
             {"lm_head.weight": torch.ones(320, 64)},
-            r"lm_head\.weight: expected the shape \(329, 64\), found \(320, 64\)",
+            r"Expected shape \(329, 64\) but received shape \(320, 64\)",
         ),
     ],
 )
@@ -147,9 +147,9 @@ def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):
     ("meta", "message"),
     [
         ({"n_layer": "3"}, "model_config.n_layer: expected a positive integer, found '3'"),
-        ({"n_head": 3}, "expected the shape"),
+        ({"n_head": 3}, "Expected shape"),
         ({"window_pattern": "SSSL"}, "model_config has window_pattern, which"),
-        ({"vocab_size": 300}, "329 ids, but the model of meta_000650.json knows 300"),
+        ({"vocab_size": 300}, "the tokenizer has .*, the model's embedding only 300 rows"),
     ],
 )
 def test_another_architecture_is_refused(tmp_path, meta, message):

@@ -16,7 +16,6 @@ from runners.config.loading import load_config
 from runners.engines.settings import requests_of
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
-from runners.models.loaded_model import load_model
 from runners.models.model_reader import load_module
 from runners.models.model_writer import save_model
 from runners.telemetry.report import Quiet
@@ -199,29 +198,6 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
     from mlx_lm.utils import load_model as mlx_lm_load
 
     assert mlx_lm_load(result.folder / "final")  # passes over the tower
-
-
-def test_check_shows_the_first_prompt_s_images(folder):
-    """Names and tokens, and nothing is written."""
-    result = grpo("check", folder / "seeing.toml")
-    assert "image pics/0.png: 6 tokens" in result.output
-    assert "<|vision_start|><|image_pad|><|vision_end|>How many rolls? 0" in result.output
-
-
-def test_pixels_are_bounded_where_the_config_says(folder):
-    """Fewer tokens an image."""
-    path = write_vision_run(folder, run={"name": "coarse"}, data={"image_max_pixels": 256})
-    run = build_run(load_config(str(path)).check(), CPU)
-    assert max(list(example.tokens).count(IMAGE_TOKEN) for example in run.data.train) <= 2 * 256 // 64
-
-
-def test_training_a_vision_model_on_text_gets_a_notice(folder):
-    """Training on text works as before, and a line names the key."""
-    path = write_vision_run(folder, run={"name": "blind"}, data={"image": ""})
-    config = load_config(str(path))
-    loaded = load_model(config.model, CPU)
-    assert loaded.vision is None
-    assert any("data.image names the column of images" in line for line in loaded.notices)
 
 
 def test_eval_measures_what_training_does(finished, folder):

@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import mlx_lm
 import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
@@ -74,14 +73,6 @@ def test_the_documented_architecture_is_trained_and_opened_again(folder, tune):
     want = loaded.module(TOKENS)
     final = load_inference(str(result.folder / "final"), CPU, loader="parallel.py:load")
     assert mx.abs(final.module(TOKENS) - want).max().item() < 1e-4 < mx.abs(want - before).max().item()
-
-
-def test_decoding_with_caches_is_the_forward(folder):
-    """The page's block over a cache gives the logits of the whole text."""
-    module = load_model(ModelConfig(path="wide", loader="parallel.py:load"), CPU, folders=[folder]).module
-    caches = mlx_lm.models.cache.make_prompt_cache(module)
-    parts = [module(TOKENS[:, i : i + 1], cache=caches) for i in range(TOKENS.shape[1])]
-    assert mx.allclose(mx.concatenate(parts, axis=1), module(TOKENS), atol=1e-5)
 
 
 def test_generate_and_eval_use_the_loader(folder):
