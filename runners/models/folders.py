@@ -123,21 +123,14 @@ def read_config(folder: Path) -> dict:
         raise UserError(f"{file}: {error}") from error
 
 
-def companions(source: Path) -> list[Path]:
-    """A model's files besides config.json and weights: tokenizer, templates, its own code and so on."""
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies the files that a model needs besides config.json and weights: tokenizer, templates, own code."""
     skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
-    return sorted({file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped)
-
-
-def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copies the files that a model needs besides config.json and weights; returns their names."""
-    files = companions(source)
-    for file in files:
+    for file in {file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped:
         shutil.copyfile(file, target / file.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name)
-    return [file.name for file in files]
 
 
 def _is_weights(name: str) -> bool:
@@ -146,8 +139,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_weights(folder: Path, names: set[str]) -> None:
-    weights = {name for name in names if _is_weights(name)}
-    if not weights:
+    if not any(map(_is_weights, names)):
         others = sorted(
             name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".gguf", ".npz"))
         )
@@ -158,9 +150,6 @@ def _check_weights(folder: Path, names: set[str]) -> None:
         )
     if "model.safetensors.index.json" in names:
         _check_weight_map(folder, names)
-    empty = sorted(name for name in weights if (folder / name).stat().st_size == 0)
-    if empty:
-        raise UserError(f"{folder}/{empty[0]}: the file is empty; was a download or a copy cut off?")
 
 
 def _check_weight_map(folder: Path, names: set[str]) -> None:

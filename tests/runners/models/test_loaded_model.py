@@ -173,7 +173,7 @@ DAMAGE = [
     (containing("config.json", '{"model_type": "nosuch"}'), "Model type nosuch not supported"),
     (containing("config.json", '{"model_type": "llama"}'), "the model cannot be loaded: .*missing"),
     (containing("tokenizer.json", '{"version": "1.0"}'), "the tokenizer cannot be loaded"),
-    (containing("model.safetensors", ""), "the file is empty"),
+    (containing("model.safetensors", ""), "cannot be read as safetensors"),
     (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
     (
         containing("model.safetensors.index.json", SHARDS),
