@@ -28,7 +28,6 @@ HARMLESS = (
     "run.overwrite",
     "eval.every",
     "eval.at_start",
-    "eval.time_share",
     "checkpoint",
     "log",
     "watch",

@@ -264,7 +264,6 @@ class EvalConfig:
     samples: int = key(200, "problems, always the same ones; 0: all", ">= 0")
     max_new_tokens: int = key(0, "length limit; 0: the rollout's", ">= 0")
     at_start: bool = key(True, "evaluate before the first step")
-    time_share: float = key(0.2, "the largest share of the run's time that the first evaluation may take; if it would take more, and over a minute, the run's evaluations use fewer problems; 1: no limit", "0 < x <= 1")
 
 
 @attrs.frozen(kw_only=True)

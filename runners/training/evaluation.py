@@ -11,21 +11,18 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 from runners.engines.settings import DEFAULT_ROWS
 from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
-from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks, held_out
+from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
 from runners.rewards.calls import TrainerState
 from runners.telemetry.events import Evaluated
-from runners.telemetry.progress import duration_text
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
 from runners.training.supervised import gold_experience
 
-LONG = 60.0  # seconds: shorter evaluations are never made smaller
-FEW = 16  # problems of each rank whose time is measured first
+LONG = 60.0  # seconds: a shorter evaluation before training is not saved at once
 
 
 def evaluate_if_due(session: Session) -> None:
@@ -75,12 +72,11 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 
 
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
-    """The problems, as many as the time for them allows, and the answers to them."""
+    """The problems, and the answers to them."""
     config, run, state = session.config, session.run, session.state
-    engine = run.learner.evaluator
+    engine, problems = run.learner.evaluator, run.data.evaluation
     engine.load(state.train.params, state.update)
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
     evaluator = Evaluator(
         engine=engine,
         scorer=run.collector.scorer,
@@ -93,21 +89,12 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         state=TrainerState(state.update, run.length.updates, run.stream.epoch, config.optim.num_epochs),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
-
-    problems = held_out(run.data.evaluation, state.eval_problems)
+    rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
     results: list[EvalResult] = []
-    done, size = 0, rows
-    if few := _few(session, len(problems), limit):
-        size = few
-        problems = [problems[i] for i in epoch_order(len(problems), 0, 0)]  # the order of `held_out`
-    while done < len(problems):
-        part = problems[done : done + size]
-        session.shown.status("evaluating" + f", {done:,} of {len(problems):,} done" * (done > 0))
+    for start in range(0, len(problems), rows):
+        session.shown.status("evaluating" + f", {start:,} of {len(problems):,} done" * (start > 0))
+        part = problems[start : start + rows]
         results.append(evaluate_on_ranks(session.ranks, evaluator, part, sampling))
-        done += len(part)
-        if size < rows and done < len(problems):
-            problems = problems[: _affordable(session, results[0], len(problems), limit)]
-        size = rows
     engine.load(None, state.update)
     result = joined(results)
     first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
@@ -122,41 +109,6 @@ def measures(session: Session) -> bool:
     return bool(
         session.run.collector.scorer.rewards or session.config.answer_form or session.run.environments
     )
-
-
-def _few(session: Session, problems: int, limit: int) -> int:
-    """Problems to measure the time of first, if all of them could take too long; 0: they cannot."""
-    share, first = session.config.eval.time_share, FEW * session.ranks.count
-    if session.state.evaluated_at >= 0 or share == 1 or problems <= 2 * first:
-        return 0
-    return first if problems > share * _run_cost(session, limit) else 0
-
-
-def _run_cost(session: Session, limit: int) -> float:
-    """The run's time, in problems of an evaluation: learning from a completion takes about as long as it."""
-    rollout, optim, steps = session.config.rollout, session.config.optim, session.run.length.batch_steps
-    return 2 * steps * optim.batch_size * rollout.num_generations * rollout.max_new_tokens / limit
-
-
-def _affordable(session: Session, first: EvalResult, problems: int, limit: int) -> int:
-    """How many problems the run's evaluations use, from the time of the first few and of the steps so far."""
-    state, steps = session.state, session.run.length.batch_steps
-    each = first.seconds / first.total
-    run = _run_cost(session, limit) * each
-    if state.batch_step:
-        elapsed = session.ranks.all_gather_object("the time", session.elapsed())[0].value  # one clock for all
-        run = elapsed / state.batch_step * steps
-    share = session.config.eval.time_share
-    if each * problems <= max(LONG, share * run):
-        return problems
-    fewer = min(max(int(max(LONG, share * run) / each), first.total), problems)
-    session.shown.note(
-        f"an evaluation of all {problems:,} problems would take {duration_text(each * problems)}, over "
-        f"{share:.0%} of the run: its evaluations use {fewer:,}; eval.time_share = 1 uses all"
-    )
-    with session.committing("the size of evaluations"):
-        session.change(eval_problems=fewer)
-    return fewer
 
 
 def joined(results: Sequence[EvalResult]) -> EvalResult:

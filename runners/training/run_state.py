@@ -55,7 +55,6 @@ class Counters:
     version: int = rules.key(0, "the update that made the sampler's weights", _COUNT)
     stale: bool = False  # whether the learner has changed since the sync
     evaluated_at: int = rules.key(-1, "updates; -1: never", "-1 or >= 0")
-    eval_problems: int = rules.key(0, "of each evaluation; 0: all", _COUNT)
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
     eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
     reward: float | None = None  # of the last update

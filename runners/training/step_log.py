@@ -41,7 +41,7 @@ def show_summary(session: Session, final: Path) -> None:
         final,
         scores=state.scores,
         rewards=state.eval_rewards,
-        held_out=state.eval_problems or len(session.run.data.evaluation),
+        held_out=len(session.run.data.evaluation),
         updates=state.update,
         tokens=state.sampled_tokens,
     )
