@@ -1,1 +1,1 @@
-"""Anything that samples: the protocol, the engine of this process, and what wraps it."""
+"""Anything that samples: the protocol, and the engine of this process."""

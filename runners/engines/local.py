@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
 from runners.engines.meter import Meter
 from runners.errors import is_out_of_memory
+from runners.ranks.ranks import Ranks
 
 FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
     "affine-3": "affine-4",
@@ -49,6 +50,7 @@ class LocalEngine:
         mismatch_limit: float = 0.0,
         vocabulary: int = 0,
         advance: Advance | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """An engine without weights: `load` comes first.
 
@@ -61,6 +63,7 @@ class LocalEngine:
             mismatch_limit: KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
             vocabulary: token ids that the model knows; 0: not checked.
             advance: hears several times a second how far a rollout has come.
+            ranks: those that sample together, each its share; None: this process alone.
         """
         self.version, self.fallback = 0, None
         self.full, self.decoding = policy, decoding or g.Decoding()
@@ -69,6 +72,7 @@ class LocalEngine:
         self.moments: Moments | None = None
         self.formats: Mapping[str, str] = {}
         self._limit, self._vocabulary, self._advance = mismatch_limit, vocabulary, advance
+        self._ranks = ranks or Ranks()
         self._loaded: Tree = None  # the learner's parameters
         self._params: Tree = None  # those that it samples with
         self._kept: tuple[list[int], Any] | None = None  # tokens of the last stream, and its caches
@@ -101,20 +105,22 @@ class LocalEngine:
         *,
         key: mx.array,
         should_stop: ShouldStop = never,
-        agree: Callable[[str | None], str | None] = lambda fault: fault,
     ) -> g.Rollout:
         """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
 
         If memory runs out, again with unused memory given back, then with half as many rows at a time.
 
-        `agree(fault)` gives the fault of any rank: all call it after each rollout of quantized weights.
-        Without prompts there is no row.
+        The ranks of a run fall back together: all of them sample equally often, one without prompts too. A
+        completion depends on its prompt's number, so that N ranks sample what one does.
         """
         while True:
             rollout = self._fitting(requests, sampling, key, should_stop)
             if should_stop():
                 raise Cancelled(rollout)
-            fault = None if self.quantization == "none" else agree(self._fault(rollout))
+            fault = None
+            if self.quantization != "none":
+                found = self._ranks.all_gather_object("the sampler", self._fault(rollout))
+                fault = next((message.value for message in found if message.value is not None), None)
             if fault is None:
                 versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
                 return attrs.evolve(rollout, version_b=versions_b)

@@ -20,7 +20,6 @@ from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
 from runners.engines.engine import Advance
-from runners.engines.ranks import on_ranks
 from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import Environments, all_rewards, build_environments
 from runners.environments.own_code import load_code, start_worker
@@ -160,7 +159,7 @@ def build_run(
         curriculum=curriculum,
         learner=learner,
         collector=Collector(
-            on_ranks(learner.engine, ranks),
+            learner.engine,
             sampling_of(config, loaded.eos_ids, find_stop),
             Scorer(rewards, config.reward.timeout, config.reward.on_error),
             decoder,

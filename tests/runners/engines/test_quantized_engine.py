@@ -16,7 +16,6 @@ from runners.config.loading import load_config
 from runners.engines import local
 from runners.engines.engine import Requests, Restart
 from runners.engines.local import LocalEngine
-from runners.engines.ranks import on_ranks
 from runners.ranks.ranks import Ranks
 from runners.ranks.wire import RankMessage
 from runners.training.train import run_training
@@ -183,20 +182,17 @@ def test_a_sound_rollout_changes_nothing(policy, drawn):
 
 def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     """It falls back with it, though its own numbers are sound."""
-    engine, others = engine_of(policy), ["its log-probs are not finite"]
+    others = ["its log-probs are not finite"]
 
     class Two(Ranks):
         """This rank and another."""
 
-        is_alone = False
-
         def all_gather_object(self, where, value=None, arrays=None):
             return [RankMessage(where, value), RankMessage(where, others.pop())]
 
-    calls = drawn(tiny_rollout(), tiny_rollout())
-    on_ranks(engine, Two()).generate(REQUESTS, SAMPLING, key=KEY)
+    calls, engine = drawn(tiny_rollout(), tiny_rollout()), engine_of(policy, ranks=Two())
+    engine.generate(REQUESTS, SAMPLING, key=KEY)
     assert len(calls) == 2 and engine.quantization == "none" and not others
-    assert on_ranks(engine, Ranks()) is engine
 
 
 def overflowing_folder(path: Path) -> Path:
