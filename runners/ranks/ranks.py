@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,18 @@ import numpy as np
 
 from runners.errors import UserError, error_line, text_of
 from runners.machine.signals import Stopped, StopSignals
+from runners.ranks.messages import RankError, RankMessage, decode_message, encode_message
 from runners.ranks.rank_place import RankPlace
-from runners.ranks.watchdog import ENDED, WORKING
-from runners.ranks.wire import RankError, RankMessage, Wire, connect
+from runners.ranks.watchdog import ENDED, EXIT_CODE, WORKING, Scoreboard, Watchdog, host_key
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from grpo_fn.learner import Collectives
+
 _MOMENT = 1.0  # seconds until the end of another rank is visible
+_BLOCK = 4096  # bytes of each message in the first collective
+_LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
 
 
 class Ranks:
@@ -42,11 +46,46 @@ class Ranks:
         self._signals = signals or StopSignals()
         self._moving = self._committing = False
         self._stopping = False  # whether all ranks know that they stop
+        self.watchdog = Watchdog(self.number, timeout, self._signals)
+        self._collectives: Collectives | None = None  # MLX's; None: there is only one rank
+        self._over = False  # whether the ranks have agreed to end
+        self._seconds = {"waiting": 0.0, "reducing": 0.0}
         self._joining = ExitStack()
-        self._wire: Wire | None = None
         if place:
             self._joining.enter_context(self._signals.deferred())
-            self._wire, self.hosts = connect(place, timeout, self._signals)
+            self._join(place)
+
+    def _join(self, place: RankPlace) -> None:
+        """Waits for all ranks. Those of one host then see each other on a scoreboard."""
+        import mlx.core as mx
+
+        from grpo_fn.learner import MlxCollectives
+
+        self.watchdog.start()
+        self.watchdog.begins("the start")
+        try:
+            with self._signals.ending_at_once():
+                group = mx.distributed.init(strict=True, backend=place.backend)
+        except RuntimeError as error:
+            self.watchdog.stop()
+            raise UserError(f"{self.watchdog.name} cannot join the others: {error}") from error
+        self.watchdog.ends()
+        on_cuda = place.backend == "nccl"
+        device = None if on_cuda else mx.Device(mx.cpu)
+        self._collectives = MlxCollectives(group, device)
+        keys = self._values("the hosts' names", host_key())
+        here = [rank for rank, key in enumerate(keys) if key == keys[self.number]]
+        own = Scoreboard.create(self.count) if here[0] == self.number else None
+        try:
+            path = self._values("the scoreboards", own)[here[0]]
+            board = Scoreboard(path, self.count, self.number)
+            self._values("open scoreboards", None)
+        finally:
+            if own:
+                os.unlink(own)
+        self.hosts = [key.partition("/")[0] for key in keys]
+        self.watchdog.names = [self.name(rank) for rank in range(self.count)]
+        self.watchdog.here, self.watchdog.board = [rank for rank in here if rank != self.number], board
 
     @property
     def is_rank_zero(self) -> bool:
@@ -60,12 +99,7 @@ class Ranks:
 
     def name(self, rank: int) -> str:
         """A rank's name in messages."""
-        return f"rank {rank} ({self.hosts[rank]})"
-
-    def wait_for(self, seconds: float) -> None:
-        """From now on a collective may take so long."""
-        if self._wire:
-            self._wire.watchdog.timeout = seconds
+        return f"rank {rank} ({self.hosts[rank]})" if len(self.hosts) == self.count else f"rank {rank}"
 
     # for reductions
 
@@ -86,8 +120,9 @@ class Ranks:
         return self._reduced("the gathering of weights", "all_gather", x)
 
     def _reduced(self, what: str, name: str, x: mx.array) -> mx.array:
-        wire = self._wire
-        return x if wire is None else wire.reduce(what, getattr(wire.collectives, name), x)
+        if self._collectives is None:
+            return x
+        return self._timed(what, "reducing", getattr(self._collectives, name), x)
 
     # exchanges
 
@@ -102,15 +137,92 @@ class Ranks:
         return self._gather(RankMessage(where, value, arrays or {}, asked=self._signals.received or 0))
 
     def _gather(self, own: RankMessage) -> list[RankMessage]:
-        if self._wire is None:
+        if self._collectives is None:
             return [own]
         with self._signals.deferred():  # an interrupted exchange would leave the others at another point
-            messages = self._wire.all_gather_object(own)
+            messages = self._checked(own)
             asked = max(message.asked for message in messages)
             if asked and not self._stopping and not self._committing:
                 self._stopping = self._signals.stopping = True
                 raise Stopped(asked)
         return messages
+
+    def _values(self, where: str, value: Any) -> list[Any]:
+        """Every rank's value, while the ranks join."""
+        return [message.value for message in self._checked(RankMessage(where, value))]
+
+    def _checked(self, own: RankMessage) -> list[RankMessage]:
+        """Every rank's message.
+
+        Raises RankError if one of them reports a fault, or if the ranks are not at the same point and no
+        signal has come to one of them.
+        """
+        messages = self._exchange(own)
+        if any(message.error is not None for message in messages):
+            self.agreed_to_end()
+            raise self._error_of(messages)
+        if len({message.where for message in messages}) > 1 and not any(each.asked for each in messages):
+            self.agreed_to_end()
+            spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
+            raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
+        return messages
+
+    def _exchange(self, own: RankMessage) -> list[RankMessage]:
+        """Every rank's message, without checks."""
+        data = encode_message(own)
+        whole = len(data).to_bytes(8, "little") + data
+        firsts = self._gathered(own.where, whole[:_BLOCK], _BLOCK)
+        sizes = [8 + int.from_bytes(first[:8], "little") for first in firsts]
+        rest = max(sizes) - _BLOCK
+        if rest > 0:
+            more = self._gathered(own.where, whole[_BLOCK:], rest)
+            firsts = [first + after for first, after in zip(firsts, more, strict=True)]
+        return [decode_message(found[8:size]) for found, size in zip(firsts, sizes, strict=True)]
+
+    def _gathered(self, where: str, data: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, filled up to one size."""
+        import mlx.core as mx
+
+        assert self._collectives is not None
+        block = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
+        gather = self._collectives.all_gather
+        found = self._timed(f"the exchange of {where}", "waiting", gather, mx.array(block))
+        return [row.tobytes() for row in np.array(found).reshape(-1, size)]
+
+    def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
+        """A collective under the watchdog. Raises RankError if a peer is gone."""
+        started = time.monotonic()
+        self.watchdog.begins(what)
+        try:
+            return act(x)
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _LOST):
+                raise
+            lost = RankError(self._who_is_gone(str(error)))
+            lost.seen = True
+            self.agreed_to_end()
+            self.watchdog.on_fault(str(lost))
+            raise lost from error
+        finally:
+            self.watchdog.ends()
+            self._seconds[kind] += time.monotonic() - started
+
+    def _who_is_gone(self, why: str) -> str:
+        """The lost rank, if it becomes known within a moment."""
+        latest = time.monotonic() + 2.0
+        while time.monotonic() < latest:
+            if line := self.watchdog.gone():
+                return line
+            time.sleep(0.05)
+        others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
+        return f"the connection to another rank is lost ({why}); ranks elsewhere: {others}"
+
+    def _error_of(self, messages: Sequence[RankMessage]) -> RankError:
+        """The first fault among the messages."""
+        rank = next(r for r, message in enumerate(messages) if message.error is not None)
+        error = RankError(f"{self.name(rank)}: {messages[rank].error}")
+        error.exit_code = messages[rank].code or EXIT_CODE
+        return error
 
     @contextmanager
     def committing(self, where: str, value: Any = None) -> Iterator[list[RankMessage]]:
@@ -140,14 +252,16 @@ class Ranks:
 
     def seconds(self) -> dict[str, float]:
         """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and "reducing"."""
-        return self._wire.seconds() if self._wire else {"waiting": 0.0, "reducing": 0.0}
+        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return found
 
     # the end
 
     def agreed_to_end(self) -> None:
         """All ranks know that they end: from now on none waits for another."""
-        if self._wire:
-            self._wire.close()
+        if self._collectives:
+            self._over = True
+            self.watchdog.stop()
 
     @contextmanager
     def moving_arrays(self) -> Iterator[None]:
@@ -157,11 +271,6 @@ class Ranks:
             yield
         self._moving = False
 
-    @property
-    def _over(self) -> bool:
-        """Whether the ranks have agreed to end."""
-        return self._wire is not None and self._wire.closed
-
     def alert(self, say: Callable[[str], None]) -> Callable[[str], None]:
         """`say` for the answer to a signal, but silent if the signal is only the launcher's after another
         rank's end."""
@@ -169,15 +278,10 @@ class Ranks:
         def alert(text: str) -> None:
             if not self.is_alone:
                 time.sleep(_MOMENT)  # this is a separate thread
-            if self._wire is None or not (self._over or self._wire.watchdog.gone()):
+            if not (self._over or self.watchdog.gone()):
                 say(text)
 
         return alert
-
-    def on_fault(self, act: Callable[[str], None]) -> None:
-        """If the process ends at once, another thread calls `act` with the line about the rank's fault."""
-        if self._wire:
-            self._wire.watchdog.on_fault = act
 
     @contextmanager
     def ending_together(self) -> Iterator[None]:
@@ -201,14 +305,13 @@ class Ranks:
 
     def _is_reporter(self, error: BaseException) -> bool:
         """Whether this rank reports why the run ends: rank 0, or the lowest one left on a host."""
-        if isinstance(error, RankError) and error.seen and self._wire:
-            return self._wire.watchdog.is_reporter()
+        if isinstance(error, RankError) and error.seen:
+            return self.watchdog.is_reporter()
         return self.is_rank_zero
 
     def _report(self, error: BaseException) -> BaseException:
         """Reports a fault of this rank to the others, and returns the exception to raise."""
-        wire, line = self._wire, _line(error)
-        assert wire is not None
+        line = text_of(error) if isinstance(error, UserError) else error_line(error)
         self._signals.stopping = True  # until the end: signals no longer matter
         if isinstance(error, Stopped):
             try:
@@ -217,26 +320,21 @@ class Ranks:
                 # If another rank has ended before, SIGTERM comes from the launcher; that rank is the cause.
                 return lost
             return error
-        wire.watchdog.write(WORKING, line)
+        self.watchdog.write(WORKING, line)
         if self._moving:
             return error
         try:
-            messages = wire.exchange(RankMessage("an error", error=line, code=getattr(error, "exit_code", 1)))
+            code = getattr(error, "exit_code", 1)
+            messages = self._exchange(RankMessage("an error", error=line, code=code))
         except UserError:
             return error
         self.agreed_to_end()
         if not isinstance(error, UserError) or all(each.error == line for each in messages):
             return error
-        return wire.error_of(messages)
+        return self._error_of(messages)
 
     def _part(self, error: BaseException | None = None) -> None:
         """Disconnects this rank: it sends no more messages."""
         self.agreed_to_end()
-        if self._wire:
-            reported = error and not isinstance(error, RankError | KeyboardInterrupt)
-            self._wire.watchdog.write(ENDED, error_line(error) if error and reported else "")
-
-
-def _line(error: BaseException) -> str:
-    """The line about a rank's fault, for the others."""
-    return text_of(error) if isinstance(error, UserError) else error_line(error)
+        reported = error and not isinstance(error, RankError | KeyboardInterrupt)
+        self.watchdog.write(ENDED, error_line(error) if error and reported else "")

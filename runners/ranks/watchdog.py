@@ -1,8 +1,8 @@
 """Ends a rank whose peers are gone or hang: a collective that waits for them cannot be interrupted.
 
-The ranks of one host share a file, the scoreboard: who waits, who is stopped, who has ended and why, and who
-is gone. Each rank has a slot in the file and holds a lock on it. The system releases the lock when the
-process ends, however it ends. If another rank can take the lock, the rank is gone.
+The ranks of one host share a file, the scoreboard: who waits, who has ended and why, and who is gone. Each
+rank has a slot in the file and holds a lock on it. The system releases the lock when the process ends,
+however it ends. If another rank can take the lock, the rank is gone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from runners.machine.signals import StopSignals
 WORKING, WAITING, ENDED = 0, 1, 2
 _SLOT = np.dtype(
     [
-        ("beat", "f8"),  # the time of the last one
-        ("asked", "i8"),  # the signal that has come
-        ("process", "i8"),  # its number
+        ("asked", "i8"),  # the signal that has come; 0: none
         ("begun", "i8"),  # collectives
-        ("line", "S464"),  # why it has ended
+        ("line", "S480"),  # why it has ended
         ("state", "i8"),
     ]
 )
@@ -43,34 +41,23 @@ class Scoreboard:
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # last: a lock ends if any descriptor is closed
-        self.beat(0)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine)
 
     @staticmethod
     def create(size: int) -> str:
-        """The path of a new file for `size` ranks. `remove` it when all have opened it."""
+        """The path of a new file for `size` ranks, to be removed when all have opened it."""
         number, path = tempfile.mkstemp(prefix="grpo-ranks-")
         os.ftruncate(number, size * _SLOT.itemsize)
         os.close(number)
         return path
 
-    @staticmethod
-    def remove(path: str) -> None:
-        """Removes the file's name; processes that have it open keep it."""
-        with suppress(FileNotFoundError):
-            os.unlink(path)
+    def ask(self, number: int) -> None:
+        """Shows the signal that has come to this rank."""
+        self._own["asked"] = number
 
-    def beat(self, asked: int) -> None:
-        """Shows that this process runs, and the signal that has come to it; 0: none."""
-        self._own["beat"], self._own["asked"], self._own["process"] = time.monotonic(), asked, os.getpid()
-
-    def pulse(self, rank: int) -> tuple[float, int, int]:
-        """Seconds since a rank's last beat, the signal that has come to it, and its process's number.
-
-        The number is 0 before it has opened the file.
-        """
-        slot = self._slots[rank]
-        return time.monotonic() - float(slot["beat"]), int(slot["asked"]), int(slot["process"])
+    def asked(self, rank: int) -> int:
+        """The signal that has come to a rank; 0: none."""
+        return int(self._slots[rank]["asked"])
 
     def write(self, state: int, line: str = "") -> None:
         """Writes this rank's slot; `WAITING` means that one more collective has begun."""
@@ -95,45 +82,54 @@ class Scoreboard:
         return True
 
 
+def host_key() -> str:
+    """The host's name, with what distinguishes two hosts of the same name, and two containers of one host."""
+    boot, place = "", os.stat(tempfile.gettempdir())
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{os.uname().nodename}/{boot}/{place.st_dev}/{place.st_ino}"
+
+
 EXIT_CODE = 4  # of a run that ended because of a rank's fault
 _INTERVAL = 0.25  # seconds between two checks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
-# Seconds after a signal, in a collective with ranks that cannot end: of other hosts, or stopped.
-_ASKED = 25.0
-_STILL = 5.0  # seconds without a beat after which a process counts as stopped, as by SIGSTOP
 
 
 class Watchdog:
-    """A thread that checks the other ranks, and how long this one has waited."""
+    """A thread that checks the other ranks, and how long this one has waited.
+
+    Attributes:
+        timeout: seconds that a collective may take.
+        names: of all ranks; none before they have met.
+        here: the other ranks of this host, which the `board` shows.
+        on_fault: gets the reason why the process ends.
+    """
 
     def __init__(self, rank: int, timeout: float, signals: StopSignals) -> None:
-        """`timeout` is in seconds a collective.
-
-        A signal that comes to one rank of this host comes to the `signals` of all of them.
-        """
+        """A signal that comes to one rank of this host comes to the `signals` of all of them."""
         self.rank, self.timeout, self._signals = rank, timeout, signals
-        self.name = f"rank {rank} ({os.uname().nodename})"
-        self.names: Sequence[str] = ()  # of all ranks; with the next three see `see`
-        self.elsewhere = ""
-        self._here: Sequence[int] = ()
-        self._board: Scoreboard | None = None
-        self.on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
+        self.names: Sequence[str] = ()
+        self.here: Sequence[int] = ()
+        self.board: Scoreboard | None = None
+        self.on_fault: Callable[[str], None] = lambda line: None
         self._what = ""  # the main thread's current collective; "": none
         self._number = 0  # of collectives
         self._parent = os.getppid()  # the launcher
         self._off = threading.Event()
 
+    @property
+    def name(self) -> str:
+        """This rank's name in messages."""
+        return f"rank {self.rank} ({os.uname().nodename})"
+
+    @property
+    def elsewhere(self) -> str:
+        """The names of the ranks of other hosts."""
+        return ", ".join(name for rank, name in enumerate(self.names) if rank not in (*self.here, self.rank))
+
     def start(self) -> None:
         """Begins to look."""
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
-
-    def see(self, names: Sequence[str], here: Sequence[int], board: Scoreboard | None) -> None:
-        """From now on it knows the names of all ranks, and looks at the other ones of this host.
-
-        `here` are their numbers, and `board` shows them; None: there are none.
-        """
-        others = [name for rank, name in enumerate(names) if rank not in (*here, self.rank)]
-        self.names, self.elsewhere, self._here, self._board = names, ", ".join(others), here, board
 
     def stop(self) -> None:
         """Ends the thread: the ranks end. A signal that comes now, as the launcher's, is not the reason."""
@@ -153,33 +149,30 @@ class Watchdog:
 
     def write(self, state: int, line: str = "") -> None:
         """Updates this rank's state for the other ranks of this host."""
-        if self._board:
-            self._board.write(state, line)
+        if self.board:
+            self.board.write(state, line)
 
     def gone(self) -> str | None:
         """A line about ranks of this host that have not ended in good order; None: there are none.
 
         Those with their own line are reported first, because the others may have ended for that reason.
         """
-        lost = [(rank, *board.read(rank)) for board, rank in self._others() if board.is_gone(rank)]
+        if self.board is None:
+            return None
+        lost = [(rank, *self.board.read(rank)) for rank in self.here if self.board.is_gone(rank)]
         lines = [f"{self.names[rank]}: {line}" for rank, _, _, line in lost if line]
         dead = [self.names[rank] for rank, state, _, _ in lost if state != ENDED]
         lines += [f"{name} is gone: it was killed, or has crashed" for name in dead]
         return lines[0] if lines else None
 
-    def is_reporter(self, hanging: Sequence[int] = ()) -> bool:
-        """Whether this rank is the lowest remaining one of this host that is not `hanging`, and so has to
-        report what happened."""
-        return all(
-            rank > self.rank or rank in hanging or board.is_gone(rank) for board, rank in self._others()
-        )
-
-    def _others(self) -> list[tuple[Scoreboard, int]]:
-        """The other ranks of this host, each with the board that shows it."""
-        return [(self._board, rank) for rank in self._here] if self._board else []
+    def is_reporter(self, late: Sequence[int] = ()) -> bool:
+        """Whether this rank is the lowest remaining one of this host that is not `late`, and so has to report
+        what happened."""
+        below = [rank for rank in self.here if rank < self.rank and rank not in late]
+        return self.board is None or all(map(self.board.is_gone, below))
 
     def _watch(self) -> None:
-        last, number, waited, asked, gone_at = time.monotonic(), 0, 0.0, 0.0, 0.0
+        last, number, waited, gone_at = time.monotonic(), 0, 0.0, 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
             # Time for which the whole run was suspended (Ctrl-Z) does not count.
@@ -190,18 +183,13 @@ class Watchdog:
                 if now - gone_at > _GRACE:
                     self._end(line)
             what = self._what
-            if not what or number != self._number:
-                number, waited, asked = self._number, 0.0, 0.0
-                continue
-            waited += passed
-            stopped, late = self._stopped(), self._late()
-            if self._signals.received and (self.elsewhere or stopped) and late == stopped:
-                asked += passed
+            waited = waited + passed if what and number == self._number else 0.0
+            number = self._number
             if waited > self.timeout:
-                why = f"no end of {what} after {waited:.0f} s (system.collective_timeout): "
-                self._end(why + self._missing(), late)
-            if asked > _ASKED:
-                self._end(f"asked to stop, and {self._missing()}", late)
+                late = self._late()
+                missing = " and ".join(self.names[rank] for rank in late) or self.elsewhere
+                why = f"waited for {missing or 'the network'}" if self.names else "not all ranks have joined"
+                self._end(f"no end of {what} after {waited:.0f} s (system.collective_timeout): {why}", late)
 
     def _share_signals(self) -> None:
         """Shows this rank's signal to the others of this host, and takes over theirs.
@@ -210,48 +198,26 @@ class Watchdog:
         """
         if os.getppid() != self._parent:
             self._signals.ask(signal.SIGTERM)
-        if self._board:
-            self._board.beat(self._signals.received or 0)
-        for board, rank in self._others():
-            if asked := board.pulse(rank)[1]:
+        if self.board:
+            self.board.ask(self._signals.received or 0)
+            for asked in filter(None, map(self.board.asked, self.here)):
                 self._signals.ask(asked)
 
-    def _missing(self) -> str:
-        """The ranks that this one waits for, in words."""
-        if late := self._late():
-            stopped = self._stopped()
-            named = [f"{self.names[rank]}{', which is stopped' * (rank in stopped)}" for rank in late]
-            return f"waited for {' and '.join(named)}"
-        if not self.names:
-            return "not all ranks have joined"
-        return f"waited for {self.elsewhere or 'the network between the ranks'}"
-
-    def _stopped(self) -> list[int]:
-        """The ranks of this host whose processes are there, but do not run."""
-        others = self._others()
-        return [rank for board, rank in others if board.pulse(rank)[0] > _STILL and not board.is_gone(rank)]
-
     def _late(self) -> list[int]:
-        """The ranks of this host that have not reached this rank's collective, or are stopped in it."""
-        late, stopped = [], self._stopped()
-        for board, rank in self._others():
-            state, begun, _ = board.read(rank)
-            if begun < board.read(self.rank)[1] or state != WAITING or rank in stopped:
-                late.append(rank)
-        return late
+        """The ranks of this host that have not reached this rank's collective."""
+        if self.board is None:
+            return []
+        _, mine, _ = self.board.read(self.rank)
+        states = {rank: self.board.read(rank) for rank in self.here}
+        return [rank for rank, (state, begun, _) in states.items() if begun < mine or state != WAITING]
 
-    def _end(self, line: str, hanging: Sequence[int] = ()) -> None:
-        """Ends this process, and processes of this host that may be unable to end themselves."""
+    def _end(self, line: str, late: Sequence[int] = ()) -> None:
+        """Ends this process; those that are `late` then see that it is gone."""
         if self._off.is_set():
             return
-        if self.is_reporter(hanging):
+        if self.is_reporter(late):
             with suppress(OSError):
                 os.write(2, f"{one_line(f'{self.name} ends: {line}', os.environ)}\n".encode())
         with suppress(Exception):
             self.on_fault(line)
-        for board, rank in self._others():
-            process = board.pulse(rank)[2]
-            if rank in hanging and process and not board.is_gone(rank):
-                with suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
         os._exit(EXIT_CODE)

@@ -16,8 +16,8 @@ import numpy as np
 import grpo_fn as g
 from runners.data.prompts import Example
 from runners.errors import RewardError
+from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
-from runners.ranks.wire import RankMessage
 from runners.rewards.experience import Experience, join_experiences, select_groups
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed

@@ -18,7 +18,7 @@ from runners.files.durable import disk_errors, flush
 from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_model
-from runners.ranks.wire import RankError
+from runners.ranks.messages import RankError
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.run_watch import Watch
@@ -57,7 +57,7 @@ class Session:
         self._lost: str | None = None  # why rank 0's display has no reader
         self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
         self._started = time.perf_counter()
-        self.ranks.on_fault(lambda line: log.log({**self.place(), "fault": line}))
+        self.ranks.watchdog.on_fault = lambda line: log.log({**self.place(), "fault": line})
         g.materialize(state.train, state.waiting)
 
     def place(self) -> dict[str, int]:

@@ -61,7 +61,7 @@ def start_or_resume(
 ) -> Iterator[Session]:
     """The run, ready for its next step; see `run_training`. Afterwards its files are closed."""
     config = config.check()
-    ranks.wait_for(config.system.collective_timeout)
+    ranks.watchdog.timeout = config.system.collective_timeout
     check_dashboards_installed(config.log)
     folder = Path(config.run.output_dir) / config.run.name
     with ExitStack() as stack:

@@ -16,8 +16,8 @@ from runners.config.loading import load_config
 from runners.engines import local
 from runners.engines.engine import Requests, Restart
 from runners.engines.local import LocalEngine
+from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
-from runners.ranks.wire import RankMessage
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout

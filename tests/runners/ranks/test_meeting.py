@@ -1,6 +1,7 @@
 """What ranks know of each other without a network: the launcher's variables, messages, the scoreboard."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals
+from runners.ranks.messages import RankError, RankMessage, decode_message, encode_message
 from runners.ranks.rank_place import RankPlace, read_rank_place, share_cores
 from runners.ranks.ranks import Ranks
 from runners.ranks.watchdog import ENDED, WAITING, Scoreboard, Watchdog
-from runners.ranks.wire import RankError, RankMessage, Wire, decode_message, encode_message
 from runners.training.train import run_training
 from tests.support.processes.waiting import HANGS
 from tests.support.resuming import config_in
@@ -64,7 +65,7 @@ def test_messages_come_back_as_they_were(value, arrays):
     sent = RankMessage(
         "here", value, {name: np.array(array, np.uint8) for name, array in arrays.items()}, error="é\ud800"
     )
-    found = decode_message(encode_message(sent) + b"\0" * 7)
+    found = decode_message(encode_message(sent))
     assert (found.where, found.value, found.error) == ("here", value, "é\ud800")
     assert {name: array.tolist() for name, array in found.arrays.items()} == arrays
 
@@ -84,7 +85,7 @@ def path():
     """A scoreboard's file for three ranks."""
     path = Scoreboard.create(3)
     yield path
-    Scoreboard.remove(path)
+    os.unlink(path)
 
 
 def test_the_scoreboard_knows_who_is_gone(path):
@@ -100,8 +101,8 @@ def test_the_scoreboard_knows_who_is_gone(path):
     assert other.stdout is not None
     other.stdout.readline()
     watchdog = Watchdog(0, 10, StopSignals())
-    watchdog.see(["rank 0", "rank 1", "rank 2"], [1], board)
-    assert not board.is_gone(1) and watchdog.gone() is None and board.pulse(1)[2] == other.pid
+    watchdog.names, watchdog.here, watchdog.board = ["rank 0", "rank 1", "rank 2"], [1], board
+    assert not board.is_gone(1) and watchdog.gone() is None
     os.kill(other.pid, signal.SIGKILL)
     other.wait()
     assert board.is_gone(1) and board.is_gone(2)  # the third never came
@@ -117,8 +118,9 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
         "import sys, time\nfrom runners.ranks.watchdog import *\n"
         "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
-        "dog = Watchdog(0, 0.2, StopSignals())\ndog.see(['rank 0 (a)', 'rank 1 (a)'], [1], board)\n"
-        "board.pulse = lambda rank: (0.0, 0, 0)\ndog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
+        "dog = Watchdog(0, 0.2, StopSignals())\n"
+        "dog.names, dog.here, dog.board = ['rank 0 (a)', 'rank 1 (a)'], [1], board\n"
+        "dog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
     )
     other = Scoreboard(path, 3, 1)
     other.write(ENDED)
@@ -135,9 +137,8 @@ def two_ranks(inner, gone=None):
     signals = StopSignals()
     ranks = Ranks(signals=signals)
     ranks.count, ranks.hosts = 2, ["here", "here"]
-    ranks._wire = Wire(inner, Watchdog(0, 10, signals))
-    ranks._wire.watchdog.names = ["rank 0 (here)", "rank 1 (here)"]
-    ranks._wire.watchdog.gone = lambda: gone
+    ranks._collectives = inner
+    ranks.watchdog.gone = lambda: gone
     return ranks
 
 
@@ -165,8 +166,8 @@ def test_a_signal_waits_for_the_end_of_an_exchange_and_of_a_commit():
     """The other rank is not left at another point, and does not take a step that this one drops."""
     ranks = two_ranks(Echo(lambda: receive(ranks)))
     calls, done = [], []
-    exchange, wire = ranks._wire.exchange, ranks._wire
-    wire.exchange = lambda own: calls.append(found := exchange(own)) or found
+    exchange = ranks._exchange
+    ranks._exchange = lambda own: calls.append(found := exchange(own)) or found
     with pytest.raises(Stopped):
         ranks.all_gather_object("here", "x" * 5000)  # two collectives
     assert [message.value for message in calls[0]] == ["x" * 5000] * 2
@@ -206,9 +207,26 @@ def test_the_launchers_sigterm_is_not_taken_for_the_users():
     assert said == ["Saving after this step."]
 
 
-def test_ranks_wait_for_each_other_as_long_as_the_config_says(tmp_path, monkeypatch):
+def test_ranks_wait_for_each_other_as_long_as_the_config_says(tmp_path):
     """Each run tells its ranks."""
-    asked = []
-    monkeypatch.setattr(Ranks, "wait_for", lambda _, seconds: asked.append(seconds))
-    run_training(config_in(tmp_path / "a", "system.collective_timeout=7", "optim.max_steps=1"))
-    assert asked == [7.0]
+    ranks = Ranks()
+    run_training(config_in(tmp_path, "system.collective_timeout=7", "optim.max_steps=1"), ranks=ranks)
+    assert ranks.watchdog.timeout == 7.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a pipe cannot be filled from its other end")
+@pytest.mark.parametrize("environ", [{"MLX_RANK": "0"}, {}])
+def test_a_launcher_finds_nothing_to_write_to(environ):
+    """A rank's standard input takes no more, so that `select` waits; another process's is left alone."""
+    code = (
+        "import time\nfrom runners.ranks.rank_place import let_launcher_sleep\n"
+        f"let_launcher_sleep({environ})\nprint('done', flush=True)\ntime.sleep(6000)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"done\n"
+        _, takes, _ = select.select([], [process.stdin], [], 0)
+        process.kill()
+    assert bool(takes) == (not environ)

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.runners.ranks.test_ranks import lines
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.ranks.launching import begin, is_running
+from tests.support.ranks.launching import begin
 from tests.support.ranks.runs_on_ranks import config_writer
 
 
@@ -142,20 +141,3 @@ def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path,
     run_training(load_config(str(config)), report=Quiet(), resume=True)
     straight = run_training(load_config(str(write("straight"))), report=Quiet()).folder
     assert_same_weights(folder / "final", straight / "final", MODEL_DIR)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_inside_a_collective_is_named_and_ended(write, tmp_path, rank):
-    """SIGSTOP while it waits for the other: that one ends it after system.collective_timeout."""
-    config = write("still", system={"compile": False, "collective_timeout": 6.0})
-    target, call, _ = STAGES["sampling"]
-    run = begin(2, tmp_path / "ranks", [str(config)], "linger", str(1 - rank), target, str(call), "5")
-    there = tmp_path / "ranks" / f"{1 - rank}.there"
-    assert run.wait_until(there.exists), run.said()
-    time.sleep(2)  # it comes to the meeting for the rollout
-    pid = run.pid(rank)
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    said = run.end(120)
-    assert f"waited for rank {rank} ({os.uname().nodename}), which is stopped" in said, said
-    assert not is_running(pid)

@@ -8,10 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from grpo_fn.trees import materialize
-from runners.machine.signals import StopSignals
 from runners.ranks.ranks import Ranks
-from runners.ranks.watchdog import Watchdog
-from runners.ranks.wire import Wire
 from tests.support.processes.waiting import HANGS
 
 
@@ -72,5 +69,5 @@ def as_run_ranks(collectives: ThreadRanks) -> Ranks:
     ranks = Ranks()
     ranks.number, ranks.count = collectives.rank(), collectives.size()
     ranks.hosts = ["here"] * ranks.count
-    ranks._wire = Wire(collectives, Watchdog(ranks.number, 60, StopSignals()))
+    ranks._collectives = collectives
     return ranks
