@@ -1,11 +1,7 @@
 """nanochat's calculator: what it computes, what it refuses, and its tokens."""
 
-import warnings
-
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import grpo_fn as g
 from runners.config.sections import EnvConfig
@@ -21,64 +17,25 @@ LIMITS = EnvConfig(max_turns=100)
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("1+2", "3"),
         ("12*(3+4)", "84"),
         ("1,234 * 2", "2468"),
         ("7/2", "3.5"),
         ("-3 - -4", "1"),
-        ("0.5*4", "2.0"),
         ("'strawberry'.count('r')", "3"),
+        ("", None),
+        ("1/0", None),
+        ("2**1000000", None),
+        ("__import__('os').system('true')", None),
+        ("'ab'.upper()", None),
+        ("True", None),
+        ("1e200*1e200", None),
+        ("9" * 61, None),
+        ("(" * 150, None),
     ],
 )
-def test_calculate_gives_values(expression, value):
-    """As Python writes it."""
+def test_calculate_gives_values_and_runs_nothing(expression, value):
+    """As Python writes it; no value, no exception, for anything else."""
     assert calculate(expression) == value
-
-
-def test_python_does_not_warn_of_what_a_model_writes():
-    """No warning comes of a text that looks like code."""
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert calculate("12or 3") is None
-        assert calculate("'a' is 1") is None
-    assert not seen
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "",
-        "1+",
-        "1/0",
-        "2**1000000",
-        "__import__('os').system('true')",
-        "().__class__",
-        "'a' * 1000000000",
-        "'ab'.upper()",
-        "'ab'.count('a', 0)",
-        "abs(-1)",
-        "x",
-        "True",
-        "1e400",
-        "1e200*1e200",
-        "1 if 1 else 2",
-        "[1][0]",
-        "9" * 300,
-        "9" * 61,
-        "(" * 150,
-        "99999999999999999999*99999999999999999999*99999999999999999999*9999999999",
-    ],
-)
-def test_calculate_refuses(expression):
-    """No value, no exception, and nothing that runs code or takes long."""
-    assert calculate(expression) is None
-
-
-@given(st.text(alphabet="0123456789+-*/(). ,'acount", max_size=60))
-def test_any_text_gives_a_value_or_none(expression):
-    """A policy writes anything."""
-    value = calculate(expression)
-    assert value is None or isinstance(value, str)
 
 
 class Digits:

@@ -205,45 +205,8 @@ class Shop:
         return float(len(self.log))
 
 
-class Either:
-    """Two environments, as the row's column says."""
-
-    def reset(self, env, **row):
-        """Begin."""
-        self.active, self.reward = env, 0.0
-        return f" Play {env}."
-
-    def guess(self, word: str) -> str:
-        """
-        Guess.
-
-        Args:
-            word: A word.
-        """
-        if self.active != "words":
-            raise ValueError("no guesses here")
-        self.reward = 1.0
-        return "right"
-
-    def move(self, side: str) -> str:
-        """
-        Move.
-
-        Args:
-            side: left or right.
-        """
-        if self.active != "catch":
-            raise ValueError("no moves here")
-        self.reward = 2.0
-        return "caught"
-
-
 def by_environment(environments, **kwargs):
     return [len(environment.log) for environment in environments]
-
-
-def of_words(environments, **kwargs):
-    return [each.reward if each.active == "words" else None for each in environments]
 
 
 class Judged:
@@ -268,7 +231,7 @@ class Greeter:
         return next(self.greetings)
 
 
-SHOPS = {"one": Shop, "two": Either}
+SHOPS = {"one": Shop}
 
 
 class NoReset:
@@ -538,23 +501,6 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     _, played, _ = play(later, "2", rows=2)
     scores = Scorer([later.reward]).score(["x"] * 2, [[]] * 2, {}, environments=played.environments)
     assert scores.values_kb.tolist() == [[2.0, 2.0]]
-
-
-def test_a_class_can_be_several_environments(built, tmp_path):
-    """A column says which; all tools are shown, the other's fail; rewards may leave rows out with None."""
-    environments = built(factory="shop.py:Either")
-    assert {tool.name for tool in environments.tools} == {"guess", "move"}
-    script = Scripted(environments.tokenizer, lambda row: (call("guess", word="x"), "done"))
-    rows = [examples(environments, env=name)[0] for name in ("words", "catch")]
-    _, played = played_by(environments, script, rows)
-    assert [messages[1]["content"] for messages in played.messages] == [
-        "right",
-        "{'error': 'no guesses here'}",
-    ]
-
-    of_words = resolve_reward("shop.py:of_words", [tmp_path], worker=environments.calls.worker)
-    scores = Scorer([of_words]).score(["x", "y"], [[], []], {}, environments=played.environments)
-    assert scores.values_kb[0, 0] == 1 and np.isnan(scores.values_kb[0, 1])
 
 
 def test_plain_functions_are_tools(built):

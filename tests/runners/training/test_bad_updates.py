@@ -111,7 +111,3 @@ def test_flat_rewards_are_warned_about(tmp_path):
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     _, lines, _, _ = start(tmp_path, 'reward.functions=["mine.py:same"]', "watch.patience=2")
     assert sum("no group's completions have differed" in line for line in lines) == 1
-
-
-def numbers(update, **changes):
-    return {"update": update, "batch_step": update, "loss": 0.1, "grad_norm": 1.0, **changes}

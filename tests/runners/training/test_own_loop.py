@@ -1,4 +1,4 @@
-"""A loop of one's own over grpo_fn: the numbers of the command line, and modules that are loaded again."""
+"""A loop of one's own over grpo_fn: the numbers of the command line."""
 
 import pytest
 
@@ -80,44 +80,3 @@ def test_a_loop_of_ones_own_gives_the_bits_of_the_command_line(tmp_path):
     one, two = (digest_of(tmp_path / f"out/small/checkpoint-{n}/model.safetensors") for n in (1, 2))
     assert in_new_process(OWN_LOOP, "2").strip() == two
     assert in_new_process(OWN_LOOP, "1", GRPO_FN_BLAS="none").strip() != one
-
-
-RELOADED = """
-import importlib
-import sys
-
-import grpo_fn as g
-import mlx.core as mx
-import runners.training.train
-from tests.support.tiny_policies import tiny_policy
-
-policy, spec, optimizer = tiny_policy(), g.preset("dapo", beta=0.01), g.adamw(1e-3)
-grad_step, update_step = g.make_grad_step(policy, spec), g.make_update_step(optimizer, max_grad_norm=1.0)
-state = g.init_state(policy.params, optimizer, key=mx.random.key(0), ref_params=policy.params)
-
-
-def step(state, number):
-    rollout = g.generate(
-        policy, state.old_params, [[5, 6, 7]],
-        g.Sampling(num_generations=4, max_new_tokens=8, eos_ids=range(12)),
-        key=mx.random.key(number), decoding=g.Decoding(check_every=1),
-    )
-    batch = g.make_batch(rollout, g.group_advantages(mx.array([[0.0, 1.0, 2.0, 4.0]])))
-    state, _ = update_step(grad_step(state, batch)[0])
-    g.materialize(state)
-    return g.sync_old(state)
-
-
-state = step(state, 1)
-names = [name for name in sys.modules if name.split(".")[0] in ("grpo_fn", "runners")]
-for number, order in enumerate((names, sorted(names, reverse=True))):
-    for name in order:
-        importlib.reload(sys.modules[name])
-    state = step(state, 2 + number)
-print(state.update_step.item())
-"""
-
-
-def test_reloading_every_module_leaves_steps_usable():
-    """importlib.reload, in the imports' order and another: functions made before go on, on new values."""
-    assert in_new_process(RELOADED) == "3\n"
