@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +12,7 @@ from safetensors.numpy import load, save
 from runners.errors import UserError
 from runners.ranks.watchdog import EXIT_CODE
 
-_HEAD = "message"  # the name of the plain part among the arrays
+_TEXT, _ARRAY = "message", "array"  # the plain part's name among the arrays, and an array's key in it
 
 
 @attrs.frozen(eq=False)
@@ -21,8 +20,7 @@ class RankMessage:
     """One rank's message in an exchange."""
 
     where: str  # the exchange, such as "rollout"; all ranks have to be at the same one
-    value: Any = None  # a plain JSON value
-    arrays: Mapping[str, np.ndarray] = attrs.field(factory=dict)
+    value: Any = None  # a plain JSON value, arrays in it
     error: str | None = None  # why the rank ends; None: it does not
     code: int = 0  # its exit code
     asked: int = 0  # the signal that has come to the rank; 0: none
@@ -37,14 +35,27 @@ class RankError(UserError):
 
 
 def encode_message(message: RankMessage) -> bytes:
-    """The inverse of `decode_message`. TypeError for a value that JSON cannot hold."""
-    plain = attrs.asdict(message, recurse=False, filter=lambda field, _: field.name != "arrays")
-    arrays = {f"array {name}": np.ascontiguousarray(array) for name, array in message.arrays.items()}
-    return save({_HEAD: np.frombuffer(json.dumps(plain).encode("ascii"), np.uint8), **arrays})
+    """The inverse of `decode_message`; tuples become lists, arrays of MLX those of NumPy.
+
+    Raises TypeError for a value that JSON cannot hold.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def plain(value: Any) -> Any:
+        if not hasattr(value, "dtype"):
+            raise TypeError(f"expected plain values and arrays, found {type(value).__name__}")
+        found = np.array(value, order="C")
+        if found.ndim == 0:
+            return found.item()
+        arrays[str(len(arrays))] = found
+        return {_ARRAY: str(len(arrays) - 1)}
+
+    text = json.dumps(attrs.asdict(message, recurse=False), default=plain)
+    return save({_TEXT: np.frombuffer(text.encode("ascii"), np.uint8), **arrays})
 
 
 def decode_message(data: bytes) -> RankMessage:
     """The message from the bytes of `encode_message`."""
     arrays = load(data)
-    plain = json.loads(arrays.pop(_HEAD).tobytes())
-    return RankMessage(**plain, arrays={name.removeprefix("array "): a for name, a in arrays.items()})
+    text = arrays.pop(_TEXT).tobytes()
+    return RankMessage(**json.loads(text, object_hook=lambda x: arrays[x[_ARRAY]] if {*x} == {_ARRAY} else x))

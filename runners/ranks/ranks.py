@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -126,15 +126,13 @@ class Ranks:
 
     # exchanges
 
-    def all_gather_object(
-        self, where: str, value: Any = None, arrays: Mapping[str, np.ndarray] | None = None
-    ) -> list[RankMessage]:
+    def all_gather_object(self, where: str, value: Any = None) -> list[RankMessage]:
         """Every rank's message in this exchange, in order.
 
         Raises Stopped, on all ranks, if a signal has come to one; RankError if a rank has reported that it
         ends, or if one is gone.
         """
-        return self._gather(RankMessage(where, value, arrays or {}, asked=self._signals.received or 0))
+        return self._gather(RankMessage(where, value, asked=self._signals.received or 0))
 
     def _gather(self, own: RankMessage) -> list[RankMessage]:
         if self._collectives is None:

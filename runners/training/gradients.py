@@ -73,9 +73,8 @@ class MicroBatches:
 
         found, (pieces,), budget = self._in_halves(act, [pieces], budget)
         if count > 1:  # every rank keeps all of them, so that a checkpoint fits any number of ranks
-            arrays = {str(number): np.array(old_logp_bt) for number, old_logp_bt in found.items()}
-            for message in self.ranks.all_gather_object("the old log-probs", None, arrays):
-                found |= {int(number): mx.array(array) for number, array in message.arrays.items()}
+            for message in self.ranks.all_gather_object("the old log-probs", found):
+                found |= {int(number): mx.array(array) for number, array in message.value.items()}
         pieces = [
             attrs.evolve(piece, old_logp_bt=found[number]) if number in found else piece
             for number, piece in enumerate(pieces)
@@ -85,10 +84,10 @@ class MicroBatches:
     def _merged(self, found: Sequence[g.LossStats]) -> list[g.LossStats]:
         """Each step's statistics over all ranks' parts, the same on every rank."""
         rows = np.array([[value.item() for value in stats] for stats in found], np.float32)
-        messages = self.ranks.all_gather_object("the statistics", None, {"stats": rows})
+        messages = self.ranks.all_gather_object("the statistics", rows)
         merged = []
         for number in range(len(found)):
-            parts = [g.LossStats(*map(mx.array, m.arrays["stats"][number].tolist())) for m in messages]
+            parts = [g.LossStats(*map(mx.array, m.value[number].tolist())) for m in messages]
             merged.append(g.merge_stats(parts))
         g.materialize(merged)
         return merged
@@ -109,9 +108,8 @@ class MicroBatches:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error)
-            if not self.ranks.is_alone:
-                messages = self.ranks.all_gather_object("the gradients", reason)
-                reason = next((message.value for message in messages if message.value is not None), None)
+            messages = self.ranks.all_gather_object("the gradients", reason)
+            reason = next((message.value for message in messages if message.value is not None), None)
             if reason is None:
                 return cast(_Result, result), steps, budget
             del result

@@ -16,14 +16,14 @@ import numpy as np
 import grpo_fn as g
 from runners.data.prompts import Example
 from runners.errors import RewardError
-from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience, join_experiences, select_groups
 from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed
 
 RankExperience = tuple[Experience, dict[int, Failed]]  # and the rewards that failed for all its completions
-_TEXTS = ("texts", "problems", "reward_names")  # tuples, which JSON makes lists
+_TUPLES = ("texts", "problems", "reward_names")  # which JSON makes lists
+_ELSEWHERE = ("rollout", "examples", "played")  # fields of their own
 
 
 def gather_rollout(
@@ -39,15 +39,15 @@ def gather_rollout(
 
     Raises RewardError, on all ranks, if one rank has a fault.
     """
-    value, arrays = _packed(*part) if part else ({}, {})
-    messages = ranks.all_gather_object("the rollout", {**value, "fault": fault}, arrays)
-    for rank, message in enumerate(messages):
-        if message.value["fault"]:
-            raise RewardError(f"{ranks.name(rank)}: {message.value['fault']}")
+    messages = ranks.all_gather_object("the rollout", [part and _packed(*part), fault])
+    found = [message.value for message in messages]
+    for rank, (_, line) in enumerate(found):
+        if line:
+            raise RewardError(f"{ranks.name(rank)}: {line}")
     parts = {
-        rank: _unpacked(message, examples[rank :: ranks.count])
-        for rank, message in enumerate(messages)
-        if message.arrays
+        rank: _unpacked(value, examples[rank :: ranks.count])
+        for rank, (value, _) in enumerate(found)
+        if value
     }
     experiences = [experience for experience, _ in parts.values()]
     # Where each example's group is among those of the parts, one after the other.
@@ -76,55 +76,39 @@ def _problems(whole: Experience, parts: Sequence[Experience]) -> tuple[str, ...]
     return tuple(dict.fromkeys(lines))
 
 
-def _packed(
-    experience: Experience, failed: dict[int, Failed]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Arrays, and the rest as JSON has it. An environment stays on its rank: only its rewards need it."""
-    rollout, played = experience.rollout, experience.played
-    value: dict[str, Any] = {}
-    arrays: dict[str, np.ndarray] = {}
-    for owner, left in ((rollout, ("prompts", "images")), (experience, ("rollout", "examples", "played"))):
-        for name, item in attrs.asdict(owner, recurse=False).items():
-            if isinstance(item, mx.array | np.ndarray):
-                arrays[name] = np.array(item)
-            elif name not in left:
-                value[name] = item
-    value["extras"] = {name: list(map(_plain, column)) for name, column in experience.extras.items()}
-    value["logged"] = {name: list(map(float, numbers)) for name, numbers in experience.logged.items()}
-    value["failed"] = [(k, *attrs.astuple(fault)) for k, fault in failed.items()]
-    value["played"] = None
-    if played is not None:
-        value["played"] = attrs.asdict(attrs.evolve(played, environments=()), recurse=False)
-        value["played"]["counted"] = list(map(dict, played.counted))
-        # An environment's `reset` may have added to the examples' prompts.
-        value["prompts"] = [list(map(int, tokens)) for tokens in rollout.prompts]
-    return value, arrays
-
-
-def _plain(value: Any) -> Any:
-    """A reward's logged value; an array without dimensions becomes a number."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
-
-
-def _unpacked(message: RankMessage, examples: Sequence[Example]) -> RankExperience:
-    found = {**message.value, **message.arrays}
-    failed = {int(k): Failed(*fault) for k, *fault in found.pop("failed")}
-    prompts = found.pop("prompts", None) or [example.tokens for example in examples]
-    rollout: dict[str, Any] = {
-        field.name: mx.array(found[field.name]) if field.name in message.arrays else found[field.name]
-        for field in attrs.fields(g.Rollout)
-        if field.name in found
+def _packed(experience: Experience, failed: dict[int, Failed]) -> dict[str, Any]:
+    """Plain values and arrays. An environment stays on its rank: only its rewards need it."""
+    played = experience.played and attrs.evolve(experience.played, environments=())
+    return {
+        **_fields(experience, *_ELSEWHERE),
+        "rollout": _fields(experience.rollout, "images"),
+        "played": played and {**_fields(played), "counted": list(map(dict, played.counted))},
+        "failed": [(k, *attrs.astuple(fault)) for k, fault in failed.items()],
     }
-    played = found["played"] and FinishedEpisodes(
-        messages=tuple(map(tuple, found["played"]["messages"])),
-        environments=(None,) * len(found["played"]["messages"]),
-        counted=tuple(found["played"]["counted"]),
-        faults=tuple(found["played"]["faults"]),
-        sampled=tuple(map(tuple, found["played"]["sampled"])),
-        seconds=tuple(found["played"]["seconds"]),
+
+
+def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> RankExperience:
+    rollout, played = value["rollout"], value["played"]
+    drawn = {name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()}
+    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
+    if played is not None:
+        rows = {name: tuple(played[name]) for name in ("counted", "faults", "seconds")}
+        rows |= {name: tuple(map(tuple, played[name])) for name in ("messages", "sampled")}
+        played = FinishedEpisodes(environments=(None,) * len(rows["faults"]), **rows)
+    whole = Experience(
+        **{
+            name: x
+            for name, x in value.items()
+            if name not in (*_ELSEWHERE, *_TUPLES, "advantages_pg", "failed")
+        },
+        **{name: tuple(value[name]) for name in _TUPLES},
+        rollout=g.Rollout(**drawn),
+        examples=tuple(examples),
+        advantages_pg=mx.array(value["advantages_pg"]),
+        played=played,
     )
-    experience = {name: value for name, value in found.items() if name in attrs.fields_dict(Experience)}
-    experience |= {name: tuple(found[name]) for name in _TEXTS}
-    experience |= {"played": played, "advantages_pg": mx.array(found["advantages_pg"])}
-    whole = g.Rollout(prompts=tuple(map(tuple, prompts)), **rollout)
-    return Experience(rollout=whole, examples=tuple(examples), **experience), failed
+    return whole, {k: Failed(*fault) for k, *fault in value["failed"]}
+
+
+def _fields(value: Any, *left: str) -> dict[str, Any]:
+    return {name: x for name, x in attrs.asdict(value, recurse=False).items() if name not in left}

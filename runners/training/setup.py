@@ -8,9 +8,8 @@ from typing import Any
 
 import attrs
 
-from grpo_fn.algorithm import SURROGATES
 from grpo_fn.policy import bound_positions
-from runners.config.conditions import Condition
+from runners.checkpoints.resume import decisions
 from runners.config.loading import Config
 from runners.config.names import REWARD_NAMES
 from runners.data.curriculum import Estimates, with_difficulty
@@ -79,7 +78,7 @@ def build_run(
     config: Config,
     platform: Platform,
     say: Say = lambda text: None,
-    decided: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+    decided: Mapping[str, Any] | None = None,
     *,
     ranks: Ranks | None = None,
     worker: Worker | None = None,
@@ -88,8 +87,8 @@ def build_run(
     """Everything that `train` needs, from a checked config.
 
     Rewards come first, then data, then the model, so that a misspelt name fails quickly. `say` shows the
-    current activity. `decided` holds the keys of [rollout] as an earlier process or another rank resolved
-    them. `ranks`: those that share the run; None: this process alone. `worker`: of `start_worker`.
+    current activity. `decided` holds the keys of [rollout] as an earlier process resolved them. `ranks`:
+    those that share the run; None: this process alone. `worker`: of `start_worker`.
 
     Raises UserError or ConfigError, in one line, for any fault.
     """
@@ -132,12 +131,14 @@ def build_run(
     config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
     if config.rollout.launch == "auto":
         config = with_keys(config, "rollout", launch=usual_launch(platform))
+    # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
+    own = [decided or decisions(config), config.system.micro_batch_tokens]
+    agreed = [message.value for message in ranks.all_gather_object("the decisions", own)]
+    config = with_keys(config, "rollout", **agreed[0][0])
+    config = with_keys(config, "system", micro_batch_tokens=min(tokens for _, tokens in agreed))
     length = RunLength.of(config, len(data.train), len(data.gold))
     rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
     stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
-    decided = decided() if callable(decided) else decided
-    if decided is not None:
-        config = with_keys(config, "rollout", **decided)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
     learner = build_learner(config, spec, loaded, length, platform, first, say, advance)
     if learner.grader is not None:
@@ -254,17 +255,4 @@ def _setting_warnings(config: Config, learner: Learner) -> list[str]:
             f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
             'difference, or set loss.correction = "token_truncate"'
         )
-    silent = {"kl": "only with loss.beta > 0"} if spec.beta == 0 else {}
-    if SURROGATES[spec.surrogate].clipped_sides != ("low", "high"):
-        silent |= dict.fromkeys(
-            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
-            "only with the surrogates clip and dual_clip",
-        )
-    if spec.surrogate != "cispo":
-        silent["cispo_clip_ratio"] = "only with the surrogate cispo"
-    for text in config.stop.when:
-        condition = Condition.parse(text)
-        if condition and condition.metric in silent:
-            when = f"{condition.metric} is logged {silent[condition.metric]}"
-            warnings.append(f"stop.when: {condition} is never true, because {when}")
     return warnings

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -78,7 +78,9 @@ def start_or_resume(
         stack.enter_context(locked(folder, config.where("run.name")))
         wanted = stack.enter_context(final_report(folder, config.log, shown.note))
         origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
-        run = _build(config, machine, ranks, shown, worker, origin)
+        known = earlier_decisions(config, origin) if origin is not None else None
+        how = {"ranks": ranks, "worker": worker, "advance": shown.advanced}
+        run = build_run(config, machine, shown.status, known, **how)
         data, rewards = run.data, run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
@@ -124,34 +126,6 @@ def _origin(
     if origin is not None:
         compare_config(config, origin, shown.note, allowed=changed)
     return origin
-
-
-def _build(
-    config: Config, machine: Platform, ranks: Ranks, shown: Diary, worker: Worker, origin: Origin | None
-) -> Run:
-    """The run of this rank; rank 0 decides what depends on a measurement."""
-
-    def decided() -> Mapping[str, Any]:
-        return ranks.all_gather_object("the decisions")[0].value
-
-    known: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = decided
-    if ranks.is_rank_zero:
-        known = earlier_decisions(config, origin) if origin is not None else None
-    run = build_run(
-        config,
-        machine,
-        shown.status,
-        known,
-        ranks=ranks,
-        worker=worker if ranks.is_rank_zero else None,
-        advance=shown.advanced,
-    )
-    if ranks.is_rank_zero:
-        ranks.all_gather_object("the decisions", decisions(run.config))
-    budgets = ranks.all_gather_object("the budgets", run.config.system.micro_batch_tokens)
-    fewest = min(message.value for message in budgets)  # all ranks must cut a batch in the same way
-    system = attrs.evolve(run.config.system, micro_batch_tokens=fewest)
-    return attrs.evolve(run, config=attrs.evolve(run.config, system=system))
 
 
 def _state(

@@ -187,7 +187,7 @@ def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     class Two(Ranks):
         """This rank and another."""
 
-        def all_gather_object(self, where, value=None, arrays=None):
+        def all_gather_object(self, where, value=None):
             return [RankMessage(where, value), RankMessage(where, others.pop())]
 
     calls, engine = drawn(tiny_rollout(), tiny_rollout()), engine_of(policy, ranks=Two())

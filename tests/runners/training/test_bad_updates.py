@@ -97,7 +97,6 @@ def test_stop_when_ends_a_run_early(tmp_path):
     assert [name for name in plain if condition_fault(f"{name} > 0", rewards)] == []
     assert any("the run ends early: update >= 2 for 2 readings (stop.when): update = 3" in x for x in lines)
     assert (folder / "final" / "model.safetensors").is_file()
-    assert "kl > 9" in "".join(lines) and "loss.beta" in "".join(lines), "a condition that cannot come true"
 
 
 def test_an_evaluation_may_end_a_run(tmp_path):
