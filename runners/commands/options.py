@@ -108,7 +108,7 @@ TOOLS = (
     ),
     option(
         "--env as factory=FILE:CLASS",
-        'An environment, whose methods the model may call, or "calculator".',
+        "An environment, whose methods the model may call.",
         default="",
     ),
 )

@@ -13,7 +13,6 @@ import attrs
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
 from runners.config.names import (
-    CALCULATOR,
     EMBEDDED,
     REWARD_NAMES,
     SELF,
@@ -183,13 +182,8 @@ class _Paths:
             else self.function(name, "env.tools", expected)
             for name in env.tools
         )
-        if env.factory == CALCULATOR:
-            return {"tools": tools}
-        expected, hint = (
-            f'"{CALCULATOR}" or a class, {FUNCTION_FORMS}',
-            did_you_mean(env.factory, [CALCULATOR]),
-        )
-        return {"tools": tools, "factory": self.function(env.factory, "env.factory", expected, hint)}
+        factory = self.function(env.factory, "env.factory", f"a class, {FUNCTION_FORMS}")
+        return {"tools": tools, "factory": factory}
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
         """A custom function as a config names it, with the path of a Python file resolved; empty: none."""
@@ -263,7 +257,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     rows = optim.batch_size * rollout.num_generations
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
-    measures = rewards or built["sft"].only or built["env"].factory not in ("", CALCULATOR)
+    measures = rewards or built["sft"].only or built["env"].factory
     or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"

@@ -240,7 +240,7 @@ class SftConfig:
 class EnvConfig:
     """[env]: what answers the model's turns; without factory and tools completions have one turn."""
 
-    factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are tools; `\"calculator\"`: nanochat's; empty: none")
+    factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are tools; empty: none")
     tools: tuple[str, ...] = key((), "plain functions as tools, named in the same way; a file alone: all of its public functions", "no empty string")
     max_turns: int = key(8, "turns of the model in a conversation; calls of the last one are not made", ">= 1")
     max_tool_calls: int = key(0, "calls in a conversation; further ones get an error as their result; 0: any number", ">= 0")

@@ -29,6 +29,7 @@ class ChatTurns:
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     end_ids: frozenset[int] = frozenset()  # tokens that end a turn
     decoder: TextDecoder | None = None  # None: one for this tokenizer
+    mark_ids: tuple[int, ...] = ()  # of nanochat's marks
 
     def text(self, tokens: Sequence[int]) -> str:
         """A turn as written, without the token that ended it."""
@@ -44,6 +45,10 @@ class ChatTurns:
 
     def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """The tokens after a turn with these tokens: its end, the observations, the next header."""
+        if self.mark_ids:  # nanochat's turn goes on behind them
+            said = "".join(each["content"] for each in observations)
+            *_, start, end = self.mark_ids
+            return (start, *encode(self.tokenizer, said, add_special_tokens=False), end)
         if not has_template(self.tokenizer):
             following = "".join(f"\n\nTool: {each['content']}" for each in observations)
             return encode(self.tokenizer, f"{following}\n\nAssistant: ", add_special_tokens=False)

@@ -14,16 +14,14 @@ import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import on_host
-from runners.config.names import CALCULATOR
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
-from runners.environments.calculator import CalculatorSession, mark_ids
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
 from runners.environments.own_code import loading
-from runners.environments.tool_calls import CallReader, Tool
+from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError, error_line
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.finished_episodes import FinishedEpisodes
@@ -41,7 +39,7 @@ _numbers = itertools.count()  # of environments
 class Begun:
     """Episodes ready for their first turns."""
 
-    session: Session | CalculatorSession  # it answers their turns
+    session: Session  # it answers their turns
     prompts: Sequence[tuple[int, ...]]  # of each row
     stops: frozenset[int] = frozenset()  # tokens that also end a turn
 
@@ -63,23 +61,19 @@ class Environments:
     template_kwargs: Mapping[str, Any]
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None = None  # the sum of its own rewards of turns
+    mark_ids: tuple[int, ...] = ()  # of nanochat's form of calls; empty: another form
     _idle: list[int] = attrs.field(factory=list)  # instances that no episode uses
     _hung: list[int] = attrs.field(factory=list)  # those that are not used again
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in the form for a chat template."""
-        return [tool.schema for tool in self.tools]
+        """The tools in the form for a chat template; nanochat's has a place for none."""
+        return [] if self.mark_ids else [tool.schema for tool in self.tools]
 
     @property
     def has_instances(self) -> bool:
         """Whether there is an instance for each completion, besides plain tools."""
-        return bool(self.config.factory) and not self.is_calculator
-
-    @property
-    def is_calculator(self) -> bool:
-        """Whether turns are nanochat's, marked by special tokens."""
-        return self.config.factory == CALCULATOR
+        return bool(self.config.factory)
 
     def play(
         self,
@@ -147,14 +141,12 @@ class Environments:
 
         `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
         """
-        if self.is_calculator:
-            session = CalculatorSession(
-                [*map(Episode, rows)], self.tokenizer, self.decoder.decode, self.config, self.nudge
-            )
-            return Begun(session, [row.tokens for row in rows], frozenset({session.end}))
         episodes, prompts = self._begun(rows, should_stop)
-        reader, parts = CallReader.of(self.tokenizer, self.schemas), (self.calls, self.tools, self.config)
-        return Begun(Session(episodes, reader, self.chat, *parts, self.nudge, should_stop), prompts)
+        schemas = [tool.schema for tool in self.tools]
+        reader = CallReader.of(self.tokenizer, schemas, marked=bool(self.mark_ids))
+        parts = (self.calls, self.tools, self.config)
+        session = Session(episodes, reader, self.chat, *parts, self.nudge, should_stop)
+        return Begun(session, prompts, frozenset(self.mark_ids[1:2]))
 
     def release(self, begun: Begun) -> None:
         """The episodes are over: their instances may be reset for others, except those with hanging calls."""
@@ -170,7 +162,8 @@ class Environments:
     @property
     def chat(self) -> ChatTurns:
         """How observations become tokens."""
-        return ChatTurns(self.tokenizer, self.schemas, self.template_kwargs, self.end_ids, self.decoder)
+        how = (self.template_kwargs, self.end_ids, self.decoder, self.mark_ids)
+        return ChatTurns(self.tokenizer, self.schemas, *how)
 
     def _begun(
         self, rows: Sequence[Example], should_stop: ShouldStop
@@ -226,17 +219,13 @@ def build_environments(
     calls = Calls(worker, env.workers)
     chat = (tokenizer, decoder, frozenset(end_ids), data.nudge, data.chat_template_kwargs)
     made = Environments(env, calls, (), *chat, None)
-    if made.is_calculator:
-        mark_ids(tokenizer)
-        if env.tools:
-            raise UserError(f'env.tools has functions, which env.factory = "{CALCULATOR}" does not call')
-        return made
     worker.load(*loading(env, folders))
     calls.submit(0, "runners.environments.instances:prepare", timeout=0, mode=MAIN)
     calls.collect(1)
     first = next(_numbers)
     found = _asked(made, "describe", first)
     made.tools = tuple(Tool(*tool) for tool in found["tools"])
+    made.mark_ids = mark_ids(tokenizer) if len(made.tools) == 1 else ()
     if made.has_instances:
         made._idle.append(first)
     rewards = found["rewards"]

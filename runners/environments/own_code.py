@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from runners.config.loading import Config
-from runners.config.names import CALCULATOR
 from runners.config.sections import EnvConfig
 from runners.rewards.functions import Reward, resolve_rewards
 from runners.rewards.functions import loading as reward_loading
@@ -17,10 +16,9 @@ from runners.user_code.worker import Worker
 
 def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
     """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
-    factory = "" if env.factory == CALCULATOR else env.factory
-    if not factory and not env.tools:
+    if not env.factory and not env.tools:
         return ()
-    return "runners.environments.instances:load", factory, tuple(env.tools), tuple(map(str, folders))
+    return "runners.environments.instances:load", env.factory, tuple(env.tools), tuple(map(str, folders))
 
 
 def start_worker(config: Config) -> Worker:

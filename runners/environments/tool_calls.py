@@ -1,4 +1,4 @@
-"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, or as plain JSON."""
+"""Reads the tool calls of a model: with mlx-lm's parser for the tokenizer, in nanochat's form, or as JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import attrs
 from runners.errors import error_line
 
 START, END = "<tool_call>", "</tool_call>"  # of the plain form
+# nanochat's form: an expression between the first two, which is what the only tool takes; its value between
+# the others.
+MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 MAX_CALLS = 64  # of one turn: a policy's text has no other limit
 
 
@@ -60,8 +63,10 @@ class CallReader:
     end: str = END  # empty: a call goes to the end of the text
 
     @classmethod
-    def of(cls, tokenizer: Any, schemas: Sequence[dict[str, Any]]) -> CallReader:
-        """The reader for a tokenizer: with mlx-lm's parser, if the tokenizer names one."""
+    def of(cls, tokenizer: Any, schemas: Sequence[dict[str, Any]], *, marked: bool = False) -> CallReader:
+        """The reader for a tokenizer: with the parser of mlx-lm that it names; `marked`: nanochat's form."""
+        if marked:
+            return cls(schemas, _of_expression, *MARKS[:2])
         parser = getattr(tokenizer, "tool_parser", None)
         start = getattr(tokenizer, "tool_call_start", None)
         if parser is None or not start:
@@ -90,6 +95,19 @@ class CallReader:
         except Exception as error:  # a parser may raise anything on a policy's text
             return [ToolCall("", {}, f"the tool call cannot be read: {error_line(error)}")]
         return [_call(each) for each in (found if isinstance(found, list) else [found])]
+
+
+def mark_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids of nanochat's marks; empty if the tokenizer does not have them."""
+    known = tokenizer.get_vocab()
+    return tuple(int(known[mark]) for mark in MARKS) if all(mark in known for mark in MARKS) else ()
+
+
+def _of_expression(body: str, schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """nanochat's call: the text is the first argument of the only tool."""
+    (schema,) = schemas
+    argument = next(iter(schema["function"]["parameters"]["properties"]))
+    return {"name": schema["function"]["name"], "arguments": {argument: body}}
 
 
 def _call(found: Any) -> ToolCall:

@@ -120,7 +120,7 @@ def _begun(environments: Environments, example: Example) -> list[str]:
     environments.release(begun)
     if episode.fault:
         return [f"the environment: {episode.fault}"]
-    if not environments.schemas and not environments.is_calculator:
+    if not environments.tools:
         return ["there are no tools: the environment has no public method besides reset"]
     return []
 

@@ -38,6 +38,7 @@ from runners.models.role_quantization import (
     make_quantized_role,
     unfit_notice,
 )
+from runners.ranks.ranks import Ranks
 from runners.training.teacher import Grader, make_grader
 
 UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
@@ -71,6 +72,7 @@ def build_learner(
     loaded: LoadedModel,
     length: RunLength,
     platform: Platform,
+    ranks: Ranks | None = None,
     prompts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
     advance: Advance | None = None,

@@ -140,7 +140,7 @@ def build_run(
     rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
     stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
     first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-    learner = build_learner(config, spec, loaded, length, platform, first, say, advance)
+    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
     if learner.grader is not None:
         prompts = [example.tokens for example in (*data.train, *data.gold)]
         limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions

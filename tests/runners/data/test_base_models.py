@@ -62,7 +62,7 @@ def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
     data = load_config(None, common).data
     assert (data.system_prompt, data.nudge) == ("", "")
     assert load_config(None, [*common, 'data.nudge="A:"']).data.nudge == "A:"
-    for key in ('data.system_prompt="Be brief."', 'env.factory="calculator"', 'data.image="image"'):
+    for key in ('data.system_prompt="Be brief."', 'env.factory="a:A"', 'data.image="image"'):
         with pytest.raises(ConfigError, match=key.partition("=")[0].replace(".", r"\.")):
             load_config(None, [*common, key])
     rows = [{"question": [{"role": "user", "content": "Q:"}], "answer": 1}] * 2

@@ -520,7 +520,6 @@ def test_plain_functions_are_tools(built):
         ({"factory": "shop.py:Untyped"}, "expected type hints"),
         ({"factory": "shop.py:Needs"}, "no server at localhost:1"),
         ({"factory": "", "tools": ("shop.py:nothing",)}, "has no nothing"),
-        ({"factory": "calculator"}, "python_start"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(built, env, said):

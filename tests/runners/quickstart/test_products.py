@@ -27,8 +27,8 @@ from benchmarks.quickstart_model.products import (
 )
 from benchmarks.quickstart_model.tokenizer import END
 from runners.config.loading import load_config
-from runners.environments.calculator import MARKS as CALCULATOR_MARKS
 from runners.environments.calculator import calculate
+from runners.environments.tool_calls import MARKS as CALL_MARKS
 from runners.quickstart import TOOLS_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -88,7 +88,7 @@ def test_a_lesson_leaves_out_what_the_calculator_says(shipped_model):
 def test_the_marks_are_the_calculators(shipped_model):
     """The same four, each a token of its own; the longest conversation fits the preset."""
     tokenizer = shipped_model[1]
-    assert set(MARKS) == set(CALCULATOR_MARKS) and CALCULATOR_MARKS[2:] == (OUTPUT, OUTPUT_END)
+    assert set(MARKS) == set(CALL_MARKS) and CALL_MARKS[2:] == (OUTPUT, OUTPUT_END)
     for mark in MARKS:
         assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
     longest = "".join(called(Product(0, 99, 998))) + END

@@ -65,7 +65,7 @@ def test_tools_on_two_ranks_train_as_on_one(write, tmp_path):
     tables = {
         "model": {"path": "embedded-tools"},
         "data": {"source": "embedded-tools", "eval_split": "test", "nudge": "", "max_samples": 16},
-        "env": {"factory": "calculator", "max_turns": 2},
+        "env": {"tools": ["runners.environments.calculator:calculate"], "max_turns": 2},
         "rollout": {"num_generations": 6, "max_new_tokens": 28, "temperature": 1.3},
         "reward": {"functions": ["correctness_reward_func", "letters.py:sums"]},
         "optim": {"batch_size": 3, "max_steps": 2, "learning_rate": 1e-5},
