@@ -89,24 +89,18 @@ def _packed(experience: Experience, failed: dict[int, Failed]) -> dict[str, Any]
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> RankExperience:
     rollout, played = value["rollout"], value["played"]
-    drawn = {name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()}
+    drawn: dict[str, Any] = {
+        name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
+    }
     drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
     if played is not None:
         rows = {name: tuple(played[name]) for name in ("counted", "faults", "seconds")}
         rows |= {name: tuple(map(tuple, played[name])) for name in ("messages", "sampled")}
         played = FinishedEpisodes(environments=(None,) * len(rows["faults"]), **rows)
-    whole = Experience(
-        **{
-            name: x
-            for name, x in value.items()
-            if name not in (*_ELSEWHERE, *_TUPLES, "advantages_pg", "failed")
-        },
-        **{name: tuple(value[name]) for name in _TUPLES},
-        rollout=g.Rollout(**drawn),
-        examples=tuple(examples),
-        advantages_pg=mx.array(value["advantages_pg"]),
-        played=played,
-    )
+    fields: dict[str, Any] = {name: x for name, x in value.items() if name != "failed"}
+    fields |= {name: tuple(value[name]) for name in _TUPLES}
+    fields |= {"rollout": g.Rollout(**drawn), "examples": tuple(examples), "played": played}
+    whole = Experience(**{**fields, "advantages_pg": mx.array(value["advantages_pg"])})
     return whole, {k: Failed(*fault) for k, *fault in value["failed"]}
 
 
