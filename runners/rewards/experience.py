@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -96,13 +96,13 @@ def join_experiences(parts: list[Experience]) -> Experience:
             name: [value for part in parts for value in part.logged.get(name, ())]
             for name in dict.fromkeys(name for part in parts for name in part.logged)
         },
-        played=None
-        if any(part.played is None for part in parts)
-        else FinishedEpisodes.concatenated([part.played for part in parts if part.played is not None]),
-        penalty_b=None
-        if any(part.penalty_b is None for part in parts)
-        else np.concatenate([part.penalty_b for part in parts if part.penalty_b is not None]),
+        played=_joined([part.played for part in parts], FinishedEpisodes.concatenated),
+        penalty_b=_joined([part.penalty_b for part in parts], np.concatenate),
     )
+
+
+def _joined(values: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+    return None if any(value is None for value in values) else join(values)
 
 
 def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int], size: int) -> Experience:

@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import os
+import re
 import secrets
 import textwrap
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from runners.sandbox.sandbox import DEFAULT, Limits, end_programs, mechanism, ru
 _MOST = 20_000  # characters of a text without a block that are read as Python
 _LONGEST = 120_000  # bytes of a program that is a word of a command
 _PYTHON = ("python", "py", "python3")
+_BLOCK = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
 # Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
 # The grader keeps its own names of what it calls: a program may put others in their place.
@@ -48,21 +50,11 @@ def extract_code(text: str) -> str | None:
     A block without a language counts where none is called Python. None: there is no block, and the text as a
     whole is no Python.
     """
-    tagged, untagged, block, language = None, None, None, ""
-    for line in text.splitlines(keepends=True):
-        if not line.lstrip().startswith("```"):
-            if block is not None:
-                block.append(line)
-        elif block is None:
-            block, language = [], line.strip().strip("`").strip().lower()
-        else:
-            program, block = textwrap.dedent("".join(block)), None
-            if language in _PYTHON:
-                tagged = program
-            elif not language:
-                untagged = program
-    found = tagged if tagged is not None else untagged
-    return found if found is not None or not _is_python(text) else text
+    blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
+    for languages in (_PYTHON, ("",)):
+        if found := [code for language, code in blocks if language in languages]:
+            return textwrap.dedent(found[-1])
+    return text if _is_python(text) else None
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:

@@ -173,21 +173,6 @@ def test_the_command_prints_a_table_and_writes_both_files(grpo_eval, tmp_path):
     assert scores["problems"] == 5 and list(scores["models"]) == ["embedded"]
 
 
-def test_the_command_compares_two_models(grpo_eval, tmp_path):
-    """The second one, a copy of the first, is not better."""
-    from runners.quickstart import MODEL_DIR
-
-    (tmp_path / "copy").symlink_to(MODEL_DIR)
-    data = (f"--set={setting}" for setting in FEW)
-    result = grpo_eval(
-        "embedded", "copy", "--config", "quickstart", "--samples", "4", "--max-tokens", "30", *data
-    )
-    assert result.exit_code == 0, result.stderr
-    row = [cell.strip() for cell in result.stdout.splitlines()[2].split("|")[1:-1]]
-    assert row[0] == "exact match" and row[1] == row[2] and row[3].startswith("+0.0 %") and row[4] == "1"
-    assert "pass@1" not in result.stdout
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run whose problems, prompts and rewards are not the defaults."""
