@@ -1,8 +1,7 @@
 """Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
 
-Linux: namespaces through util-linux, else bubblewrap where a user may make none. macOS: `sandbox-exec`. The
-program sees this Python's standard library, read-only, and an empty folder. Where none of these works
-nothing is run.
+Linux: namespaces through util-linux. macOS: `sandbox-exec`. The program sees this Python's standard library,
+read-only, and an empty folder. Where this does not work nothing is run.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +25,6 @@ import attrs
 from runners.errors import UserError
 
 SCRATCH = "/scratch"  # the program's own folder on Linux
-_DEVICES = ("null", "zero", "urandom")  # as in namespaces.sh
 _HERE = Path(__file__).parent
 _PROBE = Path(__file__).name  # any text that a probe prints
 
@@ -135,40 +132,32 @@ exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 @contextmanager
 def _command(limits: Limits) -> Iterator[tuple[list[str], str]]:
     """The command that shuts off what follows it, and the program's folder as it will see it."""
-    kind = mechanism()
-    if kind == "sandbox-exec":
-        with tempfile.TemporaryDirectory(prefix="grpo-sandbox-") as folder:
-            folder = os.path.realpath(folder)
-            yield ["sandbox-exec", "-p", _seatbelt(folder)], folder
-    else:
-        yield (_bubblewrap if kind == "bubblewrap" else _namespaces)(limits), SCRATCH
+    if mechanism() == "namespaces":
+        yield _namespaces(limits), SCRATCH
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-sandbox-") as folder:
+        folder = os.path.realpath(folder)
+        yield ["sandbox-exec", "-p", _seatbelt(folder)], folder
 
 
 @functools.cache
 def mechanism() -> str:
-    """The first mechanism that works here: "namespaces", "bubblewrap" or "sandbox-exec".
-
-    Raises UserError where there is none.
-    """
+    """What shuts programs off here: "namespaces" or "sandbox-exec". UserError where it does not work."""
+    kind, command = "namespaces", _namespaces(DEFAULT)
     if sys.platform == "darwin":
-        candidates = {"sandbox-exec": ["sandbox-exec", "-p", "(version 1)(allow default)"]}
-    else:
-        candidates = {"namespaces": _namespaces(Limits())}
-        if os.geteuid() != 0:  # in bubblewrap root keeps root's files, /proc/sys among them
-            candidates["bubblewrap"] = _bubblewrap(Limits())
-    reasons = []
-    for kind, command in candidates.items():
-        if shutil.which(command[0]) is None:
-            reasons.append(f"{kind}: no {command[0]}")
-            continue
-        probe = [*command, _interpreter(), "-I", "-S", "-c", f"print({_PROBE!r})"]
+        kind, command = "sandbox-exec", ["sandbox-exec", "-p", "(version 1)(allow default)"]
+    probe = [*command, _interpreter(), "-I", "-S", "-c", f"print({_PROBE!r})"]
+    try:
         found = subprocess.run(probe, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd="/")
+    except OSError as error:
+        reason = str(error)
+    else:
         if found.stdout.strip() == _PROBE:
             return kind
-        reasons.append(f"{kind}: {(found.stderr.strip().splitlines() or ['no output'])[-1]}")
+        reason = (found.stderr.strip().splitlines() or ["no output"])[-1]
     raise UserError(
-        f"a model's programs run only in a sandbox, and none works here ({'; '.join(reasons)}); on Linux "
-        "install bubblewrap, in a container allow user namespaces"
+        f"a model's programs run only in a sandbox, and {kind} do not work here ({reason}); on Linux allow "
+        "user namespaces, also in a container"
     )
 
 
@@ -183,16 +172,6 @@ def _readable() -> list[str]:
     places |= {os.path.realpath(sys.base_prefix), os.path.dirname(_interpreter())}
     below = sorted(place for place in places if os.path.exists(place))
     return [place for place in below if not any(place.startswith(other + "/") for other in below)]
-
-
-def _bubblewrap(limits: Limits) -> list[str]:
-    binds = [word for place in _readable() for word in ("--ro-bind", place, place)]
-    binds += [word for name in _DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
-    return [
-        *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
-        *("--new-session", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"),
-        *(*binds, "--proc", "/proc", "--size", str(limits.disk), "--tmpfs", SCRATCH, "--remount-ro", "/"),
-    ]
 
 
 def _namespaces(limits: Limits) -> list[str]:
