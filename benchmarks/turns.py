@@ -1,6 +1,6 @@
 """Conversations: what it costs to extend rows by given tokens, a second turn, and environments that sleep.
 
-- *extend*: 32 rows whose turn of 64 tokens has ended get 20 tokens each, over a shared prompt of 128
+- *extend*: 32 rows whose turn of 64 tokens has ended get 20 tokens each, over a prompt of 128
 - *turns*: two turns of 64 tokens with 20 given ones between them, against one turn of 128
 - *wait*: a rollout whose 32 rows each wait for a call that sleeps 100 ms
 """
@@ -24,8 +24,9 @@ from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
 from grpo_fn.policy import plain_caches
 from grpo_fn.rollout import FindStop, Respond
-from grpo_fn.rollout.extend import SharedPromptRows
-from grpo_fn.rollout.prefill import prefill_once, result_of
+from grpo_fn.rollout.decode_step import CacheSteps
+from grpo_fn.rollout.extend import Extender
+from grpo_fn.rollout.prefill import prefill, result_of
 from runners.user_code.calls import Calls
 from runners.user_code.worker import Worker
 
@@ -61,16 +62,16 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
     tokens_be = mx.array(given, mx.int32)
 
     with policy.sampling(policy.params) as model:
-        _, prompt_caches = result_of(prefill_once(policy, model, [prompt]))
-        extender = SharedPromptRows(policy, model, prompt_caches, [case.prompt], rows)
+        steps = CacheSteps(model, result_of(prefill(model, [prompt] * case.rows))[1])
+        extender = Extender(policy, model, steps.caches)
         for n in range(case.turn):
-            mx.eval(extender.first(tokens_be[:, n % case.given]))
+            mx.eval(steps(tokens_be[:, n % case.given]))
         full = plain_caches(model)
         mx.eval(model(mx.array([prompt] * case.rows, mx.int32), cache=full))
         mx.eval(model(mx.array(make_prompts(case.rows, case.turn, vocabulary), mx.int32), cache=full))
 
         def parked() -> None:
-            extender.park(extender.first, rows, rows, [case.turn] * case.rows, case.turn)
+            extender.park(steps, rows, rows, [case.turn] * case.rows, case.turn)
 
         def extended() -> Any:
             parked()

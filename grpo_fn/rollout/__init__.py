@@ -5,7 +5,6 @@ Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grp
 """
 
 from grpo_fn.rollout.decode_loop import Column, Columns, Decoding
-from grpo_fn.rollout.extend import EXTEND_TOKENS, LEAST_EXTENSION
 from grpo_fn.rollout.generation import Interrupted, decode, decode_after, generate
 from grpo_fn.rollout.prefill import PREFILL_TOKENS
 from grpo_fn.rollout.sampling import FindStop, Sampling, draw, draw_bits

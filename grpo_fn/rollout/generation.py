@@ -18,14 +18,14 @@ from grpo_fn.completions import Rollout
 from grpo_fn.images import PromptImages
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
-from grpo_fn.policy.caches.prefix_cache import extends_prefix, fork, keep_prefix_rows, sharing_pays
+from grpo_fn.policy.caches.prefix_cache import fork, keep_prefix_rows, sharing_pays
 from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding
 from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps
-from grpo_fn.rollout.extend import CopiedPromptRows, Extender, SharedPromptRows
+from grpo_fn.rollout.extend import Extender
 from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
@@ -58,8 +58,8 @@ def generate(
         key: PRNG key; completion g of prompt p draws from (key, p, g) at its n-th token.
         prompt_numbers: p of each prompt, if these are a part of more prompts; None: 0, 1, 2, …
         replies: answers turns that have ended with the tokens that follow them; None: no turn is answered.
-            The n-th sampled token of a conversation draws as above. Conversations are decoded without a
-            backend's compiled steps, which cannot be extended by several tokens.
+            The n-th sampled token of a conversation draws as above. Conversations are decoded with a copy of
+            the prompt for each row.
         images: those of each prompt, None if it has none; None: no prompt has any. Such completions are
             decoded over one copy of each prompt, and without a backend's compiled steps.
         decoding: how to decode, for speed and memory; None: `Decoding()`. The same numbers, to rounding.
@@ -110,14 +110,13 @@ def decode(
         _check_images(policy, images, len(prompts), replies)
         images = images if any(each is not None for each in images) else None
     wanted = True if images is not None else decoding.share_prefix
-    share_prefix = policy.shares_prefix and (sharing_pays() if wanted is None else wanted)
+    share_prefix = policy.shares_prefix and replies is None and (sharing_pays() if wanted is None else wanted)
     group, penalizes = sampling.num_generations, sampling.repetition_penalty != 1
     transcript = Transcript(len(prompts) * group, sampling.with_entropy)
     decoder = Decoder(sampling, decoding)
     together = min(len(prompts), max(decoding.max_batch // group, 1)) if decoding.max_batch else len(prompts)
     try:
         with policy.sampling(params, together * group) as model:
-            share_prefix = share_prefix and (replies is None or extends_prefix(model))
             for part in _parts(prompts, together, policy.takes_ragged or share_prefix):
                 these = [prompts[p] for p in part]
                 rows = [p * group + g for p in part for g in range(group)]
@@ -129,12 +128,10 @@ def decode(
                 # All at once on the device, because a number from the host at each step would be waited for.
                 bits_nbw = draw_bits(keys_b2, 0, sampling.max_new_tokens)
                 shown = None if images is None else [images[p] for p in part]
-                extended = None if replies is None else rows
-                logits_pv, steps, extender = yield from prefilled(
-                    policy, model, these, shown, sampling, share_prefix, extended
-                )
+                logits_pv, steps = yield from prefilled(policy, model, these, shown, sampling, share_prefix)
                 turns = None
-                if replies is not None and extender is not None:
+                if replies is not None and isinstance(steps, CacheSteps):
+                    extender = Extender(policy, model, steps.caches)
                     of_rows = {row: prompts[row // group] for row in rows}
                     rules = decoding.turns_together, policy.vocabulary, penalizes
                     limit = sampling.max_new_tokens
@@ -202,30 +199,22 @@ def prefilled(
     images: Sequence[PromptImages | None] | None,
     sampling: Sampling,
     share_prefix: bool,
-    rows: Sequence[int] | None,
-) -> Prefill[tuple[mx.array, Steps, Extender | None]]:
-    """Logits [P,V] after the prompts, the steps that decode from there, and the extender of conversations.
-
-    `rows`: numbers of the conversations' rows; None: completions of one turn.
-    """
+) -> Prefill[tuple[mx.array, Steps]]:
+    """Logits [P,V] after the prompts, and the steps that decode from there."""
     group, lengths = sampling.num_generations, [len(prompt) for prompt in prompts]
     if not share_prefix:
         logits_pv, caches = yield from prefill(model, prompts)
         cache_rows.keep_rows(caches, [p for p in range(len(prompts)) for _ in range(group)])
-        copied = None if rows is None else CopiedPromptRows(policy, model, caches)
-        return logits_pv, CacheSteps(model, caches), copied
+        return logits_pv, CacheSteps(model, caches)
     some = images if images is not None and any(each is not None for each in images) else None
     logits_pv, caches = yield from prefill_once(policy, model, prompts, some)
-    if rows is not None:
-        extender = SharedPromptRows(policy, model, caches, lengths, rows)
-        return logits_pv, extender.first, extender
     program = find("kernel_steps") if images is None and policy.supports_compiled_decode else None
     if program is not None:
         step = policy.program("kernel_steps", program.forward)
         room = sampling.max_new_tokens
-        return logits_pv, program.steps(step, model.parameters(), caches, lengths, group, room), None
+        return logits_pv, program.steps(step, model.parameters(), caches, lengths, group, room)
     shifts = None if images is None else [0 if each is None else each.shift for each in images]
-    return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts), keep_prefix_rows), None
+    return logits_pv, CacheSteps(model, fork(caches, lengths, group, shifts), keep_prefix_rows)
 
 
 def _check(policy: Policy, prompts: Sequence[Sequence[int]], numbers: Sequence[int], most: int) -> None:

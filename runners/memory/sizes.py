@@ -129,8 +129,10 @@ def model_sizes(
     return ModelSizes(
         shape=shape,
         shares_prompts=can_share(module),
-        # Prompts with images are always kept once.
-        shares_prefix=(sharing_pays() or bool(config.data.image)) and shares_prefix(module),
+        # Prompts with images are always kept once, those of conversations never.
+        shares_prefix=(sharing_pays() or bool(config.data.image))
+        and not config.env.answers
+        and shares_prefix(module),
         trained=count,
         embedding=max(
             (leaf.size for leaf in trained.values() if leaf.shape[0] == shape.vocabulary), default=0

@@ -5,9 +5,6 @@
 The prompt's part is a product of all its rows' queries with one matrix. With copied prompts it would be a
 product with a separate matrix for each row. So it needs G times less memory to hold and to read (Hydragen,
 arXiv 2402.05099, sec. 3). Prompts of different lengths need no padding in the rows' own part.
-
-Rows may also get several tokens at once, each row its own number: they are padded on the right, and the
-padding stays as own places that no later token sees.
 """
 
 from collections.abc import Sequence
@@ -39,12 +36,9 @@ class Layout:
     seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
     starts: tuple[int, ...]  # B: position of each row's first own place
     start: int | mx.array  # the same: of all rows, or [B]
-    own_seen_bt: mx.array | None = None  # which of the first T own places a row has; None: all
 
     @classmethod
-    def of(
-        cls, prompt_of: list[int], lengths: list[int], starts: list[int], own_seen_bt: mx.array | None = None
-    ) -> "Layout":
+    def of(cls, prompt_of: list[int], lengths: list[int], starts: list[int]) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
@@ -58,7 +52,7 @@ class Layout:
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
         start = starts[0] if len(set(starts)) == 1 else mx.array(starts, mx.int32)
-        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, tuple(starts), start, own_seen_bt)
+        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, tuple(starts), start)
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
         """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
@@ -75,16 +69,13 @@ class Layout:
 class PrefixCache:
     """One layer's cache: prompts once, rows' own tokens by row."""
 
-    def __init__(self, prompt: Pair, layout: Layout, own: Pair | None = None) -> None:
-        """`prompt`: [P,K,L,D] each; `own`: the rows' own keys and values so far, [B,K,T,D]; None: none."""
+    def __init__(self, prompt: Pair, layout: Layout) -> None:
+        """`prompt`: [P,K,L,D] each."""
         from mlx_lm.models.cache import KVCache
 
         self.prompt, self.layout = prompt, layout
         self._own: Any = KVCache()
         self._own.step = ROOM
-        if own is not None:
-            self._own.keys, self._own.values = own
-            self._own.offset = own[0].shape[2]
         self.attended = False  # whether it was ever asked to attend
 
     @property
@@ -97,54 +88,38 @@ class PrefixCache:
         """Everything it holds, to be evaluated."""
         return [a for a in (*self.prompt, self._own.keys, self._own.values) if a is not None]
 
-    @property
-    def own(self) -> Pair:
-        """The rows' own keys and values [B,K,T,D]."""
-        if self._own.keys is not None:
-            return self._own.keys_and_values()
-        rows = len(self.layout.prompt_of)
-        keys, values = (mx.zeros((rows, x.shape[1], 0, x.shape[3]), x.dtype) for x in self.prompt)
-        return keys, values
-
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
-        """No mask: `attend` has its own."""
-        if window_size is not None:
-            raise ValueError(f"window_size = {window_size}: expected no window")
+        """No mask: a new token sees all earlier ones."""
+        if length != 1 or window_size is not None:
+            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         """Append tokens to each row's own part, and return that part."""
         return self._own.update_and_fetch(keys, values)
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
-        """Attention [B,H,E,D] of the E newest tokens of a row over its prompt and its own tokens."""
+        """Attention [B,H,1,D] of the newest token of a row over its prompt and its own tokens."""
         self.attended = True
-        length, places = queries.shape[2], keys.shape[2]
-        seen, before = self.layout.own_seen_bt, 0
-        if seen is not None:  # all later places are valid
-            before = seen.shape[1]
-            seen = mx.pad(seen, [(0, 0), (0, places - before)], constant_values=mx.array(True))[:, None, None]
-        if length > 1:
-            causal = mx.tril(mx.ones((length, places), mx.bool_), places - length)
-            seen = causal[None, None] if seen is None else seen & causal
-            seen = mx.tile(seen, (1, 1, queries.shape[1] // keys.shape[1], 1))
         rows, heads, _, width = queries.shape
         layout, (prompt_keys, prompt_values) = self.layout, self.prompt
         prompts, shared, columns, _ = prompt_keys.shape
         # Heads that share keys are further rows of one product.
-        q_bknd = (queries * scale).reshape(rows, shared, heads // shared * length, width)
+        q_bknd = (queries * scale).reshape(rows, shared, heads // shared, width)
         q_pgknd = layout.by_prompt(q_bknd)
         grid = (prompts, shared, q_pgknd.shape[1], q_bknd.shape[2])
         q_pkmd = q_pgknd.transpose(0, 2, 1, 3, 4).reshape(prompts, shared, -1, width)
-        scores_pkml = _only(q_pkmd @ prompt_keys.swapaxes(-1, -2), layout.seen_p11l)
+        scores_pkml = q_pkmd @ prompt_keys.swapaxes(-1, -2)
+        if layout.seen_p11l is not None:
+            scores_pkml = mx.where(layout.seen_p11l, scores_pkml, mx.finfo(scores_pkml.dtype).min)
         scores = layout.by_row(scores_pkml.reshape(*grid, columns).transpose(0, 2, 1, 3, 4))
-        own_scores = _only(q_bknd @ keys.swapaxes(-1, -2), seen)
+        own_scores = q_bknd @ keys.swapaxes(-1, -2)
         weights = softmax(mx.concatenate([scores, own_scores], axis=-1))
 
         w_pkml = layout.by_prompt(weights[..., :columns]).transpose(0, 2, 1, 3, 4)
         from_prompt = _mixed(w_pkml.reshape(prompts, shared, -1, columns), prompt_values)
         out = layout.by_row(from_prompt.reshape(*grid, -1).transpose(0, 2, 1, 3, 4))
         out = out + _mixed(weights[..., columns:], values)
-        return out.astype(queries.dtype).reshape(rows, heads, length, out.shape[-1])
+        return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
         """Keep these rows, and the prompts that still have a row (None: all)."""
@@ -156,11 +131,6 @@ class PrefixCache:
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
             self._own.keys, self._own.values = own_keys[rows], own_values[rows]
-
-
-def _only(scores: mx.array, seen: mx.array | None) -> mx.array:
-    """The scores of what is seen; None: of all."""
-    return scores if seen is None else mx.where(seen, scores, mx.finfo(scores.dtype).min)
 
 
 def sharing_pays() -> bool:
@@ -190,17 +160,6 @@ def shares_prefix(module: nn.Module) -> bool:
     return all(cache.attended for cache in forked)
 
 
-def extends_prefix(module: nn.Module) -> bool:
-    """Whether a model that shares prefixes also takes several tokens a row over them; tried like that."""
-    caches = plain_caches(module)
-    try:
-        module(mx.zeros((2, 3), mx.int32), cache=caches)
-        module(mx.zeros((4, 2), mx.int32), cache=fork(caches, [3, 2], 2))
-    except CANNOT_CALL:
-        return False
-    return True
-
-
 def fork(
     caches: Caches, lengths: list[int], group_size: int, shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
@@ -227,9 +186,8 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     live = sorted(set(prompt_of))
     number = {p: i for i, p in enumerate(live)}
     index = mx.array(rows, mx.int32)
-    seen = None if old.own_seen_bt is None else old.own_seen_bt[index]
     starts = [old.starts[row] for row in rows]
-    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], starts, seen)
+    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], starts)
     prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     for cache in caches:
         cache.keep(index, prompts, layout)

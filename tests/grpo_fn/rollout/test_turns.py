@@ -64,40 +64,31 @@ def alone(policy, prompt, key, row, group, *, limit, ends, turns, penalty):
     return tokens, sampled, logp
 
 
-@functools.cache
-def each_alone(name, group, limit, penalty):
-    """A policy of this architecture, and each of its conversations by whole forwards."""
+@pytest.mark.parametrize(
+    ("name", "penalty"),
+    [
+        ("llama", 1.0),
+        ("llama", 1.8),  # on given tokens as on sampled ones
+        ("qwen2", 1.0),
+        ("gemma3", 1.0),
+        ("mamba", 1.0),
+        ("nanochat", 1.0),
+    ],
+)
+def test_a_conversation_is_that_of_whole_forwards(name, penalty):
+    """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
+    group, limit = 2, 24
     policy, options = tiny_policy(name), {"limit": limit, "ends": ENDS, "turns": 3, "penalty": penalty}
-    return policy, [
+    wanted = [
         alone(policy, RAGGED[row // group], mx.random.key(0), row, group, **options)
         for row in range(group * len(RAGGED))
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "penalty"),
-    [
-        ("llama", None, 1.0),
-        ("llama", None, 1.8),  # on given tokens as on sampled ones
-        ("llama", False, 1.0),
-        ("qwen2", None, 1.0),
-        ("gemma3", None, 1.0),
-        ("mamba", None, 1.0),
-        ("nanochat", None, 1.0),
-        ("nanochat", False, 1.0),
-    ],
-)
-def test_a_conversation_is_that_of_whole_forwards(name, share, penalty):
-    """Parked, extended and resumed rows draw what one forward over all tokens so far would draw."""
-    group, limit = 2, 24
-    policy, wanted = each_alone(name, group, limit, penalty)
     rollout = roll(
         policy,
         generations=group,
         limit=limit,
         eos_ids=ENDS,
         replies=answers(),
-        share_prefix=share,
         check_every=3,
         repetition_penalty=penalty,
     )
@@ -123,8 +114,7 @@ def usual_conversations(name):
         {"check_every": 1},
         {"check_every": 7},
         {"max_batch": 3},
-        {"turns_together": False},
-        {"turns_together": False, "share_prefix": False, "check_every": 2},
+        {"turns_together": False, "check_every": 2},
         {"pipelined": True},
     ],
     ids=str,
@@ -159,11 +149,10 @@ def test_turns_begin_together_or_as_replies_come(together):
 
 
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-@pytest.mark.parametrize("share", [None, False])
-def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts, share):
+def test_one_turn_is_bit_for_bit_the_completion_without_replies(prompts):
     """With replies that end each conversation at once, every number is that of `generate` without them."""
     policy = tiny_policy()
-    options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": share, "check_every": 4}
+    options = {"generations": 5, "limit": 20, "eos_ids": EOS, "share_prefix": False, "check_every": 4}
     plain = roll(policy, prompts, with_entropy=True, **options)
     turns = roll(policy, prompts, with_entropy=True, replies=Respond(lambda row, t: None), **options)
     for name in ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt"):

@@ -45,7 +45,7 @@ def both_steps(policy, prompts, generations, *, room):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     sampling = g.Sampling(num_generations=generations, max_new_tokens=room)
     policies = policy, attrs.evolve(policy, supports_compiled_decode=False)
-    given = policy.module, prompts, None, sampling, True, None
+    given = policy.module, prompts, None, sampling, True
     ours, theirs = (result_of(prefilled(each, *given))[1] for each in policies)
     assert isinstance(ours, KernelSteps) and isinstance(theirs, CacheSteps)
     return ours, theirs
