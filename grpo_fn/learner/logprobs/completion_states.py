@@ -21,16 +21,9 @@ from grpo_fn.trees import Tree
 
 
 def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [B,T,D] from which the completions' tokens are predicted.
-
-    Raises:
-        ValueError: the batch shares prompts and has `experts_blnk`, which are for whole rows.
-    """
+    """Hidden states [B,T,D] from which the completions' tokens are predicted."""
     if batch.prompt_index_b is None:
-        hidden_bld = policy.hidden(params, batch.tokens_bl, frozen, batch.images, batch.experts_blnk)
-        return _predicting(batch, hidden_bld)
-    if batch.experts_blnk is not None:
-        raise ValueError("experts_blnk are those of whole rows: make micro-batches without shared prompts")
+        return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen, batch.images))
     return hidden_after_shared_prompts(policy, params, frozen, batch)
 
 
@@ -46,7 +39,7 @@ def completion_hidden_and_routing(
         raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
     if batch.images is not None:
         raise ValueError("routers are recorded over text: expected a batch without images")
-    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen, batch.experts_blnk)
+    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen)
     return _predicting(batch, hidden_bld), [_predicting(batch, x).reshape(-1, x.shape[-1]) for x in logits]
 
 
