@@ -69,7 +69,7 @@ class Mechanism:
     pairs: int | None = None  # of steps, at most: where a step without it takes very long
 
 
-ELEMENTWISE = ("exp", "sigmoid", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
+ELEMENTWISE = ("exp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
 ELEMENTWISE += ("add_at",)
 MECHANISMS = (
     Mechanism("shared prompts", ("shared_prefix",), shapes=(*TWO, HALF, REAL)),

@@ -122,11 +122,9 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """Traces inside the block keep their operations as they are. Disabled compiling stays disabled."""
+    """Traces inside the block keep their operations as they are."""
     setter = _mode_setter()
-    if setter is None or not _compiles():
-        yield
-        return
+    assert setter is not None
     setter(_UNFUSED)
     try:
         yield
@@ -144,12 +142,3 @@ def _mode_setter() -> Callable[[int], Any] | None:
         except (OSError, AttributeError):
             continue
     return None
-
-
-def _compiles() -> bool:
-    """Whether mx.compile compiles: `mx.disable_compile` may have been called."""
-    calls = []
-    probe = mx.compile(lambda x: calls.append(1) or x + 1)
-    for _ in range(2):
-        probe(mx.array(0))
-    return len(calls) == 1

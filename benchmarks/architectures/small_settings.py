@@ -327,6 +327,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "dense_attention_every_n_layers": 2,
         "gegelu_limit": 20.0,
         "num_key_value_heads": 2,
+        "vocab_size": 100352,  # it writes at these ids, whatever its vocabulary
     },
     "plamo": {"num_attention_heads": 8, "n_shared_head": 4},
     "prism_hadamard_qwen35": {

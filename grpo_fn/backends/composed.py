@@ -1,4 +1,4 @@
-"""exp, sigmoid, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
+"""exp, softmax, entropy, SwiGLU, ReLU² and RMSNorm: MLX's, or this machine's backend's.
 
 These are the composed forms with which every backend is compared. The gradients of SwiGLU and ReLU² compute
 their forward pass again, so that only the inputs are saved.
@@ -16,12 +16,6 @@ def exp(x: mx.array) -> mx.array:
     """e^x."""
     fast = find("exp", x)
     return mx.exp(x) if fast is None else fast(x)
-
-
-def sigmoid(x: mx.array) -> mx.array:
-    """1 / (1 + e^{−x})."""
-    fast = find("sigmoid", x)
-    return mx.sigmoid(x) if fast is None else fast(x)
 
 
 def row_sum(x: mx.array) -> mx.array:

@@ -20,7 +20,6 @@ import mlx.nn as nn
 # Every operation that a backend may compute in its own way, with the arguments of `find`.
 OPERATIONS = {
     "exp": "(x): e^x",
-    "sigmoid": "(x): 1 / (1 + e^−x)",
     "row_sum": "(x): Σ x along the last axis",
     "softmax": "(x): softmax along the last axis",
     "swiglu": "(gate, x): silu(gate) · x",

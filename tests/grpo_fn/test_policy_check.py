@@ -41,17 +41,6 @@ def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
     assert "computes over caches" in found.notices[0] and "nats a token" in found.notices[0]
 
 
-def test_layers_that_attend_by_themselves_do_not_share_a_prompt(monkeypatch):
-    """phi3small's block-sparse layers attend by themselves: they would not see the prompt."""
-    monkeypatch.setattr(policy, "shares_prefix", lambda module: True)
-    monkeypatch.setattr("grpo_fn.rollout.generation.sharing_pays", lambda: True)
-    of = tiny_policy("phi3small")
-    assert of.shares_prefix
-    found = checked(of)
-    assert not found.policy.shares_prefix and not found.policy.takes_ragged
-    assert "a copy of the prompt for each completion" in found.notices[0]
-
-
 def test_positions_by_the_number_of_keys_are_decoded_in_equal_lengths(monkeypatch):
     """afm7 takes a position from the number of keys, whatever the row's length."""
     monkeypatch.setattr(policy, "takes_ragged", lambda module: True)

@@ -71,7 +71,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5}),
 }
 # Models that mlx-lm computes in other ways with caches than without, or than with one a row.
-UNUSUAL = ("gemma3n", "afm7", "phi3small")
+UNUSUAL = ("gemma3n", "afm7")
 
 
 def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> nn.Module:

@@ -13,7 +13,7 @@ load_blas()
 MECHANISMS = {
     **{
         name: ("elementwise", name, "on_cpu")
-        for name in ("exp", "sigmoid", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
+        for name in ("exp", "row_sum", "softmax", "swiglu", "swiglu_gradient", "rms_norm")
     },
     **{name: ("elementwise", name, "") for name in ("weighted_values", "gather_mm", "add_at")},
     "attention": ("attention", "attention", "takes_sequences"),

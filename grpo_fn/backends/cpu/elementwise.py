@@ -1,4 +1,4 @@
-"""exp, sigmoid, softmax, sums of rows, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
+"""exp, softmax, sums of rows, the SwiGLU gate and RMSNorm, as fast on a CPU as its vector units are.
 
 MLX's CPU kernels call the C library's `exp` one element at a time, where a small model spends most of its
 time. The exponential below is sums and products alone, which `mx.compile` turns into vector instructions.
@@ -35,11 +35,6 @@ def on_cpu(*arrays: mx.array) -> bool:
 def exp(x: mx.array) -> mx.array:
     """e^x; relative error at most 2e-7; below −88 it is 0, above 88.3 infinity."""
     return cast(mx.array, _exp(x))
-
-
-def sigmoid(x: mx.array) -> mx.array:
-    """1 / (1 + e^{−x})."""
-    return 1 / (1 + exp(-x))
 
 
 def row_sum(x: mx.array) -> mx.array:

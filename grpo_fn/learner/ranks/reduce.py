@@ -5,6 +5,7 @@ their denominators, are added up over all ranks, so that the update divides by t
 Nothing is averaged per rank: any cut of a batch into ranks gives the same update.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
 
@@ -155,35 +156,31 @@ def collectives(group: "mx.distributed.Group | Collectives") -> Collectives:
     return MlxCollectives(group, None if number("gpu_collectives") else cast(mx.Device, mx.cpu))
 
 
-def all_reduce(
-    state: TrainState, group: "mx.distributed.Group | Collectives", *, bucket_bytes: int = BUCKET_BYTES
-) -> TrainState:
+def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -> TrainState:
     """The state with its gradients and their denominators summed over all ranks.
 
     Call it between the grad step and the update step, once per update. With one rank it returns the state
-    unchanged. Gradients are sent in buckets of about `bucket_bytes`, joined from small leaves; a larger leaf
+    unchanged. Gradients are sent in buckets of about `BUCKET_BYTES`, joined from small leaves; a larger leaf
     is sent alone. If a loss is not finite on one rank, the sum of the denominators is NaN on all ranks, and
     they skip the update together.
 
     Args:
         state: this rank's, after its grad steps.
         group: `mx.distributed.init()`, or other `Collectives`.
-        bucket_bytes: at least 1.
 
     Raises:
-        ValueError: bucket_bytes < 1.
         RuntimeError: a rank is gone; from MLX.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes = {bucket_bytes}: expected at least 1")
     ranks = collectives(group)
     if ranks.size() == 1:
         return state
     leaves = list(arrays_of(state.accum_grads))
     sums: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves], bucket_bytes):
-        total = ranks.all_sum(_joined(leaves[low:high]))
-        sums += cut(total, [leaf.shape for leaf in leaves[low:high]])
+    for low, high in buckets([leaf.nbytes for leaf in leaves]):
+        part = leaves[low:high]
+        total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
+        bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
+        sums += [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
         mx.eval(sums[low:])
     weight = ranks.all_sum(state.accum_weight.reshape(1)).reshape(())
     remaining = iter(sums)
@@ -199,7 +196,7 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
         return tree
     leaves = list(arrays_of(tree))
     shared: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves], BUCKET_BYTES):
+    for low, high in buckets([leaf.nbytes for leaf in leaves]):
         part = leaves[low:high]
         # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
         whole = mx.concatenate([mx.contiguous(leaf).reshape(-1).view(mx.uint8) for leaf in part])
@@ -214,31 +211,13 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     return map_arrays(lambda _: next(remaining), tree)
 
 
-def buckets(sizes: Sequence[int], bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Bounds [low, high) of consecutive leaves for buckets of at most so many bytes, or of a single leaf."""
+def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single leaf."""
     low, held = 0, 0
     for place, size in enumerate(sizes):
-        if place > low and held + size > bucket_bytes:
+        if place > low and held + size > BUCKET_BYTES:
             yield low, place
             low, held = place, 0
         held += size
     if low < len(sizes):
         yield low, len(sizes)
-
-
-def cut(flat: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
-    """The consecutive arrays of these shapes in `flat`; the rest is padding."""
-    leaves, at = [], 0
-    for shape in shapes:
-        size = 1
-        for length in shape:
-            size *= length
-        leaves.append(flat[at : at + size].reshape(shape))
-        at += size
-    return leaves
-
-
-def _joined(leaves: Sequence[mx.array]) -> mx.array:
-    if len(leaves) == 1:
-        return mx.contiguous(leaves[0]).reshape(-1)
-    return mx.concatenate([leaf.reshape(-1) for leaf in leaves])

@@ -12,13 +12,12 @@ which is one triangular inverse (the UT transform of arXiv 2406.06484, eq. 10) a
 S goes from chunk to chunk. Decays are sums of logarithms over i < j ≤ t, never differences of two long sums.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.backends import enabled, number
-from grpo_fn.checks import check_rank, check_shape
 
 CHUNK = 32  # tokens; a power of two
 CHANNEL_CHUNK = 16  # with a decay for each channel: decays of a chunk are [C,C,Dk]
@@ -89,17 +88,11 @@ def chunked_gated_delta(
     Returns:
         (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32); computed in
         float32.
-
-    Raises:
-        ValueError: the shapes do not fit each other, or chunk is not a power of two.
     """
-    _check_shapes(q, k, v, log_g, beta, state, mask)
     (rows, length, key_heads, key_width), (heads, value_width) = q.shape, v.shape[2:]
     if chunk is None:
         longest = CHANNEL_CHUNK if log_g.ndim == 4 else CHUNK
         chunk = min(longest, 1 << (length - 1).bit_length())
-    elif chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"chunk is a power of two; found {chunk}")
     dtype, group = q.dtype, heads // key_heads
     arrays = [x.astype(mx.float32) for x in (q, k, v, log_g, beta)]
     if mask is not None:
@@ -219,25 +212,3 @@ def _inverse_with_ones_vjp(lower: mx.array, cotangent: mx.array, inverse: mx.arr
     """dA = −Xᵀ dX Xᵀ. Its entries on and above the diagonal belong to constants."""
     inverse_t = inverse.swapaxes(-1, -2)
     return cast(mx.array, -(inverse_t @ cotangent @ inverse_t))
-
-
-def _check_shapes(
-    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: Any, mask: Any
-) -> None:
-    check_rank("q", q, 4)
-    check_rank("v", v, 4)
-    rows, length, key_heads, key_width = q.shape
-    heads, value_width = v.shape[2:]
-    if length == 0 or heads % key_heads:
-        raise ValueError(
-            f"found q {q.shape} and v {v.shape}: expected at least one token, and Hv a multiple of Hk"
-        )
-    by_token = rows, length, heads
-    check_shape("k", k, q.shape)
-    check_shape("v", v, (*by_token, value_width))
-    check_shape("log_g", log_g, by_token if log_g.ndim == 3 else (*by_token, key_width))
-    check_shape("beta", beta, by_token)
-    if state is not None:
-        check_shape("state", state, (rows, heads, value_width, key_width))
-    if mask is not None:
-        check_shape("mask", mask, (rows, length))

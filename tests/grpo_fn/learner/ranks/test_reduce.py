@@ -1,5 +1,7 @@
 """Ranks ≡ one: sums over ranks, in one process, give the update of the whole batch."""
 
+from unittest.mock import patch
+
 import attrs
 import mlx.core as mx
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.learner import all_reduce, deal, pieces_of_rank, share
-from grpo_fn.learner.ranks.reduce import buckets
+from grpo_fn.learner.ranks import reduce
 from grpo_fn.trees import arrays_of, materialize
 from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
@@ -31,7 +33,7 @@ def states_of(policy, spec, batch, ranks, *, max_tokens=60):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("spec", [SPECS["grpo"], SPECS["token_mean"]], ids=["grpo", "token_mean"])
-def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks):
+def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks, monkeypatch):
     """Five prompts on 1 to 4 ranks: gradient, denominator and statistics are those of the whole batch."""
     policy = tiny_policy("llama-untied")
     whole = near_policy(make_batch(prompts=(4, 2, 7, 3, 5), zeros=True), policy)
@@ -39,7 +41,8 @@ def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks):
     materialize(want, want_stats)
     parts = states_of(policy, spec, whole, ranks)
 
-    reduced = on_ranks(ranks, lambda group: all_reduce(parts[group.rank()][0], group, bucket_bytes=4096))
+    monkeypatch.setattr(reduce, "BUCKET_BYTES", 4096)
+    reduced = on_ranks(ranks, lambda group: all_reduce(parts[group.rank()][0], group))
     for state in reduced:
         assert state.accum_weight.item() == want.accum_weight.item()
         assert_same_gradients(state.accum_grads, want.accum_grads)
@@ -48,7 +51,7 @@ def test_any_number_of_ranks_gives_the_update_of_one(spec, ranks):
     assert_same_figures(merged, want_stats)
 
 
-def test_few_large_buckets_go_over_the_wire():
+def test_few_large_buckets_go_over_the_wire(monkeypatch):
     """Leaves are joined up to the bucket's size; the denominator is one more sum."""
     policy = tiny_policy("llama-untied")
     state = make_state(policy)
@@ -57,21 +60,21 @@ def test_few_large_buckets_go_over_the_wire():
 
     def calls(bucket_bytes):
         def act(group):
-            all_reduce(state, group, bucket_bytes=bucket_bytes)
+            all_reduce(state, group)
             return group.calls
 
+        monkeypatch.setattr(reduce, "BUCKET_BYTES", bucket_bytes)
         return on_ranks(2, act)[0]
 
     assert [size for _, size in calls(2**30)] == [sum(leaf.size for leaf in leaves), 1]
     assert len(calls(1)) == len(leaves) + 1
-    with pytest.raises(ValueError, match="bucket_bytes = 0: expected at least 1"):
-        all_reduce(state, mx.distributed.init(), bucket_bytes=0)
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 100))
 def test_buckets_cut_all_leaves_in_order(sizes, limit):
     """Each leaf once, and no bucket of several leaves above the limit."""
-    bounds = list(buckets(sizes, limit))
+    with patch.object(reduce, "BUCKET_BYTES", limit):
+        bounds = list(reduce.buckets(sizes))
     assert [place for low, high in bounds for place in range(low, high)] == list(range(len(sizes)))
     assert all(high - low == 1 or sum(sizes[low:high]) <= limit for low, high in bounds)
 
