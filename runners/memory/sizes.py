@@ -118,7 +118,9 @@ def model_sizes(
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
         # The moments of the inputs of a block's seven products, each counted though some are shared.
         widths = [shape.hidden] * 5 + [shape.queries, shape.intermediate]
-        weights += shape.layers * sum(FLOAT * width * block_width(width, 64) for width in widths)
+        weights += shape.layers * sum(
+            FLOAT * width * block_width(width, 64) for width in widths if width % 64 == 0
+        )
     if config.teacher.path == SELF:
         weights += count * compute.size
     elif config.teacher.path:
