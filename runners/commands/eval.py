@@ -156,16 +156,19 @@ def _measure_all(
     models: Sequence[str], config: Config, ks: tuple[int, ...], num: int, machine: Any, values: dict[str, Any]
 ) -> list[ModelResult]:
     """Measures one model after the other, so that only one is in memory."""
-    from runners.data.datasets import with_answers_of
+    from runners.data.datasets import load_rows, load_split, with_answers_of
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards
     from runners.environments.own_code import load_code, start_worker
-    from runners.evaluation.measurement import choose_problems, eval_rows, measure, open_model
+    from runners.evaluation.measurement import choose_problems, measure, open_model
     from runners.rewards.functions import check_columns
 
     worker = start_worker(config)
     rewards = load_code(config, worker)
-    rows = eval_rows(config, whole=bool(values["data"]))
+    if values["data"]:
+        rows = load_split(config.data, config.data.eval_split, folders=config.folders)
+    else:
+        rows = load_rows(config.data, config.folders)[1]  # those that training holds out
     config = with_answers_of(config, rows)
     columns = reward_columns(rows, with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)

@@ -12,10 +12,8 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.prng import EVALUATION, fold_in
 from runners.config.loading import Config
-from runners.data.datasets import load_rows, load_split
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
-from runners.data.row_files import Rows
 from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments, build_environments
 from runners.evaluation.comparison import Metric, ModelResult
@@ -29,16 +27,6 @@ from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
-
-
-def eval_rows(config: Config, *, whole: bool) -> Rows:
-    """The problems of a config: those that training holds out, or with `whole` all of `data.eval_split`.
-
-    Raises UserError if the data is missing or has faults.
-    """
-    if whole:
-        return load_split(config.data, config.data.eval_split, folders=config.folders)
-    return load_rows(config.data, config.folders)[1]
 
 
 def open_model(

@@ -28,18 +28,11 @@ from runners.machine.startup import Platform
 Progress = Callable[[int, int, float], None]  # prompts done, those in all, and seconds that are left
 
 
-@attrs.frozen(eq=False)
-class Problems:
-    """A config's training prompts, with what completes and scores them as in a run."""
-
-    evaluator: Evaluator
-    sampling: g.Sampling
-    examples: list[Example]
-    notices: tuple[str, ...]
-
-
-def open_problems(config: Config, machine: Platform, most: int | None = None) -> Problems:
-    """Loads the model of a checked config, and its training prompts: the first `most`, None: all.
+def open_problems(
+    config: Config, machine: Platform, most: int | None = None
+) -> tuple[Evaluator, g.Sampling, list[Example], tuple[str, ...]]:
+    """What completes and scores a checked config's training prompts, how to sample, the first `most` of the
+    prompts (None: all), and notices.
 
     Sampling is the run's, with weights in full precision, and rewards score as in a run, as do its errors.
     """
@@ -60,20 +53,19 @@ def open_problems(config: Config, machine: Platform, most: int | None = None) ->
     left_out = rows.notices("train", too_long, config.data.max_prompt_length) if most is None else []
     loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)
     evaluator, sampling = evaluator_of(loaded, config, every, environments)
-    return Problems(evaluator, sampling, examples, (*loaded.notices, *left_out))
+    return evaluator, sampling, examples, (*loaded.notices, *left_out)
 
 
 def sample_completions(
     config: Config, machine: Platform, count: int
 ) -> tuple[list[tuple[Example, Completion]], tuple[str, ...]]:
     """A completion of each of the first `count` training problems of a checked config, and warnings."""
-    opened = open_problems(config, machine, count)
-    found: list[Completion] = []
-    for part, _ in opened.evaluator.complete(opened.examples, opened.sampling, evaluation_key(config)):
-        found += part
-    notice = opened.evaluator.notice(found, opened.examples, opened.sampling.max_new_tokens)
-    warnings = (*opened.notices, *opened.evaluator.problems, *filter(None, [notice]))
-    return list(zip(opened.examples, found, strict=True)), warnings
+    evaluator, sampling, examples, notices = open_problems(config, machine, count)
+    parts = evaluator.complete(examples, sampling, evaluation_key(config))
+    found = [one for part, _ in parts for one in part]
+    notice = evaluator.notice(found, examples, sampling.max_new_tokens)
+    warnings = (*notices, *evaluator.problems, *filter(None, [notice]))
+    return list(zip(examples, found, strict=True)), warnings
 
 
 def measure_difficulty(
@@ -94,14 +86,14 @@ def measure_difficulty(
             f"{path}: was measured with another model, sampling or reward; --overwrite starts over, --out "
             "FILE writes elsewhere"
         )
-    opened = open_problems(config, machine)
-    sampling, begun = attrs.evolve(opened.sampling, num_generations=samples), time.perf_counter()
+    evaluator, sampling, prompts, notices = open_problems(config, machine)
+    sampling, begun = attrs.evolve(sampling, num_generations=samples), time.perf_counter()
     measured_before, before = {str(line["prompt"]) for line in known}, len(known)
-    left = {name: each for each in opened.examples if (name := prompt_id(each)) not in measured_before}
+    left = {name: each for each in prompts if (name := prompt_id(each)) not in measured_before}
     numbered = [each.number for each in left.values()]
     examples, lines = list(left.values()), JsonLines(path, keep=None if overwrite else sys.maxsize)
     try:
-        for part, batch in opened.evaluator.complete(examples, sampling, evaluation_key(config), numbered):
+        for part, batch in evaluator.complete(examples, sampling, evaluation_key(config), numbered):
             for place, example in enumerate(batch.examples):
                 found = _line(part[place * samples : (place + 1) * samples], config.data.pass_reward)
                 known.append(
@@ -114,7 +106,7 @@ def measure_difficulty(
             progress(len(known), before + total, (time.perf_counter() - begun) / done * (total - done))
     finally:
         lines.close()
-    return known, (*opened.notices, *opened.evaluator.problems)
+    return known, (*notices, *evaluator.problems)
 
 
 def _line(group: list[Completion], at_least: float) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from click.testing import CliRunner
 
 from runners import cli
 from runners.config.loading import load_config
+from runners.data.datasets import load_split
 from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.estimators import wilson
 from runners.evaluation.evaluation import EvalResult, evaluate, of_ranks
-from runners.evaluation.measurement import choose_problems, eval_rows, measure
+from runners.evaluation.measurement import choose_problems, measure
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.rewards.functions import resolve_rewards
@@ -92,9 +93,8 @@ def problems_of(model, config):
     environments = build_environments(
         config.env, config.data, model.tokenizer, model.decoder, model.eos_ids, config.folders, WORKER
     )
-    return environments, choose_problems(eval_rows(config, whole=True), model, config, environments.schemas)[
-        0
-    ]
+    rows = load_split(config.data, config.data.eval_split)
+    return environments, choose_problems(rows, model, config, environments.schemas)[0]
 
 
 def measured(model, config, rewards=(), **how):

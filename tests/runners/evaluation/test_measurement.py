@@ -25,7 +25,7 @@ from runners.evaluation.comparison import (
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.estimators import bootstrap, mcnemar, wilson
 from runners.evaluation.evaluation import evaluate, held_out
-from runners.evaluation.measurement import choose_problems, eval_rows, measure
+from runners.evaluation.measurement import choose_problems, measure
 from runners.files.cache_folder import remember
 from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import load_inference
@@ -57,7 +57,7 @@ def model():
 def measured(model):
     """It, measured with four samples of each of twelve problems."""
     config = config_of()
-    chosen, too_long = choose_problems(eval_rows(config, whole=False), model, config)
+    chosen, too_long = choose_problems(load_rows(config.data)[1], model, config)
     assert too_long == 0
     rewards = resolve_rewards(config.reward.functions)
     return measure(model, "it", chosen, config, rewards, num=4, ks=(1, 2, 4))
