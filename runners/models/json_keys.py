@@ -111,6 +111,10 @@ _ADAPTERS: dict[str, Rule] = {
 _PEFT: dict[str, Rule] = {
     "peft_type": (lambda value: value == "LORA", "LORA"),
     "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
+    "alpha_pattern": _optional(
+        lambda table: isinstance(table, dict) and all(_is_number(x) and x for x in table.values()),
+        "a JSON object of numbers other than 0",
+    ),
     "bias": (lambda value: value in (None, "none"), "none"),
     **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),
     "base_model_name_or_path": _TEXT,

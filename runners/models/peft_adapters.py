@@ -1,8 +1,8 @@
 """Adapters in PEFT's format, from and to mlx-lm's: the update of a weight W [out, in] is scale · (A B)ᵀ.
 
-PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora); mlx-lm has A [in, r] and
-B [r, out]. DoRA's length of each row is the same in both.
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions by a
+layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of each row is
+the same in both. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
 }  # fmt: skip
 # What changes the numbers and has no form in mlx-lm.
 _OTHERS = ("fan_in_fan_out", "lora_bias", "use_qalora", "layer_replication", "target_parameters",
-           "alora_invocation_tokens", "trainable_token_indices", "modules_to_save", "rank_pattern",
-           "alpha_pattern")  # fmt: skip
+           "alora_invocation_tokens", "trainable_token_indices", "modules_to_save")  # fmt: skip
 # Where a vision-language model has its language part: in mlx-lm, in transformers.
 _INNER = ("language_model.model.", "model.language_model.")
 
@@ -43,25 +42,37 @@ def from_peft(
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
     """adapter_config.json and tensors in mlx-lm's form.
 
-    Raises UserError for kinds of adapters that mlx-lm does not have.
+    Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what a layer's
+    scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm does not have.
     """
+    import mlx.core as mx
+
     check_peft_config(settings, folder / "adapter_config.json")
     if used := [name for name in _OTHERS if settings.get(name)]:
         raise UserError(f"{folder}: mlx-lm's adapters have no {listed(used)}")
-    made: dict[str, mx.array] = {}
+    layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
         found = re.fullmatch(rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name)
         if found is None or leaf.ndim != (1 if "magnitude" in name else 2):
             raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
         layer = found[1].replace(_INNER[1], _INNER[0])
-        made[f"{layer}.{_LEAVES[found[2]]}"] = leaf if leaf.ndim == 1 else leaf.T
-    ranks = {made[name].shape[0] for name in made if name.endswith("lora_b")}
-    if len(ranks) != 1:
-        raise UserError(f"{folder}: expected adapters of one rank, found {len(ranks)} ranks")
-    (rank,) = ranks
-    scale = settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
-    layers = sorted({name.rpartition(".")[0] for name in made})
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": layers}
+        layers.setdefault(layer, {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
+    if whole := [name for name, parts in layers.items() if not {"lora_a", "lora_b"} <= parts.keys()]:
+        raise UserError(f"{folder}: {whole[0]}: expected lora_A and lora_B, found one of them")
+    if not layers:
+        raise UserError(f"{folder}: expected tensors of adapters, found none")
+    ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
+    scales = {name: _scale(settings, name, rank, folder) for name, rank in ranks.items()}
+    rank, scale = max(ranks.values()), next(iter(scales.values()))
+    made: dict[str, mx.array] = {}
+    for name, parts in layers.items():
+        if parts["lora_a"].shape[1] != ranks[name]:
+            raise UserError(f"{folder}: {name}: lora_A and lora_B have other ranks")
+        room, factor = (0, rank - ranks[name]), scales[name] / scale
+        b = parts["lora_b"] if factor == 1 else parts["lora_b"].astype(mx.float32) * factor
+        parts |= {"lora_a": mx.pad(parts["lora_a"], [(0, 0), room]), "lora_b": mx.pad(b, [room, (0, 0)])}
+        made |= {f"{name}.{leaf}": array for leaf, array in parts.items()}
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(layers)}
     kind = "dora" if settings.get("use_dora") else "lora"
     stated = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters}
     return stated | {"model": settings.get("base_model_name_or_path") or ""}, made
@@ -105,3 +116,17 @@ def to_peft(
     if any(layer.endswith("embed_tokens") for layer in layers):
         lines.append("vLLM does not load adapters of embeddings; `grpo export --out` fuses them")
     return config, made, tuple(lines)
+
+
+def _scale(settings: Mapping[str, Any], layer: str, rank: int, folder: Path) -> float:
+    """alpha / r or alpha / √r. PEFT's patterns are regular expressions for the end of a name; only names are
+    read here, because those of a stranger may take forever."""
+    alpha = settings["lora_alpha"]
+    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+        plain = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", plain):
+            raise UserError(f"{folder}: alpha_pattern: expected names of layers, found {show(pattern)}")
+        if f".{layer}".endswith(f".{plain.replace(_INNER[1], _INNER[0])}"):
+            alpha = value
+            break
+    return alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank

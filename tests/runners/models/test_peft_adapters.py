@@ -58,17 +58,28 @@ def test_adapters_go_there_and_back(rank, scale, blocks, dora, embeds, outer):
     assert (set(config["target_modules"]) == names) == (0 in blocks)
 
 
-@given(rank=st.integers(1, 4), alpha=st.floats(0.5, 32), root=st.booleans())
-def test_a_layer_s_update_is_pefts(rank, alpha, root):
-    """alpha / r or alpha / √r times B A."""
-    settings = {"peft_type": "LORA", "lora_alpha": alpha, "use_rslora": root, "r": rank}
-    a, b, layer = array(rank, 6), array(4, rank, seed=9), Q.format(0)
-    theirs = {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
+@given(
+    ranks=st.lists(st.integers(1, 4), min_size=2, max_size=2),
+    alpha=st.floats(0.5, 32),
+    other=st.none() | st.floats(0.5, 32),
+    root=st.booleans(),
+)
+def test_every_scale_and_rank_is_pefts(ranks, alpha, other, root):
+    """alpha / r or alpha / √r, with patterns of rank and alpha: each layer's update as PEFT adds it."""
+    settings = {"peft_type": "LORA", "lora_alpha": alpha, "use_rslora": root, "r": ranks[0]}
+    settings |= {"alpha_pattern": {r"^model\.layers.1.self_attn.q_proj": other}} if other else {}
+    theirs, want = {}, {}
+    for block, rank in enumerate(ranks):
+        a, b = array(rank, 6, seed=block), array(4, rank, seed=block + 9)
+        layer = Q.format(block)
+        theirs |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
+        own = other if other and block == 1 else alpha
+        want[layer] = own / (rank**0.5 if root else rank) * (b @ a)
     stated, found = from_peft(settings, theirs, Path())
-    assert stated["lora_parameters"]["rank"] == rank
-    ours = stated["lora_parameters"]["scale"] * (found[f"{layer}.lora_a"] @ found[f"{layer}.lora_b"]).T
-    want = alpha / (rank**0.5 if root else rank) * (b @ a)
-    assert np.allclose(np.array(ours), np.array(want), rtol=1e-4, atol=1e-4)
+    assert stated["lora_parameters"]["rank"] == max(ranks)
+    for layer, update in want.items():
+        ours = stated["lora_parameters"]["scale"] * (found[f"{layer}.lora_a"] @ found[f"{layer}.lora_b"]).T
+        assert np.allclose(np.array(ours), np.array(update), rtol=1e-4, atol=1e-4)
 
 
 A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.format(0)}.lora_B.weight"
@@ -82,11 +93,13 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({"bias": "all"}, {}, "bias: expected none"),
         ({"modules_to_save": ["lm_head"]}, {}, "have no modules_to_save"),
         ({"fan_in_fan_out": True, "lora_bias": True}, {}, "have no fan_in_fan_out, lora_bias"),
-        ({"alpha_pattern": {"q": 2}}, {}, "have no alpha_pattern"),
+        ({"alpha_pattern": {"(a+)+$": 2}}, {}, "alpha_pattern: expected names of layers"),
+        ({"alpha_pattern": {"q": "2"}}, {}, "alpha_pattern: expected a JSON object of numbers"),
         ({}, {"../../x": array(2, 2)}, "is no part of a LoRA"),
-        ({}, {B.replace("0", "1"): array(4, 3)}, "expected adapters of one rank, found 2 ranks"),
+        ({}, {B: array(4, 2)}, "expected lora_A and lora_B"),
+        ({}, {A: array(3, 6)}, "have other ranks"),
         ({}, {A: array(2, 6, 1)}, "is no part of a LoRA"),
-        ({}, None, "found 0 ranks"),
+        ({}, None, "found none"),
     ],
 )
 def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, message):
@@ -94,6 +107,7 @@ def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, messag
     stated = {"peft_type": "LORA", "lora_alpha": 4, "r": 2, "base_model_name_or_path": "a/b"} | settings
     (tmp_path / "adapter_config.json").write_text(json.dumps(stated))
     whole = {A: array(2, 6), B: array(4, 2)} | (tensors or {})
+    whole = {B: whole[B]} if tensors and tensors.keys() == {B} else whole
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), {} if tensors is None else whole)
     with pytest.raises(UserError, match=message):
         read_folder(tmp_path)
@@ -140,7 +154,7 @@ def test_peft_loads_what_is_exported(tmp_path, tune):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tune", ["lora", "dora"])
 def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
-    """With rslora: the same logits, and training changes them."""
+    """With patterns of rank and alpha, and rslora: the same logits, and training changes them."""
     monkeypatch.chdir(tmp_path)
     base = make_model_folder(tmp_path / "base")
     torch, model = hf_model(base)
@@ -148,6 +162,7 @@ def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
 
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=tune == "dora",
+                        rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 3},
                         use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
     tuned = get_peft_model(model, config)
     tuned.save_pretrained(str(tmp_path / "peft"))
