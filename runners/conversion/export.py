@@ -86,8 +86,7 @@ def open_source(
     check_apart(target, folder, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:
-        for notice in read_adapters(module, folder, model):
-            note(notice)
+        read_adapters(module, folder, model)
         fused = fuse(module)
         config.pop("quantization_config", None)
         if "quantization" in config:

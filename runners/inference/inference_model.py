@@ -135,7 +135,7 @@ def load_inference(
         )  # before minutes of reading
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
-        notices += read_adapters(module, adapters, path)
+        read_adapters(module, adapters, path)
         own = adapters / TEMPLATE_FILE
         if own.is_file() and own.read_text(encoding="utf-8") != tokenizer.chat_template:
             check_tokenizer(adapters)

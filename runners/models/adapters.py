@@ -116,15 +116,14 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     return (settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
 
 
-def read_adapters(module: nn.Module, folder: Path, path: Path) -> tuple[str, ...]:
-    """Puts a folder's adapters into the newly read module of `path`; returns lines on what was not checked.
+def read_adapters(module: nn.Module, folder: Path, path: Path) -> None:
+    """Puts a folder's adapters into the newly read module of `path`.
 
     Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
     """
     stated, tensors = read_folder(folder)
-    notices = check_base(stated, lambda: base_digest(named_leaves(module.parameters())), folder, path)
+    check_base(stated, lambda: base_digest(named_leaves(module.parameters())), folder, path)
     _put(module, stated, tensors, folder, path)
-    return notices
 
 
 def _put(
@@ -160,28 +159,18 @@ def _put(
     module.load_weights(list(tensors.items()), strict=False)
 
 
-def check_base(
-    settings: dict[str, Any], digest: Callable[[], str], folder: Path, path: Path
-) -> tuple[str, ...]:
-    """Raises UserError if the adapters were made for other weights; returns a line if that is unknown.
+def check_base(settings: dict[str, Any], digest: Callable[[], str], folder: Path, path: Path) -> None:
+    """Raises UserError if the adapters say that they were made for other weights; mlx-lm's do not.
 
     `settings`: the object in their adapter_config.json; `digest` gives the `base_digest` of the weights.
     """
-    stated, named = settings.get(BASE_DIGEST), settings.get("model")
-    named = named if isinstance(named, str) else ""
-    if stated is None:
-        base = f", which names {named} as the base model" if named else ""
-        return (
-            f"{folder}: {ADAPTER_CONFIG}{base}, has no {BASE_DIGEST}: that the adapters are for {path} is "
-            "known by their shapes alone",
-        )
-    if stated != digest():
+    stated = settings.get(BASE_DIGEST)
+    if stated is not None and stated != digest():
         raise UserError(
-            f"{folder}: the adapters were made for other weights than {path} has"
-            + (f"; their base model is {named}" if named else "")
-            + f" (without {BASE_DIGEST} in {ADAPTER_CONFIG} they are applied to any model of these shapes)"
+            f"{folder}: the adapters were made for other weights than {path} has; their base model is "
+            f"{settings.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of these shapes "
+            "takes them)"
         )
-    return ()
 
 
 def base_of(folder: Path) -> str:

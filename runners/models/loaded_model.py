@@ -105,7 +105,7 @@ def load_model(
         adapter = add_adapters(module, settings, seed)
         if settings.adapters:
             folder = Path(settings.adapters)
-            notices += check_base(read_json(folder / ADAPTER_CONFIG), lambda: digest, folder, path)
+            check_base(read_json(folder / ADAPTER_CONFIG), lambda: digest, folder, path)
     elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '

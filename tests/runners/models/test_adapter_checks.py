@@ -145,13 +145,10 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
         load_inference(str(base), CPU, adapter=str(adapter))
 
 
-def test_adapters_without_base_digest_are_applied_with_a_notice(base, adapter, tmp_path):
-    """Adapters of mlx-lm's own trainer have no digest: they are applied, and a line says what is known."""
-    (line,) = load_inference(str(base), CPU, adapter=str(tmp_path / "mlx")).notices
-    assert f"which names {base} as the base model, has no base_digest" in line and "shapes alone" in line
+def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
+    """As mlx-lm's own trainer writes them: nothing says which model they are for."""
+    assert load_inference(str(base), CPU, adapter=str(tmp_path / "mlx")).notices == ()
     code, said = grpo("export", tmp_path / "mlx", "--out", tmp_path / "out")
-    assert code == 0 and "has no base_digest" in said
-    code, said = grpo("export", adapter, "--out", tmp_path / "second")
     assert code == 0 and said == ""
 
 

@@ -15,7 +15,7 @@ from runners.telemetry.report import Quiet
 from runners.training.setup import build_run
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
@@ -102,18 +102,6 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
     base, _ = load(str(folder))[:2]
     reference = learner.policy.logits(state.ref_params, TOKENS)
     assert mx.abs(reference - base(TOKENS)).max().item() < 1e-5
-
-
-def test_on_a_quantized_base_no_role_is_made(tmp_path):
-    """rollout.quantization has nothing left to do: a line says so, and both sides run the same weights."""
-    config, _ = config_of(tmp_path, "lora", QUANTIZED, "rollout.quantization=affine-8")
-    notes = Notes()
-    result = run_training(config, report=notes)
-    (line,) = [line for line in notes.lines if "rollout.quantization" in line]
-    assert "has no effect" in line and "sampler and learner use the same ones" in line
-    for entry in log_of(result):
-        assert "rollout/quantization" not in entry
-        assert entry["sampling/sampling_logp_difference/max"] < 1e-3
 
 
 @pytest.mark.parametrize("tune", ["lora", "dora"])
