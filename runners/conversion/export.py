@@ -22,12 +22,11 @@ from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json
 from runners.files.tensor_files import save_arrays
+from runners.inference.inference_model import find_model
 from runners.models.adapters import ADAPTER_CONFIG, adapter_files, base_of, read_adapters, read_folder
 from runners.models.folders import (
     HUB_NAME,
     copy_companions,
-    is_adapter_folder,
-    resolve_model,
 )
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
@@ -74,14 +73,9 @@ def open_source(
     Raises UserError for missing or unfit parts, and for a target that cannot be written.
     """
     check_target(target, force)
-    folder = Path(model_of_run(name, note)).expanduser()
-    if adapters := is_adapter_folder(folder):
-        origin = base_of(folder)
-        model = resolve_model(origin, "the adapters' base model")
-    else:
-        model = resolve_model(str(folder) if folder.exists() else name, "RUN_OR_FOLDER")
-        origin = _origin(folder) if folder.exists() else name
-        folder = model
+    model, adapters = find_model(name, "", note)
+    folder = adapters or model
+    origin = base_of(adapters) if adapters else _origin(model) if Path(name).expanduser().exists() else name
     prompt = read_prompt(folder)
     check_apart(target, folder, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)

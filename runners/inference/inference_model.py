@@ -127,12 +127,11 @@ def load_inference(
     """
     notes: list[str] = []
     function = custom_loader(loader, folders, "--loader")
-    path, adapters = _find(model, adapter, notes.append, custom_loader=function is not None)
+    path, adapters = find_model(model, adapter, notes.append, custom_loader=function is not None)
     prompt = _prompt(path, adapters) if with_prompt else None
     if images:
-        mlx_vlm_module(
-            f"models.{check_family(read_json(path / 'config.json'), path)}"
-        )  # before minutes of reading
+        family = check_family(read_json(path / "config.json"), path)
+        mlx_vlm_module(f"models.{family}")  # before minutes of reading
     module, _, tokenizer, notices = read_model(path, trust_remote_code, function)
     if adapters is not None:
         read_adapters(module, adapters, path)
@@ -171,18 +170,18 @@ def model_prompt_settings(model: str, *, loader: str = "") -> PromptSettings | N
 
     The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
     """
-    return _prompt(*_find(model, "", lambda line: None, custom_loader=bool(loader)))
+    return _prompt(*find_model(model, "", lambda line: None, custom_loader=bool(loader)))
 
 
-def _find(
-    model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool
+def find_model(
+    model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool = False
 ) -> tuple[Path, Path | None]:
-    """The folder of a model, and that of its adapters, if any."""
+    """The folder of a model, named as for `load_inference`, and that of its adapters, if any."""
     named = Path(model_of_run(model, note)).expanduser()
     adapters = named if is_adapter_folder(named) else Path(adapter).expanduser() if adapter else None
     if adapters is not None:
         check_adapters(adapters)  # before a download, and before minutes of reading
-    if is_adapter_folder(named):
+    if adapters == named:
         if adapter:
             raise UserError(f"{model} holds adapters, and {adapter} is given as well; expected one of them")
         return resolve_model(base_of(named), "MODEL", custom_loader=custom_loader), named

@@ -170,7 +170,7 @@ def test_faults_are_lines(export, runs, tmp_path):
     (tmp_path / "run" / "config.resolved.json").write_text("{}")
     (tmp_path / "run" / "checkpoint-3").mkdir()
     for arguments, message in (
-        (["./nope", "--out", "out"], 'RUN_OR_FOLDER = "./nope": there is no such folder'),
+        (["./nope", "--out", "out"], 'MODEL = "./nope": there is no such folder'),
         (
             ["run", "--out", "out"],
             "run: this run has no final model and no whole checkpoint",
