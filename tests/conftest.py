@@ -19,19 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # OpenBLAS only takes effect when it is loaded before the first import of mlx.core.
 load_blas()
 
-_SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-settings.register_profile(
-    "ci", deadline=None, derandomize=True, database=None, max_examples=25, suppress_health_check=_SLOW_IS_FINE
-)
-settings.register_profile(
-    "campaign",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    max_examples=300,
-    suppress_health_check=_SLOW_IS_FINE,
-)
-settings.register_profile("dev", deadline=None, max_examples=100, suppress_health_check=_SLOW_IS_FINE)
+_COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+for _name, _examples in (("ci", 25), ("campaign", 300)):
+    settings.register_profile(_name, derandomize=True, database=None, max_examples=_examples, **_COMMON)
+settings.register_profile("dev", max_examples=100, **_COMMON)
 # `ci`, the default, draws the same examples every time, and `campaign`, of `make campaigns`, many more;
 # HYPOTHESIS_PROFILE=dev looks for new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -103,19 +103,13 @@ def _place(tmp_path, monkeypatch):
         make_model_folder(folder, layers=1)
     config = json.loads((coded / "config.json").read_text())
     (coded / "config.json").write_text(json.dumps(config | {"model_file": "evil.py"}))
-    named = {
+    recorded = {
         "env": {"tools": ["evil.py"], "factory": "evil.py:Box"},
         "reward": {"functions": ["evil.py:tool"]},
+        "data": {"transform ": "evil.py:tool"},
+        "model": {"loader ": "evil.py:load", "trust_remote_code ": True},
     }
-    named |= {
-        "data": {"transform": "evil.py:tool"},
-        "model": {"loader": "evil.py:load", "trust_remote_code": True},
-    }
-    near = {name: {f"{key} ": value for key, value in keys.items()} for name, keys in named.items()}
-    whole = {name: keys | near[name] for name, keys in named.items()}
-    (run / "config.resolved.json").write_text(
-        json.dumps(whole | {"data": near["data"], "model": near["model"]})
-    )
+    (run / "config.resolved.json").write_text(json.dumps(recorded))
     Path("plain.toml").write_text(small())
     Path("evil.toml").write_text(small(data={"transform": "evil.py:tool"}))
     Path("tools.toml").write_text(small(env={"factory": "evil.py:Box"}))

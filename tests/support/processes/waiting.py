@@ -15,10 +15,3 @@ def wait_until(holds: Callable[[], object], process: subprocess.Popen | None = N
         assert holds() or not ended, "the process has ended"
         assert time.monotonic() < latest, f"not after {HANGS:.0f} s"
         time.sleep(0.002)
-
-
-def limit_for(call: Callable[[], object], least: float = 1.0) -> float:
-    """A time limit in seconds that such a call keeps on a machine as busy as now: twenty times of one."""
-    started = time.monotonic()
-    call()
-    return max(least, 20 * (time.monotonic() - started))

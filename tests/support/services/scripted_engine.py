@@ -1,20 +1,5 @@
 """An engine in place of a model: what it answers is known."""
 
-from runners.engines.engine import Token
-from runners.engines.local import LocalEngine
-
-
-def answers_with(monkeypatch, tokens_of):
-    """Makes every engine stream these tokens: `tokens_of(prompt, sampling)` gives their ids."""
-
-    def stream(self, request, sampling, *, key, should_stop=None):
-        prompt = list(request.prompts[0])
-        for token in list(tokens_of(prompt, sampling))[: sampling.max_new_tokens]:
-            yield Token(token, 0.0, len(prompt))
-
-    monkeypatch.setattr(LocalEngine, "stream", stream)
-
-
 # The beginning of a program in which every engine gives the tokens that `tokens()` gives, one at a time.
 SCRIPTED = """
 import sys
