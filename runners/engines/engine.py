@@ -42,7 +42,6 @@ class Requests:
     numbers: Sequence[int] | None = None  # of the prompts, for their random keys; None: 0, 1, 2, …
     images: Sequence[PromptImages | None] | None = None  # of each prompt; None: no prompt has any
     replies: Replies | None = None  # answers turns; None: each completion is one turn
-    drawn: int = 0  # tokens of a streamed prompt that were sampled with its key in earlier turns
 
 
 @attrs.frozen

@@ -140,7 +140,7 @@ class LocalEngine:
         how: dict[str, Any] = {"decoding": attrs.evolve(self.decoding, check_every=sampling.max_new_tokens)}
         if request.images is None:
             caches, held = self._caches_for(policy, prompt)
-            how |= {"caches": caches, "held": held, "number": number, "drawn": request.drawn}
+            how |= {"caches": caches, "held": held, "number": number}
             columns = decode_after(policy, params, prompt, sampling, key=key, **how)
         else:
             how |= {"images": request.images, "prompt_numbers": [number]}

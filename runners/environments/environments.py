@@ -141,7 +141,9 @@ class Environments:
 
         `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
         """
-        episodes, prompts = self._begun(rows, should_stop)
+        episodes, prompts = [Episode(row) for row in rows], [row.tokens for row in rows]
+        if self.has_instances:
+            episodes, prompts = self._reset(rows, should_stop)
         schemas = [tool.schema for tool in self.tools]
         reader = CallReader.of(self.tokenizer, schemas, marked=bool(self.mark_ids))
         parts = (self.calls, self.tools, self.config)
@@ -165,12 +167,10 @@ class Environments:
         how = (self.template_kwargs, self.end_ids, self.decoder, self.mark_ids)
         return ChatTurns(self.tokenizer, self.schemas, *how)
 
-    def _begun(
+    def _reset(
         self, rows: Sequence[Example], should_stop: ShouldStop
     ) -> tuple[list[Episode], list[tuple[int, ...]]]:
         """Episodes after `reset`, and each one's prompt."""
-        if not self.has_instances:
-            return [Episode(row) for row in rows], [row.tokens for row in rows]
         self._drop(self._hung)
         self._hung = []
         numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]

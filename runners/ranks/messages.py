@@ -12,7 +12,7 @@ from safetensors.numpy import load, save
 from runners.errors import UserError
 from runners.ranks.watchdog import EXIT_CODE
 
-_TEXT, _ARRAY = "message", "array"  # the plain part's name among the arrays, and an array's key in it
+_TEXT, _ARRAY = "message", "\0array"  # the plain part's name among the arrays, and the key of one in it
 
 
 @attrs.frozen(eq=False)

@@ -167,14 +167,3 @@ def test_a_closed_or_failed_stream_keeps_the_cache_valid():
         endless = attrs.evolve(SAMPLING, eos_ids=())
         list(engine.stream(Requests(prompts=[prompt]), endless, key=KEY, should_stop=interrupt))
     assert stream(engine, prompt) == (want, len(prompt))
-
-
-def test_a_later_turn_continues_the_random_draws():
-    """`drawn` counts the tokens of earlier turns: two streams draw what one does."""
-    policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
-    engine = engine_of(policy)
-    free = g.Sampling(max_new_tokens=12)
-    whole = [t.id for t in engine.stream(Requests(prompts=[prompt]), free, key=KEY)]
-    request = Requests(prompts=[[*prompt, *whole[:5]]], drawn=5)
-    rest = engine.stream(request, g.Sampling(max_new_tokens=7), key=KEY)
-    assert [token.id for token in rest] == whole[5:]

@@ -63,8 +63,11 @@ def test_ranks_of_a_host_share_its_cores():
 def test_messages_come_back_as_they_were(value, arrays):
     """Plain values and arrays of any length, half a surrogate pair included."""
     made = {name: np.array(array, np.uint8) for name, array in arrays.items()}
-    found = decode_message(encode_message(RankMessage("here", [value, made], error="é\ud800")))
+    found = decode_message(
+        encode_message(RankMessage("here", [value, made, {"array": "0"}], error="é\ud800"))
+    )
     assert (found.where, found.value[0], found.error) == ("here", value, "é\ud800")
+    assert found.value[2] == {"array": "0"}
     assert {name: array.tolist() for name, array in found.value[1].items()} == arrays
 
 

@@ -37,7 +37,6 @@ CASES = {
         "loss.overlong={buffer=3, penalty=0.5}",
     ],
     "entropies": ["loss.top_entropy_quantile=0.5"],
-    "dynamic sampling without a further round": ["loss.dynamic_sampling=true", "loss.max_resample=0"],
 }
 
 

@@ -11,8 +11,6 @@ from mlx_lm.utils import load_model
 from runners.config.loading import load_config
 from runners.errors import ConfigError, UserError
 from runners.machine import startup
-from runners.machine.startup import Platform
-from runners.memory.sizes import model_sizes
 from runners.ranks.ranks import Ranks
 from runners.training.run_state import RunState
 from runners.training.setup import build_run
@@ -192,14 +190,3 @@ def test_keys_that_do_not_fit_are_refused(write, teacher, more, said):
     """Before anything is loaded."""
     with pytest.raises(ConfigError, match=said):
         load_config(str(write(teacher, **more)))
-
-
-def test_the_plan_has_the_teachers_weights(write, tmp_path):
-    """In every phase; a teacher that is the student itself has the weights that the run begins with."""
-    weights = mx.load(str(tmp_path / "teacher/model.safetensors")).values()
-    none, other, own = (
-        model_sizes(load_config(str(write(teacher))).check(), Platform("cpu"))
-        for teacher in (("",), ("teacher",), ("self", "loss", 1.0, 1.0, "{answer}"))
-    )
-    assert other.weights - none.weights == sum(x.nbytes for x in weights)
-    assert own.weights - none.weights == own.trained * own.compute
