@@ -97,7 +97,7 @@ class Session:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
         with self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
-                self._write(self.state.train, why, strict)
+                self._write(why, strict)
             if strict:
                 # A rank that ends earlier would end the others too.
                 self.ranks.all_gather_object("the save")
@@ -112,13 +112,12 @@ class Session:
             self.save(why, strict=True)
         return begun
 
-    def save_final(self, whole: g.TrainState) -> Path:
+    def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""
-        final = self.run.folder / "final"
-        fault = None
+        final, fault = self.run.folder / "final", None
         try:
             if self.ranks.is_rank_zero:
-                final = save_model(self.run.folder / "final", whole.params, self.run.loaded, self._prompt)
+                final = save_model(final, self.state.train.params, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
         if self.ranks.any_rank("the final model", fault is not None):
@@ -134,7 +133,7 @@ class Session:
             raise fault
         return final
 
-    def _write(self, whole: g.TrainState, why: str, strict: bool) -> None:
+    def _write(self, why: str, strict: bool) -> None:
         """Writes the complete state of the run, once its logs are on the disk up to here."""
         started, folder, keep = time.perf_counter(), self.run.folder, self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
@@ -153,7 +152,7 @@ class Session:
                 path = write_checkpoint(
                     folder,
                     state.batch_step,
-                    whole,
+                    state.train,
                     self.run.loaded,
                     facts,
                     state.trees(),

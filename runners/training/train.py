@@ -128,14 +128,12 @@ def take_update(session: Session) -> None:
 
 def finish(session: Session) -> RunResult:
     """The evaluation at the end, and the final model."""
-    state = session.state
-    if state.seen.reached:
-        session.shown.note(f"the run ends early: {state.seen.reached}")
-    if state.evaluated_at != state.update:
+    if session.state.seen.reached:
+        session.shown.note(f"the run ends early: {session.state.seen.reached}")
+    if session.state.evaluated_at != session.state.update:
         evaluate(session, "at the end")
     session.shown.status("saving the final model")
-    whole = session.state.train
-    final, scores = session.save_final(whole), session.state.scores
-    first = scores[0] if session.config.eval.at_start and scores else None
+    final, state = session.save_final(), session.state
+    first = state.scores[0] if session.config.eval.at_start and state.scores else None
     show_summary(session, final)
-    return RunResult(final.parent, whole, first, session.state.em, session.state.update, session.elapsed())
+    return RunResult(final.parent, state.train, first, state.em, state.update, session.elapsed())

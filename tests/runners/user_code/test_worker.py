@@ -62,14 +62,9 @@ async def later(completions, **_):
 def length(text):
     return float(len(text))
 
-def pooled(method):
-    def reward(completions, **_):
-        context = multiprocessing.get_context(method)
-        with context.Pool(2) as pool:  # leaving the block terminates its processes
-            return pool.map(length, [completion[0]["content"] for completion in completions])
-    return reward
-
-forks, spawns = map(pooled, ("fork", "spawn"))
+def pools(completions, **_):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:  # leaving the block terminates its processes
+        return pool.map(length, [completion[0]["content"] for completion in completions])
 
 def alarms(completions, **_):
     """A time limit by a signal, which only a main thread has."""
@@ -139,10 +134,9 @@ def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
     assert all("new process" in line for line in scores.problems)
 
 
-@pytest.mark.parametrize("name", ["forks", "spawns"])
-def test_rewards_may_have_pools_of_processes(worker, folder, name):
+def test_rewards_may_have_pools_of_processes(worker, folder):
     """Their functions are found by name in the children."""
-    assert score(worker, folder, name)[0] == [[1.0, 2.0]]
+    assert score(worker, folder, "pools")[0] == [[1.0, 2.0]]
 
 
 def test_rewards_are_called_in_a_main_thread(worker, folder):
@@ -229,17 +223,6 @@ def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
         with pytest.raises(UserError, match=line):
             resolve_reward(name, [folder], worker=worker)
     assert score(worker, folder, "ones")[0] == [[1.0, 1.0]]
-
-
-def test_the_process_loads_no_mlx(folder):
-    """Without need it is as small as it can be."""
-    (folder / "looks.py").write_text(
-        "import sys\ndef looks(completions, **_):\n    return [float('mlx.core' in sys.modules)] * 2\n"
-    )
-    worker = Worker()
-    reward = resolve_reward("looks.py:looks", [folder], worker=worker)
-    assert Scorer([reward]).score(["a", "b"], [[]] * 2, {}).values_kb.tolist() == [[0.0, 0.0]]
-    worker.close()
 
 
 TOOLS = """
