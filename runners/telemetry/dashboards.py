@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -17,12 +17,12 @@ from runners.errors import UserError, first_line
 _ID_FILE = "wandb_run_id"
 
 
-class Dashboard(Protocol):
-    """Another place that gets the metrics; `step` is the update."""
+@attrs.frozen
+class Dashboard:
+    """Another place that gets the metrics."""
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[Mapping[str, float], int], object]  # metrics and the update
+    close: Callable[[], object]
 
 
 @attrs.frozen
@@ -36,66 +36,55 @@ class Target:
     resumed_at: int | None = None  # the update from which a resumed run goes on; it repeats later ones
 
 
-class _TensorBoard:
-    package = "tensorboardX"
+def _tensorboard(target: Target) -> Dashboard:
+    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, target: Target):
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    purge = None if target.resumed_at is None else target.resumed_at + 1  # later updates are replaced
+    writer = SummaryWriter(str(target.folder / "tensorboard"), purge_step=purge)
+    writer.add_text("config", f"    {json.dumps(target.config)}")
 
-        purge = None if target.resumed_at is None else target.resumed_at + 1  # later updates are replaced
-        self._writer = SummaryWriter(str(target.folder / "tensorboard"), purge_step=purge)
-        self._writer.add_text("config", f"    {json.dumps(target.config)}")
-        self.close = self._writer.close
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
+
+    return Dashboard(log, writer.close)
 
 
-class _WandB:
-    package = "wandb"
+def _wandb(target: Target) -> Dashboard:
+    import wandb  # pyright: ignore[reportMissingImports]
 
-    def __init__(self, target: Target):
-        import wandb  # pyright: ignore[reportMissingImports]
-
-        self._run = wandb.init(
-            project=target.settings.project,
-            entity=target.settings.entity or None,
-            name=target.name,
-            id=_run_id(target),
-            resume=None if target.resumed_at is None else "allow",
-            config=dict(target.config),
-            dir=str(target.folder),
-        )
-        self.close = self._run.finish
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)  # W&B ignores updates that a resumed run repeats
+    run = wandb.init(
+        project=target.settings.project,
+        entity=target.settings.entity or None,
+        name=target.name,
+        id=_run_id(target),
+        resume=None if target.resumed_at is None else "allow",
+        config=dict(target.config),
+        dir=str(target.folder),
+    )
+    # W&B ignores updates that a resumed run repeats.
+    return Dashboard(lambda metrics, step: run.log(dict(metrics), step=step), run.finish)
 
 
-_DASHBOARDS = {"tensorboard": _TensorBoard, "wandb": _WandB}
+_DASHBOARDS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb", _wandb)}
 
 
 def check_dashboards_installed(settings: LogConfig) -> None:
     """Raises UserError if a dashboard that [log] asks for is not installed."""
-    for key, kind in _DASHBOARDS.items():
-        if getattr(settings, key) and find_spec(kind.package) is None:
-            raise UserError(
-                f"log.{key} = true needs the package {kind.package}: `pip install {kind.package}`"
-            )
+    for key, (package, _) in _DASHBOARDS.items():
+        if getattr(settings, key) and find_spec(package) is None:
+            raise UserError(f"log.{key} = true needs the package {package}: `pip install {package}`")
 
 
 def open_dashboards(target: Target) -> list[Dashboard]:
     """The dashboards that [log] asks for. Raises UserError for one that is missing or does not start."""
     check_dashboards_installed(target.settings)
     found: list[Dashboard] = []
-    for key, kind in _DASHBOARDS.items():
+    for key, (package, opened) in _DASHBOARDS.items():
         try:
-            found += [kind(target)] if getattr(target.settings, key) else []
+            found += [opened(target)] if getattr(target.settings, key) else []
         except Exception as error:  # each package has its own errors: no login, no network, no disk
-            raise UserError(
-                f"log.{key} = true, but {kind.package} does not start: {first_line(error)}"
-            ) from error
+            raise UserError(f"log.{key} = true, but {package} does not start: {first_line(error)}") from error
     return found
 
 

@@ -1,6 +1,8 @@
 """The machine: missing parts are named with what installs them, memory is measured."""
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +65,22 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
     notices = startup._cpu_notices(found)
     assert found.library is None
     assert "apt-get install libopenblas0-pthread" in notices[0] and "apt-get install g++" in notices[1]
+
+
+@linux_cpu
+def test_mlx_without_a_backend_names_the_extras(tmp_path):
+    """The mlx package alone, as pip installs it on Linux without an extra, leads to the three extras."""
+    core = Path(importlib.util.find_spec("mlx.core").origin)
+    lonely = tmp_path / "mlx"
+    lonely.mkdir()
+    (lonely / "__init__.py").write_text("")
+    shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
+    result = in_new_process(
+        "from runners.machine.startup import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    )
+    message = result.stderr.splitlines()[-1]
+    assert "UserError" in message and "libmlx" in message
+    assert all(f"'.[{extra}]'" in message for extra in ("cpu", "cuda12", "cuda13"))
 
 
 def test_memory_limit_and_readings():
