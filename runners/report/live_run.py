@@ -6,7 +6,6 @@ import base64
 import os
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from runners.report.page_json import packed
 from runners.report.run_record import RunRecord
 
 _UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
-Place = Callable[[str, bytes], Any]
-"""Stores a piece under a name that no other piece gets, and says where a page finds it."""
 
 
 class LiveRun:
@@ -45,34 +42,29 @@ class LiveRun:
 
     def data(self) -> bytes:
         """The run's data for the live page, compressed, with its pieces in `blobs`."""
-        blobs: dict[str, str] = {}
-
-        def place(name: str, piece: bytes) -> str:
-            blobs[name] = base64.b64encode(piece).decode("ascii")
-            return name
-
         with self._guard:
             self.record.refresh()
             seen = self.signature()
-            return packed({"seen": seen, **self.content(place), "blobs": blobs})
+            content, pieces = self.content()
+            blobs = {name: base64.b64encode(piece).decode("ascii") for name, piece in pieces.items()}
+            return packed({"seen": seen, **content, "blobs": blobs})
 
-    def content(self, place: Place) -> dict[str, Any]:
-        """The run's data for a page, with all pieces where `place` puts them."""
+    def content(self, prefix: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The run's data for a page, and its pieces by the names that the data has for them."""
         self._refresh()
         now, waiting = self._files[COMPLETIONS].generation, self._maker.waiting
         parts = [*self._parts, *([self._maker.part()] if waiting else [])]
-        placed = []
+        pieces, placed, evaluations = {}, [], []
         for number, part in enumerate(parts):
             # The number of rows is in the name, so that a grown part has a new one.
-            name = f"part/{now}-{number}-{part.rows}"
-            places = {kind: place(f"{name}/{kind}", getattr(part, kind)) for kind in ("numbers", "texts")}
-            placed.append({"rows": part.rows, **places})
-        evaluations = []
+            name = f"{prefix}part/{now}-{number}-{part.rows}"
+            pieces |= {f"{name}/numbers": part.numbers, f"{name}/texts": part.texts}
+            placed.append({"rows": part.rows, "numbers": f"{name}/numbers", "texts": f"{name}/texts"})
         for update, rows in sorted(self._evaluations.items()):
-            piece = evaluation_piece(rows, first=not evaluations)
-            at = place(f"evaluation/{now}-{update}-{len(rows)}", piece)
-            evaluations.append({"update": update, "at": at})
-        return {
+            name = f"{prefix}evaluation/{now}-{update}-{len(rows)}"
+            pieces[name] = evaluation_piece(rows, first=not evaluations)
+            evaluations.append({"update": update, "at": name})
+        content = {
             **self.record.facts(),
             "bad_lines": self.record.bad_lines + self._files[COMPLETIONS].bad,
             "metrics": self.record.metrics(),
@@ -83,6 +75,7 @@ class LiveRun:
             },
             "evaluations": evaluations,
         }
+        return content, pieces
 
     def _refresh(self) -> None:
         self.record.refresh()

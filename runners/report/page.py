@@ -6,7 +6,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -46,15 +46,13 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
     found = [LiveRun(Path(run), max(most_bytes // len(runs), 1)) for run in runs]
-    blobs: list[bytes] = []
-
-    def put(blob: bytes) -> int:
-        blobs.append(blob)
-        return len(blobs) - 1
-
-    shown = [run.content(lambda _, piece: put(piece)) for run in found]
-    first = put(packed({"runs": shown}))
-    text = page(" · ".join(run["name"] for run in shown), blobs, {"mode": "file", "at": first})
+    shown, pieces = [], {}
+    for number, run in enumerate(found):
+        content, more = run.content(f"{number}/")
+        shown.append(content)
+        pieces |= more
+    pieces["start"] = packed({"runs": shown})
+    text = page(" · ".join(run["name"] for run in shown), pieces, {"mode": "file", "at": "start"})
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
     save_text(out, content.decode("utf-8"))
     rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
@@ -79,8 +77,8 @@ def final_report(folder: Path, settings: LogConfig, note: Callable[[str], None])
                 note(f"no report was written: {error}; `grpo report RUN` tries again")
 
 
-def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
-    """The page's text. `blobs` are deflated JSON; `start` tells the script where to begin.
+def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
+    """The page's text. `pieces` are deflated JSON; `start` tells the script where to begin.
 
     The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
     a file, makes no connections.
@@ -106,8 +104,8 @@ def page(title: str, blobs: Sequence[bytes], start: dict[str, Any]) -> str:
         _asset("page.html"),
         f'<script type="application/json" id="start">{begin}</script>',
         *(
-            f'<script type="application/octet-stream" id="blob-{number}">{_base64(blob)}</script>'
-            for number, blob in enumerate(blobs)
+            f'<script type="application/octet-stream" id="blob-{name}">{_base64(piece)}</script>'
+            for name, piece in pieces.items()
         ),
         f"<script>{script}</script>",
         "</body></html>",

@@ -75,7 +75,7 @@ def answer(run: LiveRun, target: str, host: str) -> Answer:
     path, _, seen = target.partition("?")
     try:
         if path == "/":
-            text = page(run.record.folder.name, [], {"mode": "live", "at": "data"})
+            text = page(run.record.folder.name, {}, {"mode": "live", "at": "data"})
             return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
         if path != "/data":
             return _text(404, "there is nothing here")

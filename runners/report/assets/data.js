@@ -35,10 +35,8 @@ function blob(at) {
 }
 
 async function load(at) {
-  if (typeof at === "number") {
-    const bytes = bytesOf(document.getElementById(`blob-${at}`).textContent);
-    return inflated(new Blob([bytes]).stream());
-  }
+  const own = document.getElementById(`blob-${at}`);
+  if (own) return inflated(new Blob([bytesOf(own.textContent)]).stream());
   if (live[at]) return inflated(new Blob([bytesOf(live[at])]).stream());
   const answer = await fetch(at, { cache: "no-store" });
   if (!answer.ok) throw new Error(`${at}: ${answer.status}`);

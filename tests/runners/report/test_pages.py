@@ -20,7 +20,7 @@ from tests.support.tiny_runs import small
 
 def blobs(text: str) -> list:
     """What the page has compressed in it."""
-    found = re.findall(r'<script type="application/octet-stream" id="blob-\d+">([^<]*)</script>', text)
+    found = re.findall(r'<script type="application/octet-stream" id="blob-[^"]+">([^<]*)</script>', text)
     return [json.loads(zlib.decompress(base64.b64decode(blob))) for blob in found]
 
 
