@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import attrs
 
 from runners.config import rules
-from runners.errors import ConfigError, did_you_mean, nearest, show
+from runners.errors import ConfigError, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 MAX_BYTES = 1 << 17  # the packaged configs have some 2,000
@@ -106,8 +106,10 @@ def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
         near = nearest(path[-1], siblings)
         return f"; did you mean {name}.{near}?" if near else f"; {name} takes {', '.join(siblings)}"
     sections = list(dict.fromkeys(known[0] for known in keys))
-    known = [*map(".".join, keys), *sections]
-    return did_you_mean(".".join(path), known) or f"; the sections are {', '.join(sections)}"
+    names = {".".join(known[table == () :]): ".".join(known) for known in reversed(keys)}
+    names |= {section: section for section in sections}
+    near = nearest(".".join(path), names)
+    return f"; did you mean {names[near]}?" if near else f"; the sections are {', '.join(sections)}"
 
 
 def _locate(config: str) -> tuple[Path, str]:

@@ -28,6 +28,7 @@ def faults(tmp_path, monkeypatch):
     [
         ("rollout.num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("watch.zzz = 1", "unknown key; watch takes patience, min_entropy, max_kl"),
+        ("num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("rollout.num_generations = 1", "expected an integer >= 2, found 1"),
