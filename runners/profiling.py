@@ -29,7 +29,17 @@ from runners.training.run_state import RunState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps
 
-BENCH_PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")
+ADVICE = {
+    "rollout": "more completions at a time (optim.batch_size, rollout.num_generations), shorter ones "
+    "(rollout.max_new_tokens)",
+    "reward": "a faster reward, fewer questions to a judge",
+    "learner": "a larger system.micro_batch_tokens where memory allows, adapters only (model.tune), no "
+    "system.grad_checkpoint",
+    "update": "adapters only (model.tune), more batch steps per update (optim.gradient_accumulation_steps)",
+    "sync": "a larger loss.sync_every, a sampler without quantization",
+    "rest": "fewer other programs on this machine: this time is outside the training itself",
+}
+"""The parts of a step, and what makes each shorter."""
 
 
 class Stepping:
@@ -85,7 +95,7 @@ def bench_steps(
         rows.append(stepping.step())
     first, step = rows[0]["step_time"], statistics.median(row["step_time"] for row in rows[1:])
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
-    seconds = {part: median[f"time/{part}"] for part in BENCH_PARTS}
+    seconds = {part: median[f"time/{part}"] for part in ADVICE}
     slowest = max(seconds, key=seconds.__getitem__)
     length, every = RunLength.of(whole, len(run.data.train)), whole.eval.every
     run_steps = math.ceil(length.batch_steps / together)
@@ -105,7 +115,7 @@ def bench_steps(
         "peak_bytes": read_memory().peak,
         "expected_peak_bytes": _expected(run, machine),
         "limited_by": slowest,
-        "advice": advice(slowest, run.config),
+        "advice": ADVICE[slowest],
         "run_steps": run_steps,
         "run_evaluations": evaluations,
         "run_problems": problems,
@@ -151,25 +161,6 @@ def _problem_seconds(config: Config, median: Mapping[str, float]) -> float:
     prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
     token = median["time/rollout"] / max(median["tokens"] + prompt * prompts, 1)
     return (prompt + completion * longer) * token
-
-
-def advice(part: str, config: Config) -> str:
-    """What would make a part of a step shorter, without what the config does already."""
-    adapters = 'adapters only (model.tune = "lora")' if config.model.tune == "full" else ""
-    unpacked = "a sampler without quantization" if config.rollout.quantization != "none" else ""
-    whole = "no system.grad_checkpoint" if config.system.grad_checkpoint else ""
-    found = {
-        "rollout": (
-            "more completions at a time (optim.batch_size, rollout.num_generations)",
-            "shorter ones (rollout.max_new_tokens)",
-        ),
-        "reward": ("a faster reward", "fewer questions to a judge"),
-        "learner": ("a larger system.micro_batch_tokens where memory allows", whole, adapters),
-        "update": (adapters, "more batch steps per update (optim.gradient_accumulation_steps)"),
-        "sync": (f"loss.sync_every above {config.loss.sync_every}", unpacked),
-        "rest": ("fewer other programs on this machine: this time is outside the training itself",),
-    }
-    return ", ".join(filter(None, found[part]))
 
 
 def _expected(run: Run, machine: startup.Platform) -> int | None:
