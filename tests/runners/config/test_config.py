@@ -166,11 +166,3 @@ def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
         with pytest.raises(ConfigError) as caught:
             load_config("x.json")
         assert caught.value.problems[0].startswith(message)
-
-
-def test_a_config_can_come_from_overrides_alone():
-    """No file: the defaults, what is given, and the same errors."""
-    config = load_config(None, ['model.path="123"', "data.source=embedded"])
-    assert (config.model.path, config.data.source, config.optim.batch_size) == ("123", "embedded", 1)
-    with pytest.raises(ConfigError, match=r"^--set: model\.path: expected a string"):
-        load_config(None)

@@ -8,7 +8,7 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from benchmarks.quickstart_model.model import answer_of, exact_match
+from benchmarks.quickstart_model.model import exact_match
 from benchmarks.quickstart_model.problems import (
     LARGEST,
     SPLIT_ROWS,
@@ -82,15 +82,6 @@ def test_shipped_rows_are_the_generators(split):
     rows = shipped(split)
     assert rows == draw_rows(split, *SPLIT_ROWS[split])
     assert len({row["question"] for row in rows}) == len(rows)
-
-
-def test_gold_completion_reasons_like_the_row():
-    """The gold text has the row's equations in order and its answer, in the tags."""
-    for problem in problems(200):
-        text, row = gold(problem), problem.row
-        assert EQUATION.findall(text) == EQUATION.findall(row["answer"])
-        assert answer_of(text) == row["answer"].rpartition("#### ")[2]
-        assert re.fullmatch(r"<reasoning>[^<]+</reasoning><answer>\d+</answer>", text)
 
 
 def test_model_folder_is_small_and_complete():

@@ -11,27 +11,17 @@ from benchmarks.quickstart_model.__main__ import manifest
 from benchmarks.quickstart_model.problems import split_of
 from benchmarks.quickstart_model.products import (
     CALLING,
-    LONGEST,
-    MARKS,
-    OUTPUT,
-    OUTPUT_END,
     SPLIT_ROWS,
     WORDINGS,
-    Product,
     call_shares,
-    called,
     draw_product,
     draw_product_rows,
     followed,
     product_lesson,
 )
 from benchmarks.quickstart_model.tokenizer import END
-from runners.config.loading import load_config
 from runners.environments.calculator import calculate
-from runners.environments.tool_calls import MARKS as CALL_MARKS
 from runners.quickstart import TOOLS_DIR
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
 
 
 def shipped(split):
@@ -85,18 +75,6 @@ def test_a_lesson_leaves_out_what_the_calculator_says(shipped_model):
     assert 5 < called_lessons < 40
 
 
-def test_the_marks_are_the_calculators(shipped_model):
-    """The same four, each a token of its own; the longest conversation fits the preset."""
-    tokenizer = shipped_model[1]
-    assert set(MARKS) == set(CALL_MARKS) and CALL_MARKS[2:] == (OUTPUT, OUTPUT_END)
-    for mark in MARKS:
-        assert len(tokenizer.encode(mark, add_special_tokens=False)) == 1
-    longest = "".join(called(Product(0, 99, 998))) + END
-    assert len(tokenizer.encode(longest, add_special_tokens=False)) <= LONGEST
-    config = load_config("quickstart_tools")
-    assert config.rollout.max_new_tokens == LONGEST
-
-
 def test_the_model_mostly_does_not_call_and_could(shipped_model):
     """It begins a call in 20 to 40 of 100 cases, often with three of the wordings; then it is right."""
     model, tokenizer = shipped_model
@@ -109,21 +87,3 @@ def test_the_model_mostly_does_not_call_and_could(shipped_model):
     assert shares[habit].mean() > 0.6 and shares[~habit].mean() < 0.25
     with_call, in_head = followed(model, tokenizer, products)
     assert with_call > 0.85 and in_head < 0.15
-
-
-def test_a_few_steps_of_the_preset(tmp_path, monkeypatch):
-    """It runs as shipped, but shorter: calls are answered, counted, and evaluated by their answer."""
-    monkeypatch.chdir(tmp_path)
-    short = ("optim.max_steps=2", "optim.batch_size=4", "eval.samples=24", "eval.every=0")
-    run_training(load_config("quickstart_tools", short), report=Quiet())
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "outputs/quickstart_tools/training_log.jsonl").read_text().splitlines()
-    ]
-    updates = [line for line in lines if "reward" in line]
-    scores = [line["em"] for line in lines if "em" in line]
-    assert len(updates) == 2 and all(0 < line["tools/call_frequency"] < 1 for line in updates)
-    assert scores[0] <= 0.45
-    said = (tmp_path / "outputs/quickstart_tools/completions.jsonl").read_text()
-    marked = r"<\|python_start\|>\d+[*+]\d+<\|python_end\|><\|output_start\|>\d+<\|output_end\|>"
-    assert re.search(rf'"completion": "{marked}<answer>\d+</answer>"', said)
