@@ -17,9 +17,9 @@ from runners.rewards.scoring import Reward, Scorer, Scores
 TEXTS = ["alpha", "beta", "gamma"]
 
 
-def score(*functions: Any, on_error: Any = "skip", weight: float = 1.0) -> Scores:
+def score(*functions: Any, on_error: Any = "skip") -> Scores:
     """Score the three texts with functions named f0, f1, …."""
-    rewards = [Reward(f"f{k}", function, weight) for k, function in enumerate(functions)]
+    rewards = [Reward(f"f{k}", function) for k, function in enumerate(functions)]
     return Scorer(rewards, on_error=on_error).score(TEXTS, ["p", "q", "r"], {})
 
 

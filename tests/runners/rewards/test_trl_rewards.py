@@ -40,10 +40,8 @@ def right_number(completions, solution, log_extra=None, log_metric=None, **kwarg
     """The last number is the solution; None where the row has none."""
     found = [(re.findall(r"\d+", completion[0]["content"]) or [""])[-1] for completion in completions]
     given = [None if want is None else float(got == want) for got, want in zip(found, solution, strict=True)]
-    if log_extra:
-        log_extra("found", found)
-    if log_metric:
-        log_metric("solved", sum(value == 1 for value in given) / len(given))
+    log_extra("found", found)
+    log_metric("solved", sum(value == 1 for value in given) / len(given))
     return given
 
 
