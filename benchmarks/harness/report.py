@@ -24,8 +24,6 @@ RATES = (  # key, words, scale, digits, unit
 NAMES = (
     "quickstart",
     "first_update",
-    "lengths",
-    "matrix",
     "rollout",
     "turns",
     "quant",
@@ -47,14 +45,7 @@ NAMES = (
     "run_report",
     "mechanisms",
 )
-GRIDS = (
-    "matrix",
-    "quant",
-    "real_quant",
-    "sync",
-    "depth",
-    "mechanisms",
-)  # the same columns for many rows
+GRIDS = ("quant", "real_quant", "sync", "depth", "mechanisms")  # the same columns for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:
