@@ -71,15 +71,14 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     }
 
 
-def mlx_vlm_module(name: str, what: str = "prompts with images need") -> Any:
-    """A module of mlx-vlm, such as "models.qwen2_vl". UserError, which begins with `what`, if mlx-vlm is not
-    installed."""
+def mlx_vlm_module(name: str) -> Any:
+    """A module of mlx-vlm, such as "models.qwen2_vl". UserError if mlx-vlm is not installed."""
     try:
         return importlib.import_module(f"mlx_vlm.{name}")
     except ImportError as error:
         missing = (error.name or "").partition(".")[0] == "mlx_vlm"
         reason = "" if missing else f" ({first_line(error)})"
-        raise UserError(f"{what} mlx-vlm: {install_hint('vlm')}{reason}") from error
+        raise UserError(f"prompts with images need mlx-vlm: {install_hint('vlm')}{reason}") from error
 
 
 Grid = tuple[int, int, int]  # time, rows, columns

@@ -6,7 +6,6 @@ Importing this module imports transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,52 +27,50 @@ _TALK = [_SYSTEM, _USER, {"role": "assistant", "content": _WORDS}, _USER]
 
 def first_use(folder: str) -> str:
     """In the child process: renders a few conversations and tokenizes a text; the fault, or ""."""
-    try:
-        for template, names in _templates(Path(folder)):
-            if fault := _rendered(template, names):
+    for use in (_templates_fault, _tokenizer_fault):
+        try:
+            if fault := use(Path(folder)):
                 return fault
-        if (Path(folder) / "tokenizer.json").is_file():
-            tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
-            tokens = tokenizer.encode(_WORDS).ids
-            most = max(len(tokens), len(tokenizer.decode(tokens)))
-            if most > _GROWTH * len(_WORDS):
-                return f"its tokenizer makes {most:,} tokens or letters of {len(_WORDS)} characters"
-    except MemoryError:
-        raise
-    except BaseException:  # what is merely wrong is reported at its real use; Rust's panics are no Exceptions
-        pass
+        except MemoryError:
+            raise
+        except BaseException:  # what is merely wrong is reported at its real use
+            continue  # Rust's panics are no Exceptions
     return ""
 
 
-def _templates(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The templates of the files, and the special tokens that they may name."""
-    config, other = _json(folder / "tokenizer_config.json"), _json(folder / "chat_template.json")
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    names = {key: each.get("content") if isinstance(each, dict) else each for key, each in tokens.items()}
-    stated = config.get("chat_template")
-    for file in files_of(folder):
-        if file.suffix == ".jinja":
-            yield file.read_text(encoding="utf-8", errors="replace"), names
-    for each in (*(stated if isinstance(stated, list) else [stated]), other.get("chat_template")):
-        text = each.get("template") if isinstance(each, dict) else each
-        if isinstance(text, str):
-            yield text, names
+def _tokenizer_fault(folder: Path) -> str:
+    if not (folder / "tokenizer.json").is_file():
+        return ""
+    tokenizer = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    tokens = tokenizer.encode(_WORDS).ids
+    most = max(len(tokens), len(tokenizer.decode(tokens)))
+    if most > _GROWTH * len(_WORDS):
+        return f"its tokenizer makes {most:,} tokens or letters of {len(_WORDS)} characters"
+    return ""
 
 
-def _json(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
+def _templates_fault(folder: Path) -> str:
+    files = [file for file in files_of(folder) if file.name != "tokenizer.json"]
+    for file in sorted(files, key=lambda file: file.suffix == ".json"):  # a faulty one comes last
+        text = file.read_text(encoding="utf-8", errors="replace")
+        templates: Any = [text]
+        if file.suffix == ".json":
+            stated = json.loads(text)
+            templates = stated.get("chat_template") if isinstance(stated, dict) else None
+        for each in templates if isinstance(templates, list) else [templates]:
+            template = each.get("template") if isinstance(each, dict) else each
+            if isinstance(template, str) and (fault := _rendered(template)):
+                return fault
+    return ""
 
 
-def _rendered(text: str, names: dict[str, Any]) -> str:
+def _rendered(text: str) -> str:
     """The fault of a template, or ""."""
     if len(text) > _MAX_TEMPLATE:
         return f"its chat template: expected at most {_MAX_TEMPLATE:,} characters, found {len(text):,}"
     for messages in ([_USER], _TALK[:2], _TALK):
         try:
-            (made,), _ = render_jinja_template(
-                [messages], chat_template=text, add_generation_prompt=True, **names
-            )
+            (made,), _ = render_jinja_template([messages], chat_template=text, add_generation_prompt=True)
         except MemoryError:
             raise
         except Exception:

@@ -128,6 +128,7 @@ def replacing(text, times):
 def test_tokenizers_without_end(folder):
     """Growth; a bad template does not end the look at the tokenizer."""
     changed(folder / "tokenizer_config.json", chat_template="{% if %}")
+    (folder / "chat_template.json").write_text("[")
     changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
     with pytest.raises(UserError, match="its tokenizer or chat template takes more than"):
         check_tokenizer(folder)
