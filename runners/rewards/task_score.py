@@ -6,22 +6,18 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_START, _END = "<answer>", "</answer>"
+from runners.answers.forms import ANSWER, ANSWER_END
 
 
 def task_score(
     completions: Sequence[Sequence[Mapping[str, Any]]], entry: Sequence[Mapping[str, Any]], **_: Any
 ) -> list[float]:
     """The task's score, 0 to 1, of what each completion has in its last answer tags, or of all of it."""
+    texts = [completion[-1]["content"].rpartition(ANSWER)[2] for completion in completions]
     return [
-        float(_scorer(each["metadata"]["source_dataset"])(_answer(completion[-1]["content"]), each))
-        for completion, each in zip(completions, entry, strict=True)
+        float(_scorer(each["metadata"]["source_dataset"])(text.partition(ANSWER_END)[0].strip(), each))
+        for text, each in zip(texts, entry, strict=True)
     ]
-
-
-def _answer(text: str) -> str:
-    tagged = text.rpartition(_START)[2] if _START in text else text
-    return tagged.partition(_END)[0].strip()
 
 
 @functools.cache
