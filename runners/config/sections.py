@@ -313,6 +313,7 @@ class SystemConfig:
     compile: bool = key(True, "compile the learner's steps; false helps a debugger; on CUDA nothing is fused in them")
     grad_checkpoint: bool = key(False, "recompute each block in the backward pass: less memory, more time")
     memory_limit_gb: float = key(0.0, "MLX's memory limit, 10⁹ bytes; 0: MLX's own", LONG)
+    swap_limit_gb: float = key(0.0, "save, and end the run, once the system has swapped out so much more than at its start, 10⁹ bytes; 0: never. A Mac that swaps becomes unusable: see [metal](metal.md)", LONG)
     micro_batch_tokens: int = key(0, "tokens that the learner computes at a time; changes memory and speed, not the update. 0: automatic. CPU: sized for 75 MB of activations, but at least a prompt with three completions and 256 tokens; Metal: 8,192, less while an evaluation takes over 2 s; CUDA: 8,192 to 65,536, more for smaller models, while the gradient fills less than half of the memory; where 8,192 do not fit, halved until the gradient fills at most 85 %", ">= 0")
     share_prompts: Literal["auto", "always", "never"] = key("auto", "compute the prompt of a group once in the learner, not once per completion; auto: on a CPU, where the model allows it (plain key-value caches, no `grad_checkpoint`); `always` is refused if it is impossible")
     collective_timeout: float = key(600.0, "seconds that ranks wait for each other before the run ends with a line that names who is missing; see [many devices](many-devices.md)", "0 < x <= 1e9")

@@ -13,8 +13,9 @@ import attrs
 import grpo_fn as g
 from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
 from runners.config.conditions import Condition
-from runners.errors import NumbersError, UserError
+from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
+from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_model
 from runners.ranks.messages import RankError
@@ -54,6 +55,7 @@ class Session:
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
         self._saving = 0.0  # seconds that checkpoints took
         self._lost: str | None = None  # why rank 0's display has no reader
+        self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
         self._started = time.perf_counter()
         self.ranks.watchdog.on_fault = lambda line: log.log({**self.place(), "fault": line})
         g.materialize(state.train, state.waiting)
@@ -201,6 +203,21 @@ class Session:
             "the last good state has been saved; lower optim.learning_rate, or look at these updates' "
             "completions"
         )
+
+    def check_swap(self) -> None:
+        """If the system has swapped out more than system.swap_limit_gb since the start: saves, and raises
+        UserError."""
+        limit = 1e9 * self.config.system.swap_limit_gb
+        if not limit:
+            return
+        grown = (swap_used() or 0) - self._swap
+        if self.ranks.any_rank("the swap", grown > limit):
+            self.save_to_stop("stopped before the system swaps more: ")
+            raise UserError(
+                f"{self.config.where('system.swap_limit_gb')}: the system has swapped out {gigabytes(grown)} "
+                "since the start; lower system.micro_batch_tokens or rollout.max_batch or close programs, "
+                "and continue with --resume"
+            )
 
     def check_log(self) -> None:
         """Reports once that a line of the log cannot be written; it is written when there is space."""

@@ -96,6 +96,7 @@ def train(session: Session) -> RunResult:
         session.check_bad_updates()
         session.save_if_due()
         session.check_output()
+        session.check_swap()
     return finish(session)
 
 
