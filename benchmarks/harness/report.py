@@ -24,6 +24,7 @@ RATES = (  # key, words, scale, digits, unit
 NAMES = (
     "quickstart",
     "first_update",
+    "lengths",
     "rollout",
     "turns",
     "quant",
