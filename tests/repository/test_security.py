@@ -35,13 +35,8 @@ try:
 finally:
     print("SENT", sent, file=sys.stderr)
 """
-QUICK = [
-    "data.max_samples=64",
-    "optim.max_steps=3",
-    "optim.batch_size=2",
-    "eval.samples=4",
-    "rollout.max_new_tokens=16",
-]
+QUICK = ["data.max_samples=64", "optim.max_steps=3", "optim.batch_size=2", "eval.samples=4"]
+QUICK.append("rollout.max_new_tokens=16")
 
 
 def watched(folder, *arguments, **environ):
@@ -69,14 +64,8 @@ def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
     where a reward puts one into its exception."""
     (tmp_path / "leak.py").write_text(LEAK)
     secrets = {"WANDB_API_KEY": "w" + PLANTED, "MY_PASSWORD": "p" + PLANTED}
-    rewards = 'reward.functions=["leak.py:leak", "correctness_reward_func"]'
-    values = [
-        *QUICK,
-        f"run.output_dir={tmp_path}",
-        "checkpoint.every=2",
-        rewards,
-        "reward.stop_if_all_fail=false",
-    ]
+    values = [*QUICK, f"run.output_dir={tmp_path}", "checkpoint.every=2", "reward.stop_if_all_fail=false"]
+    values.append('reward.functions=["leak.py:leak", "correctness_reward_func"]')
     sets = [part for value in values for part in ("--set", value)]
     done, sent = watched(tmp_path, "run", "quickstart", *sets, **secrets)
     assert done.returncode == 0, done.stderr
@@ -101,12 +90,8 @@ def test_a_name_on_the_hub_does_open_a_socket(tmp_path):
 
 def test_secrets_are_known_by_their_names():
     """Tokens, keys, passwords and proxies; short values, which might be any word, stay."""
-    environ = {
-        "HF_TOKEN": "abcdefgh1",
-        "https_proxy": "http://me:pw@proxy",
-        "HOME": "/home/anyone",
-        "KEY": "short",
-    }
+    environ = {"HF_TOKEN": "abcdefgh1", "https_proxy": "http://me:pw@proxy", "KEY": "short"}
+    environ["HOME"] = "/home/anyone"
     text = one_line("abcdefgh1 via http://me:pw@proxy in /home/anyone\nshort", environ)
     assert text == "$HF_TOKEN via $https_proxy in /home/anyone\\nshort"
 
@@ -121,17 +106,11 @@ def test_a_config_in_a_model_folder_is_never_read(folder, tmp_path, monkeypatch)
     runs."""
     ran = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(completions, **_):\n    return []\n")
-    planted = {
-        "run": {"name": "evil"},
-        "reward": {"functions": ["evil.py:f"]},
-        "model": {"path": str(folder)},
-    }
-    for name in ("config.resolved.json", "train.json", "trainer_state.json", "quickstart.json"):
+    planted = {"run": {"name": "evil"}, "reward": {"functions": ["evil.py:f"]}}
+    for name in ("config.resolved.json", "trainer_state.json"):
         (folder / name).write_text(json.dumps(planted))
-    for name in ("train.toml", "config.toml", "quickstart.toml", "pyproject.toml"):
-        (folder / name).write_text(
-            f'run.name = "evil"\nmodel.path = "{folder}"\nreward.functions = ["evil.py:f"]\n'
-        )
+    for name in ("train.toml", "quickstart.toml"):
+        (folder / name).write_text('run.name = "evil"\nreward.functions = ["evil.py:f"]\n')
     monkeypatch.chdir(tmp_path)
     overrides = [*QUICK, f"model.path={folder}", "run.output_dir=out", "eval.at_start=false", "run.name=mine"]
     result = run_training(load_config("quickstart", overrides), report=Quiet())

@@ -10,13 +10,9 @@ def plant(folder, target):
     outside = folder.parent / f"{folder.name}-outside"  # what links lead to
     precious = {"precious": "x"}
     inside = {
-        ".vimrc.new-1": "a file",
         f".{target}.part": "a file",
-        f"{target}~": "a file",
         f".{target}.old-1": {**precious, "deeper": {"more": "y"}},
-        ".empty.new-1": {},
         ".grpo_fn": {"old": precious},
-        f".grpo_fn-mine-{target}": {"old": precious},
         f".grpo_fn-0123456789AB-{target}": {"old": precious},
         f"{NAME}0": {"old": precious, "new": precious},  # no target
         f"{NAME}1-": {"old": precious},
@@ -28,7 +24,6 @@ def plant(folder, target):
     _tree(folder, inside)
     links = {
         ".linked.old-1": outside,
-        ".dangling.new-1": folder / "nowhere",
         f"{NAME}a-never-there": outside,  # a folder with the content of ours, by a link
     }
     for name, leads_to in links.items():
