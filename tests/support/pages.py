@@ -33,9 +33,8 @@ class Snippet:
 
 @attrs.frozen
 class Table:
-    """A table: the heading that it stands under, its header cells and its rows of cells."""
+    """A table: its header cells and its rows of cells."""
 
-    heading: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
@@ -74,16 +73,14 @@ def prose(page: Path) -> list[str]:
 def tables(page: Path) -> list[Table]:
     """The tables of a page in their order."""
     found: list[Table] = []
-    heading, block = "", []
+    block = []
     for line in [*prose(page), ""]:
         if line.startswith("|"):
             block.append(tuple(cell.strip() for cell in _CELL.split(line.strip())[1:-1]))
             continue
         if block:
-            found.append(Table(heading, block[0], tuple(block[2:])))
+            found.append(Table(block[0], tuple(block[2:])))
             block = []
-        if line.startswith("#"):
-            heading = line.lstrip("# ")
     return found
 
 
