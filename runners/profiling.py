@@ -22,6 +22,7 @@ from runners.machine.memory_readings import read_memory, usable_memory
 from runners.machine.terminal import aligned
 from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
+from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
 from runners.telemetry.progress import duration_text
 from runners.telemetry.report import Report
@@ -103,8 +104,10 @@ def bench_steps(
     problems = len(run.data.evaluation)
     evaluating = evaluations * problems * _problem_seconds(whole, median)
     training = first + (run_steps - 1) * step
+    formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
     return {
         "steps": steps,
+        "formats": formats_line(config, formats, *sampled) if formats else "",
         "first_step_seconds": first,
         "step_seconds": step,
         "part_seconds": seconds,
@@ -149,6 +152,8 @@ def bench_table(found: Mapping[str, Any]) -> str:
         f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
         "most time": f"{found['limited_by']}; shorter with {found['advice']}",
     }
+    if found["formats"]:
+        lines["formats"] = found["formats"]
     named = [f"{name:<12}{value}" for name, value in lines.items()]
     return "\n".join([*aligned(rows, right=range(1, 3)), "", *named])
 

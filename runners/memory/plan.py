@@ -79,6 +79,8 @@ def make_plan(
         "",
         f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
         f"largest batch {batch}",
+        *(["formats       chosen after the first rollout: grpo bench CONFIG shows them"]
+          if config.rollout.bits_budget else []),
         *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),
         f"assumes       prompts of {prompt} tokens ({source}), completions of full length",
         "time          grpo bench CONFIG measures some steps and says how long the run will take",
