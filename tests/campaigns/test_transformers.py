@@ -1,6 +1,10 @@
-"""What runs leave is the same model to transformers: logits in float32, scores of greedy completions."""
+"""What runs leave is the same model to transformers: logits in float32, scores of greedy completions.
+
+With `GRPO_REAL_MODEL=FOLDER` the runs are of that model, which takes minutes; else of a tiny one.
+"""
 
 import json
+import os
 
 import pytest
 
@@ -14,6 +18,7 @@ from tests.support.tiny_runs import LETTERS, small
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+REAL = os.environ.get("GRPO_REAL_MODEL", "")
 LORA = {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}}
 
 
@@ -21,7 +26,7 @@ LORA = {"tune": "lora", "lora": {"rank": 4, "scale": 8.0}}
 def run(request, tmp_path_factory):
     """A finished run's config and the folder of its whole model, adapters fused."""
     folder = tmp_path_factory.mktemp(request.param)
-    path = str(make_model_folder(folder / "base"))
+    path = REAL or str(make_model_folder(folder / "base"))
     (folder / "letters.py").write_text(LETTERS)
     text = small(
         run={"name": request.param, "output_dir": str(folder)},
@@ -29,9 +34,9 @@ def run(request, tmp_path_factory):
         data={"system_prompt": "Think first.", "nudge": ""},
         answer={"form": "last_number"},
         reward={"functions": ["correctness_reward_func", f"{folder}/letters.py:letters"]},
-        rollout={"max_new_tokens": 12},
-        optim={"learning_rate": 5e-3},
-        eval={"samples": 8},
+        rollout={"max_new_tokens": 48 if REAL else 12},
+        optim={"learning_rate": 1e-4 if REAL else 5e-3},
+        eval={"samples": 24 if REAL else 8},
     )
     config = folder / "run.toml"
     config.write_text(text)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -37,6 +38,14 @@ def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
     text = bench_table(found)
     assert f"{found['limited_by']}; shorter with {found['advice']}" in text and "forecast" in text
     json.dumps(found)
+
+
+def test_the_choice_of_formats_is_shown(train):
+    """Of rollout.bits_budget, with the bits on average."""
+    budget = ["rollout.quantization=affine-4", "rollout.group_size=32", "rollout.bits_budget=5.2"]
+    found = bench_steps(load_config(str(train), budget).check(), steps=1)
+    wanted = r"rollout.bits_budget = 5.2: [45]\.\d* bits on average; weights: \d+ in affine-.*"
+    assert re.fullmatch(wanted, found["formats"]) and found["formats"] in bench_table(found)
 
 
 def test_the_command_refuses_what_a_run_refuses(tmp_path):

@@ -1,6 +1,7 @@
 """GGUF out and in: every family there and back, tokenizers, Modelfiles, transformers' own loader."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -283,6 +284,40 @@ def test_faults_of_the_options_are_lines(tmp_path):
         (["--gguf", "m.gguf", "--type", "q3"], "--type q3: expected"),
     ):
         assert message in grpo("export", folder, *arguments, code=2).stderr
+
+
+REAL = os.environ.get("GRPO_REAL_GGUF", "")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi3", "real"])
+def test_transformers_reads_the_same(tmp_path, arch):
+    """Its GGUF loader gives our folder's logits and tokens, of our files and of a stranger's.
+
+    It takes a qwen3's heads to be 128 wide, whatever the file says; these are not.
+    """
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = tmp_path / "m.gguf"
+    if arch != "real":
+        grpo("export", folder_of(tmp_path, arch), "--gguf", file, "--type", "f32")
+    elif REAL:
+        file.symlink_to(REAL)
+    else:
+        pytest.skip("GRPO_REAL_GGUF names no file")
+    grpo("convert", file, "--out", tmp_path / "ours", "--dequantize", "--dtype", "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor([TOKENS])).logits.numpy()
+    assert np.abs(logits_of(tmp_path / "ours")[0] - want).max() < 1e-3 * np.abs(want).max()
+    if arch == "real":
+        names = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+        ours = load_tokenizer(tmp_path / "ours")
+        for text in (*SENTENCES, "<|im_start|>user\n1234<|im_end|>"):
+            assert names.encode(text) == ours.encode(text)
 
 
 def test_prompt_settings_are_in_the_modelfile(tmp_path):

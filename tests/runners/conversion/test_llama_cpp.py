@@ -1,6 +1,8 @@
 """llama.cpp itself reads what `grpo export --gguf` writes: the same tokens, logits and text."""
 
 import json
+import os
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -18,6 +20,7 @@ from tests.support.tiny_models import make_model_folder, make_tokenizer, sentenc
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf")
 
+REAL = os.environ.get("GRPO_REAL_MODEL", "")
 TEXTS = [
     "In 2024 it's 1234567 and 12 apples, isn't it? DON'T YOU'LL see.",
     "  two  spaces\n\n and\tlines  \r\n end ",
@@ -97,3 +100,30 @@ def test_sentences_are_cut_as_by_llama_cpp(tmp_path):
         for text in TEXTS:
             found = llama.tokenize(text.encode(), add_bos=False, special=True)
             assert found == ours.encode(text), text
+
+
+@pytest.mark.skipif(not REAL, reason="GRPO_REAL_MODEL names no folder")
+@pytest.mark.parametrize(
+    ("kind", "room"), [("f16", 0.002), ("bf16", 0.02), ("q8_0", 0.06), ("q4_1", 0.1), ("q4_0", 0.5)]
+)
+def test_a_real_model_computes_the_same(tmp_path, kind, room):
+    """To the type's rounding, as a share of the largest logit; in float16 the same 40 tokens, greedily.
+
+    On packed weights llama.cpp rounds the activations to eight bits as well.
+    """
+    module, tokenizer = mlx_lm.load(REAL)[:2]
+    module.set_dtype(mx.float32)
+    llama = exported(Path(REAL), tmp_path / "m.gguf", kind)
+    tokens = llama.tokenize(TEXT.encode(), add_bos=True, special=True)
+    assert tokens == tokenizer.encode(TEXT)
+    want = np.array(module(mx.array([tokens])))[0]
+    found = logits_of(llama, tokens)
+    assert np.abs(found - want).max() < room * np.abs(want).max()
+    if kind != "f16":
+        return
+    reply = list(tokens)
+    for _ in range(40):
+        reply.append(int(mx.argmax(module(mx.array([reply]))[0, -1]).item()))
+    llama.reset()
+    stream = llama.generate(tokens, temp=0.0, top_k=1)
+    assert [next(stream) for _ in range(40)] == reply[len(tokens) :]

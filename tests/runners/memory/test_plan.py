@@ -147,6 +147,16 @@ def test_the_plan_is_a_table_or_json(config, grpo_plan):
     assert json.loads(longer.stdout)["prompt_tokens"] >= facts["prompt_tokens"] + 90
 
 
+def test_a_budget_of_bits_counts_in_full(config, grpo_plan):
+    """The sampler's bytes follow from it; the choice takes a rollout."""
+    overrides = ["rollout.quantization=affine-4", "rollout.storage=packed", "rollout.group_size=32"]
+    four, six = (
+        model_sizes(config(*overrides, *more), CPU).rollout for more in ([], ["rollout.bits_budget=8"])
+    )
+    assert four < six
+    assert "formats" in grpo_plan(*overrides, "rollout.bits_budget=6").output
+
+
 def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
     """Against a plain run: a reference, an older sampler, half precision, checkpointing, sums, tools."""
     base, count = predict(config()), model_sizes(config(), CPU).trained
