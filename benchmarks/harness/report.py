@@ -29,6 +29,7 @@ NAMES = (
     "turns",
     "quant",
     "real_quant",
+    "router_replay",
     "sync",
     "learner",
     "logprobs",
@@ -46,7 +47,7 @@ NAMES = (
     "run_report",
     "mechanisms",
 )
-GRIDS = ("quant", "real_quant", "sync", "depth", "mechanisms")  # the same columns for many rows
+GRIDS = ("quant", "real_quant", "router_replay", "sync", "depth", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:

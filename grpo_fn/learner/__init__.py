@@ -27,7 +27,7 @@ from grpo_fn.learner.ranks.reduce import (
     pieces_of_rank,
     share,
 )
-from grpo_fn.learner.routing_step import RoutingStats, routing_stats
+from grpo_fn.learner.routing_step import RoutingStats, chosen_experts, routing_stats
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.learner.update_step import UpdateStats, make_update_step
 from grpo_fn.rounding import stochastic_round

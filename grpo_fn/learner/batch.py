@@ -44,6 +44,8 @@ class Batch:
     teacher_logp_bt: mx.array | None = None  # the teacher's log-probs; None: there are none
     hinted_tokens_bm: mx.array | None = None  # rows as the teacher reads them; None: as the student does
     hinted_lengths_b: mx.array | None = None  # of their prompts
+    experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
+    # integers; None: those that its routers choose
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
 
@@ -57,6 +59,7 @@ _FIELDS = {
     "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt keep_bt",
     "p": "prompt_lengths_b shift_r",
     "pl": "tokens_bl feature_rl",
+    "plnk": "experts_blnk",
     "p3l": "positions_r3l",
 }
 AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
@@ -135,7 +138,7 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
         batch = attrs.evolve(batch, prompt_lengths_b=batch.hinted_lengths_b, prompt_index_b=None)
     if vocabulary is not None:
         rows = {name: mx.minimum(ids, vocabulary - 1) for name, ids in rows.items()}
-    none = {"hinted_tokens_bm": None, "hinted_lengths_b": None, "vocabulary": None}
+    none = {"hinted_tokens_bm": None, "hinted_lengths_b": None, "experts_blnk": None, "vocabulary": None}
     return attrs.evolve(batch, **rows, **none)
 
 

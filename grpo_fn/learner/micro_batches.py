@@ -27,7 +27,8 @@ def split_batch(
     nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
 
     With `share_prompts` a group's rows may stay together and use one copy of their prompt, where that takes
-    fewer tokens. The model has to support it: see `can_share`.
+    fewer tokens. The model has to support it: see `can_share`. Given experts are for whole rows: they are not
+    shared.
 
     Any split gives the same update: the micro-batches' counts add up to the batch's.
 
@@ -51,7 +52,7 @@ def split_batch(
     # The first micro-batch also counts what was left out of the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
     batches = []
-    for run in packer.pack(rows, share_prompts):
+    for run in packer.pack(rows, share_prompts and batch.experts_blnk is None):
         sequences, tokens = uncounted if not batches else (mx.array(0.0), mx.array(0.0))
         piece = attrs.evolve(
             batch,

@@ -1,4 +1,4 @@
-"""The routing step: the load of a model's experts for a batch. Only a forward pass."""
+"""The routing steps: a model's chosen experts for a batch, and their load. Only forward passes."""
 
 from typing import NamedTuple
 
@@ -37,3 +37,21 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
         unused=(shares == 0).astype(mx.float32).mean(),
         balance=balance.mean(),
     )
+
+
+def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:
+    """`Batch.experts_blnk` as chosen by this policy's routers: uint16 [B,L,N,k]. Eager, like `routing_stats`.
+
+    With a sampler's policy and parameters these are the experts with which the completions were drawn, so
+    that the learner can use the same ones (R3, arXiv 2510.11370).
+
+    Raises:
+        ValueError: as `routing_stats`.
+    """
+    if batch.prompt_index_b is not None:
+        raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
+    check_fits(batch, policy)
+    chosen = experts_per_token(policy.module)
+    _, routing = policy.hidden_and_routing(params, batch.tokens_bl)
+    best = [mx.argpartition(-logits_ble, kth=chosen - 1, axis=-1)[..., :chosen] for logits_ble in routing]
+    return mx.stack(best, axis=2).astype(mx.uint16)

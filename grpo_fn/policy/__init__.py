@@ -25,7 +25,7 @@ from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
 from grpo_fn.policy.layers.learned_positions import bound_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize
-from grpo_fn.policy.layers.routers import experts_per_token, has_routers
+from grpo_fn.policy.layers.routers import check_replay, experts_per_token, has_routers
 from grpo_fn.policy.policy import Policy
 from grpo_fn.policy.quantized_role import (
     GROUP_SIZES,

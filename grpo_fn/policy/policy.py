@@ -5,7 +5,7 @@ then restored. The module decides what is trainable (all of it, or LoRA's adapte
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from grpo_fn.policy.image_forward import WholeRows, forward_with_images
 from grpo_fn.policy.layers.learned_positions import bound_positions
 from grpo_fn.policy.layers.learning_form import learning_form
 from grpo_fn.policy.layers.patched_layers import patch_layers
-from grpo_fn.policy.layers.routers import recorded_routing
+from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing
 from grpo_fn.process_check import check_process
 from grpo_fn.trees import Tree, from_names, map_arrays, named_leaves, split_leaves
 
@@ -161,31 +161,40 @@ class Policy:
         tokens_bl: mx.array,
         frozen: Tree | None = None,
         images: ImageRows | None = None,
+        experts_blnk: mx.array | None = None,
     ) -> mx.array:
         """Final hidden states [B,L,D], after the last norm and before the head.
 
         `frozen` replaces the policy's own frozen leaves: a compiled step passes them as arguments, because a
         traced function keeps the arrays that it closes over. `images` are those of the rows; None: there are
-        none.
+        none. With `experts_blnk` each token gets these experts, not those that the routers would choose: see
+        `replayed_routing`.
         """
         with self.learning(params, frozen) as module:
             if images is not None:
                 whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
                 return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
-            return self.split.hidden(module, tokens_bl)
+            with _routing(module, experts_blnk):
+                return self.split.hidden(module, tokens_bl)
 
     def hidden_and_routing(
         self,
         params: Tree,
         tokens_bl: mx.array,
         frozen: Tree | None = None,
+        experts_blnk: mx.array | None = None,
     ) -> tuple[mx.array, list[mx.array]]:
-        """`hidden`, and each router's logits [B,L,E] per layer with experts.
+        """`hidden`, and each router's logits [B,L,E] per layer with experts, including those of experts that
+        `experts_blnk` excludes.
 
         Raises:
             ValueError: `routers` does not know how the model's experts are chosen, or it has none.
         """
-        with self.learning(params, frozen) as module, recorded_routing(module) as logits:
+        with (
+            self.learning(params, frozen) as module,
+            recorded_routing(module) as logits,
+            _routing(module, experts_blnk),  # in front of the recorders
+        ):
             hidden_bld = self.split.hidden(module, tokens_bl)
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
 
@@ -207,6 +216,11 @@ class Policy:
         if name is None:
             return Head(used, logits)
         return Head(used, logits, weight, self.split.scale, self.split.cap)
+
+
+def _routing(module: nn.Module, experts_blnk: mx.array | None) -> AbstractContextManager[None]:
+    """In the block each token gets these experts; None: those that the routers choose."""
+    return nullcontext() if experts_blnk is None else replayed_routing(module, experts_blnk)
 
 
 def _embedding_rows(module: nn.Module) -> int | None:

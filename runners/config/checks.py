@@ -39,6 +39,7 @@ _ONLY_WITH = {
         "env.factory": "",
         "env.tools": (),
         "loss.router_aux_coef": 0.0,
+        "loss.router_replay": False,
     },
     "teacher.path": {"data.image": "", "rollout.first_stage": 0},
     "teacher.hint": {"env.factory": "", "env.tools": ()},

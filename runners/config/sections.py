@@ -170,6 +170,7 @@ class LossConfig(_LossKeys):
     """[loss]: a preset, what differs from it, and the steps around the loss. None: the preset's value, which `Config.check` fills in."""
 
     router_aux_coef: float = key(0.0, "of models with experts: the coefficient of the loss that keeps their load even: [models](models.md#experts)", ">= 0")
+    router_replay: bool = key(False, "of models with experts: the learner uses the experts that the sampler chose: [models](models.md#router-replay)")
     baseline: Baseline | None = key(None, "what is subtracted from a reward; `turn` (GiGPO, with [env]): also what is subtracted from a turn's return: see [credit for turns](algorithms.md#credit-for-turns)")
     discount: float = key(1.0, "γ of the returns of turns, with [env]: a later reward counts γ less for each turn between", "0 <= x <= 1")
     scale: Scale | None = key(None, "what the difference is divided by")

@@ -129,9 +129,9 @@ def shares_prompts(config: Config, platform: Platform) -> bool:
     Never with checkpointed blocks, which would run again without the first run's keys, or where routers'
     decisions are recorded over whole rows.
     """
-    wish = config.system.share_prompts
+    wish, loss = config.system.share_prompts, config.loss
     wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
-    return wanted and not (config.system.grad_checkpoint or config.loss.router_aux_coef)
+    return wanted and not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
 
 
 def rows_that_fit(found: Forecast) -> int:
@@ -196,8 +196,9 @@ def _decoding(
     own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
     copies = position * (prompts if sizes.shares_prefix else rows) * prompt
     grown = own if sizes.shares_prefix else own + copies
+    given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
     # A cache grows into a new array, a block at a time; then only the logits of the last draw are in memory.
-    growing = grown + shape.block_bytes(PREFILL, size, rows, 1, prompt + new) + logits
+    growing = grown + shape.block_bytes(PREFILL, size, rows, given, prompt + new) + logits
     prefill = shape.block_bytes(PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
     prefill += shape.layers * (
         position * prompts * (-prompt % CACHE_STEP) - own

@@ -12,6 +12,7 @@ import grpo_fn as g
 from grpo_fn.learner import can_share
 from grpo_fn.policy import (
     QuantizedRole,
+    check_replay,
     checkpoint_layers,
     experts_per_token,
     is_quantized,
@@ -214,19 +215,23 @@ def _policy(loaded: LoadedModel) -> g.Policy:
 
 
 def _check_routers(config: Config, loaded: LoadedModel) -> None:
-    """Raises UserError if this model cannot have loss.router_aux_coef."""
-    if not config.loss.router_aux_coef:
-        return
-    where = config.where("loss.router_aux_coef")
-    if config.system.grad_checkpoint:
-        raise UserError(
-            f"{where}: checkpointed blocks do not return their routers' decisions; expected 0, or "
-            "system.grad_checkpoint = false"
-        )
-    try:
-        experts_per_token(loaded.module)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; expected 0") from error
+    """Raises UserError if this model cannot have loss.router_aux_coef or loss.router_replay."""
+    for key, off, check in (
+        ("router_aux_coef", "0", experts_per_token),
+        ("router_replay", "false", check_replay),
+    ):
+        if not getattr(config.loss, key):
+            continue
+        where = config.where(f"loss.{key}")
+        if config.system.grad_checkpoint:
+            raise UserError(
+                f"{where}: checkpointed blocks do not return their routers' decisions; expected {off}, or "
+                "system.grad_checkpoint = false"
+            )
+        try:
+            check(loaded.module)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; expected {off}") from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
@@ -235,7 +240,7 @@ def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> 
     if config.system.share_prompts == "always" and not shares:
         raise UserError(
             f'{config.where("system.share_prompts")}: expected "auto" or "never", found "always": '
-            "this model has a layer without a plain cache of keys and values, or system.grad_checkpoint or "
-            "loss.router_aux_coef is on"
+            "this model has a layer without a plain cache of keys and values, or system.grad_checkpoint, "
+            "loss.router_aux_coef or loss.router_replay is on"
         )
     return shares

@@ -15,6 +15,7 @@ from grpo_fn.backends import number
 from grpo_fn.learner import (
     Shape,
     all_reduce,
+    chosen_experts,
     deal,
     piece_tokens,
     routing_stats,
@@ -126,6 +127,8 @@ class TrainSteps:
                     piece for share in shares for piece in g.split_batch(share, max_tokens=budget, **how)
                 ]
                 shapes |= _shapes(pieces)
+                if config.loss.router_replay and not gold:
+                    pieces = [self._with_experts(piece) for piece in pieces]
                 if (self.uses > 1 or state.stale) and not gold:
                     # When this batch is used, π_θ differs from π_old: its log-probs are computed now.
                     pieces, budget = self.micro_batches.with_old_logp(state.train.old_params, pieces, budget)
@@ -279,6 +282,14 @@ class TrainSteps:
         """Reports that the engine has given up its quantized weights."""
         for line in self.engine.events():
             self.shown.note(line)
+
+    def _with_experts(self, piece: g.Batch) -> g.Batch:
+        """A micro-batch with the sampler's choice of experts for its tokens; takes one more forward pass."""
+        if not piece.mask_bt.shape[0]:
+            return piece
+        experts_blnk = chosen_experts(*self.engine.sampler, piece)
+        mx.eval(experts_blnk)
+        return attrs.evolve(piece, experts_blnk=experts_blnk)
 
 
 def _shapes(pieces: Pieces) -> set[Shape]:

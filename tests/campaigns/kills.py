@@ -57,7 +57,7 @@ KINDS = {  # ranks, settings
         1,
         [
             "model.path=mixtral",  # beside the config
-            "loss.router_aux_coef=0.01",
+            "loss.router_replay=true",
             "data.curriculum=adaptive",
             "data.pass_reward=0.5",
             "rollout.first_stage=2",

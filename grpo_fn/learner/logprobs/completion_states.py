@@ -21,9 +21,16 @@ from grpo_fn.trees import Tree
 
 
 def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [B,T,D] from which the completions' tokens are predicted."""
+    """Hidden states [B,T,D] from which the completions' tokens are predicted.
+
+    Raises:
+        ValueError: the batch shares prompts and has `experts_blnk`, which are for whole rows.
+    """
     if batch.prompt_index_b is None:
-        return _predicting(batch, policy.hidden(params, batch.tokens_bl, frozen, batch.images))
+        hidden_bld = policy.hidden(params, batch.tokens_bl, frozen, batch.images, batch.experts_blnk)
+        return _predicting(batch, hidden_bld)
+    if batch.experts_blnk is not None:
+        raise ValueError("experts_blnk are those of whole rows: make micro-batches without shared prompts")
     return hidden_after_shared_prompts(policy, params, frozen, batch)
 
 
@@ -39,7 +46,7 @@ def completion_hidden_and_routing(
         raise ValueError("routers are recorded over whole rows: make micro-batches without shared prompts")
     if batch.images is not None:
         raise ValueError("routers are recorded over text: expected a batch without images")
-    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen)
+    hidden_bld, logits = policy.hidden_and_routing(params, batch.tokens_bl, frozen, batch.experts_blnk)
     return _predicting(batch, hidden_bld), [_predicting(batch, x).reshape(-1, x.shape[-1]) for x in logits]
 
 

@@ -1,28 +1,30 @@
-"""Records the decisions of a model's routers, in one instance during a call.
+"""Records or replaces the decisions of a model's routers, in one instance during a call.
 
 mlx-lm's blocks call a linear layer, `gate` or `router`, and choose the experts with the largest of its
-outputs. During a call that layer is replaced by another one, which keeps the outputs. Blocks that add biases
-or choose by groups are not supported.
+outputs. During a call that layer is replaced by another one, which keeps the outputs, or excludes all experts
+except those that were chosen before. Blocks that add biases or choose by groups are not supported.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.layers import calls_replaced
 
-# mlx-lm's block -> its router, its attribute for the number of experts a token.
+# mlx-lm's block -> its router, its attribute for the number of experts a token, whether it weights experts
+# by a softmax over all of them: if some are excluded, the weights of the others would be larger. Other blocks
+# weight by shares of the chosen ones, unless they have norm_topk_prob = false.
 _ROUTERS = {
-    "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "top_k"),
-    "mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock": ("gate", "top_k"),
-    "mlx_lm.models.mixtral.MixtralSparseMoeBlock": ("gate", "num_experts_per_tok"),
-    "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok"),
-    "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k"),
+    "mlx_lm.models.qwen3_moe.Qwen3MoeSparseMoeBlock": ("gate", "top_k", False),
+    "mlx_lm.models.qwen2_moe.Qwen2MoeSparseMoeBlock": ("gate", "top_k", True),
+    "mlx_lm.models.mixtral.MixtralSparseMoeBlock": ("gate", "num_experts_per_tok", False),
+    "mlx_lm.models.gpt_oss.MLPBlock": ("router", "num_experts_per_tok", False),
+    "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k", False),
 }
-_Blocks = list[tuple[Any, str, str]]  # with the names of its router and of k
+_Blocks = list[tuple[Any, str, str, bool]]  # with the names of its router and of k, and the last of the above
 MODELS = "qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
 
 
@@ -37,8 +39,47 @@ def experts_per_token(module: nn.Module) -> int:
     Raises:
         ValueError: as `recorded_routing`.
     """
-    block, _, top_k = _known_blocks(module)[0]
+    block, _, top_k, _ = _known_blocks(module)[0]
     return int(getattr(block, top_k))
+
+
+def check_replay(module: nn.Module) -> None:
+    """Raises ValueError if `replayed_routing` does not support this model: no known routers, checkpointed
+    blocks, or weights of experts that depend on those that are not chosen."""
+    for block, _, _, by_all in _known_blocks(module):
+        if by_all or not getattr(block, "norm_topk_prob", True):
+            raise ValueError(
+                f"{type(module).__module__.rsplit('.', 1)[-1]} weights its experts by a softmax over all "
+                "of them, also those that are not chosen: with given experts the weights would be others"
+            )
+
+
+@contextmanager
+def replayed_routing(module: nn.Module, experts_blnk: mx.array) -> Iterator[None]:
+    """Until the end of the block each token gets these experts, weighted as the routers do now.
+
+    Args:
+        module: of a kind that `check_replay` takes.
+        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers.
+
+    Raises:
+        ValueError: as `check_replay`, or there are not as many layers or experts.
+    """
+    blocks = _known_blocks(module)
+    wanted = len(blocks), int(getattr(blocks[0][0], blocks[0][2]))
+    if experts_blnk.ndim != 4 or tuple(experts_blnk.shape[2:]) != wanted:
+        raise ValueError(
+            f"experts_blnk has shape {tuple(experts_blnk.shape)}: expected [B,L,{wanted[0]},{wanted[1]}]"
+        )
+    check_replay(module)
+
+    def of_layer(number: int, logits: mx.array) -> mx.array:  # [B,L,E], or [B·L,E]
+        experts = experts_blnk[:, :, number].reshape(*logits.shape[:-1], -1)
+        chosen = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), experts, mx.array(True), axis=-1)
+        return mx.where(chosen, logits, -mx.inf)
+
+    with _through(blocks, of_layer):
+        yield
 
 
 @contextmanager
@@ -52,15 +93,21 @@ def recorded_routing(module: nn.Module) -> Iterator[list[mx.array]]:
     blocks = _known_blocks(module)
     logits: list[mx.array] = []
 
-    def recording(gate: nn.Module) -> Callable[[mx.array], mx.array]:
-        def call(x: mx.array) -> mx.array:
-            logits.append(cast(Any, gate)(x))
-            return logits[-1]
+    def record(number: int, found: mx.array) -> mx.array:
+        logits.append(found)
+        return found
 
-        return call
-
-    with calls_replaced((block, name, recording(block[name])) for block, name, _ in blocks):
+    with _through(blocks, record):
         yield logits
+
+
+def _through(blocks: _Blocks, function: Callable[[int, mx.array], mx.array]) -> AbstractContextManager[None]:
+    """In the block each router's logits go through a function of the router's number and the logits."""
+    gates = [(block, name, block[name]) for block, name, _, _ in blocks]
+    return calls_replaced(
+        (block, name, lambda x, number=number, gate=gate: function(number, gate(x)))
+        for number, (block, name, gate) in enumerate(gates)
+    )
 
 
 def _known_blocks(module: nn.Module) -> _Blocks:

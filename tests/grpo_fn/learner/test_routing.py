@@ -1,5 +1,6 @@
 """Models with experts: their load, and the loss that evens it, from routers that are recorded in a call."""
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.algorithm import load_balancing_loss
-from grpo_fn.learner import routing_stats
-from grpo_fn.policy import checkpoint_layers, experts_per_token, has_routers
+from grpo_fn.learner import chosen_experts, halve_batch, routing_stats, split_batch
+from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, has_routers
 from grpo_fn.policy.layers.routers import recorded_routing
+from tests.support.closeness import assert_same_gradients
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
 PROMPT, LENGTH = 3, 8
@@ -132,3 +134,97 @@ def test_what_is_refused():
             assert model.layers[0].mlp.gate is not gate
             raise RuntimeError
     assert model.layers[0].mlp.gate is gate
+
+
+REPLAYED = ("qwen3_moe", "mixtral", "gpt_oss")
+
+
+def with_experts(batch, experts_blnk):
+    """The batch with these experts for its tokens."""
+    return attrs.evolve(batch, experts_blnk=experts_blnk)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_models_own_experts_change_nothing(name):
+    """Replayed, they give the same hidden states and gradients; what is recorded is of all experts."""
+    policy, batch = g.Policy.from_module(small_model(name)), batch_of()
+    own = chosen_experts(policy, policy.params, batch)
+    assert own.shape == (3, LENGTH, 4, 2) and own.dtype == mx.uint16
+    plain, logits = policy.hidden_and_routing(policy.params, batch.tokens_bl)
+    found, recorded = policy.hidden_and_routing(policy.params, batch.tokens_bl, None, own)
+    assert mx.abs(plain - found).max().item() < 1e-5
+    assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(logits, recorded, strict=True))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    step = g.make_grad_step(policy, g.preset("grpo"))
+    one, other = step(state, batch)[0], step(state, with_experts(batch, own))[0]
+    assert_same_gradients(one.accum_grads, other.accum_grads)
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_given_experts_are_the_ones_that_compute(name):
+    """Other experts than the chosen ones: those that are shut out have no gradient, whatever is compiled."""
+    policy, batch = g.Policy.from_module(small_model(name)), batch_of()
+    experts = mx.broadcast_to(mx.array([1, 3], mx.uint16), (3, LENGTH, 4, 2))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    for compile in (False, True):
+        step = g.make_grad_step(policy, g.preset("grpo"), compile=compile)
+        grads = g.trees.named_leaves(step(state, with_experts(batch, experts))[0].accum_grads)
+        weights = [grad for path, grad in grads.items() if "experts" in path or "switch_mlp" in path]
+        assert weights
+        for grad in weights:  # [experts, …]
+            moved = mx.abs(grad).reshape(4, -1).max(axis=1) > 0
+            assert moved.tolist() == [False, True, False, True]
+
+
+def test_replay_follows_rows_into_micro_batches():
+    """Log-probs and gradient of pieces are those of the whole; a piece that shares prompts is refused."""
+    policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
+    experts = mx.random.randint(0, 2, (3, LENGTH, 4, 1), key=mx.random.key(1)) * 2
+    experts = mx.concatenate([experts, experts + 1], axis=-1).astype(mx.uint16)
+    step = g.make_logprob_step(policy)
+    whole = step(policy.params, with_experts(batch, experts))
+    assert mx.abs(whole - step(policy.params, batch)).max().item() > 1e-3
+    halves = [g.learner.take_rows(with_experts(batch, experts), [row]) for row in range(3)]
+    rows = mx.concatenate([step(policy.params, half) for half in halves])
+    assert mx.abs((whole - rows) * batch.mask_bt).max().item() < 1e-5
+    shared = attrs.evolve(batch, group_b=mx.zeros((3,), mx.int32))
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+    grad_step = g.make_grad_step(policy, g.preset("grpo"))
+    wanted = grad_step(state, with_experts(batch, experts))[0].accum_grads
+    for tokens, options in ((8, {}), (20, {}), (20, {"bucketed": False}), (1000, {"share_prompts": True})):
+        pieces = split_batch(with_experts(shared, experts), max_tokens=tokens, **options)
+        for parts in (pieces, [half for piece in pieces for half in halve_batch(piece)]):
+            assert_same_gradients(grad_step(state, parts)[0].accum_grads, wanted)
+    (piece,) = split_batch(shared, max_tokens=1000, share_prompts=True)
+    for refused in (
+        lambda: step(policy.params, with_experts(piece, experts)),
+        lambda: chosen_experts(policy, policy.params, piece),
+    ):
+        with pytest.raises(ValueError, match="without shared prompts"):
+            refused()
+
+
+def test_the_reference_keeps_its_own_routing():
+    """Experts are those of the sampler: the KL compares with the reference as it is."""
+    policy, batch = g.Policy.from_module(small_model("mixtral")), batch_of()
+    experts = mx.broadcast_to(mx.array([0, 1], mx.uint16), (3, LENGTH, 4, 2))
+    spec = g.preset("grpo", beta=0.1)
+    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0), ref_params=policy.params)
+    _, stats = g.make_grad_step(policy, spec)(state, with_experts(batch, experts))
+    own = g.make_logprob_step(policy)(policy.params, batch)
+    given = attrs.evolve(with_experts(batch, experts), ref_logp_bt=own)
+    _, wanted = g.make_grad_step(policy, spec)(state, given)
+    assert stats.kl.item() == pytest.approx(wanted.kl.item(), rel=1e-4) and stats.kl.item() > 1e-4
+
+
+def test_what_cannot_be_replayed():
+    """Weights that depend on experts that are not chosen, and arrays of another shape."""
+    for name, settings in (("qwen2_moe", {}), ("olmoe", {"norm_topk_prob": False})):
+        with pytest.raises(ValueError, match=f"{name} weights its experts by a softmax over all"):
+            check_replay(small_model(name, **settings))
+    check_replay(small_model("olmoe", norm_topk_prob=True))
+    policy = g.Policy.from_module(small_model("mixtral"))
+    with pytest.raises(ValueError, match=r"experts_blnk has shape \(3, 8, 4, 1\): expected \[B,L,4,2\]"):
+        policy.hidden(
+            policy.params, batch_of().tokens_bl, experts_blnk=mx.zeros((3, LENGTH, 4, 1), mx.uint16)
+        )

@@ -86,10 +86,10 @@ CASES = {
         [*ADAPTERS, "teacher.path=self", "teacher.hint={answer}", "teacher.form=loss"],
         [("step", 2), ("learning", 1)],
     ),
-    "experts with an even load": (
+    "experts, whose choices are replayed": (
         [
             "model.path={mixtral}",
-            "loss={router_aux_coef=0.01, sync_every=2}",
+            "loss={router_aux_coef=0.01, router_replay=true, sync_every=2}",
             "optim.num_iterations=2",
         ],
         [("sampling", 2), ("learning", 1)],

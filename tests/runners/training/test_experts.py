@@ -43,19 +43,37 @@ def test_where_no_token_counts_nothing_is_measured(tmp_path):
     assert lines and not any(NAMES & set(line) for line in lines)
 
 
+@pytest.mark.parametrize("more", [(), ("optim.num_iterations=2",), ("loss.router_aux_coef=0.01",)])
+def test_a_run_replays_the_samplers_experts(tmp_path, more):
+    """A sampler of four bits is nearer to a learner that takes its experts."""
+
+    def difference(folder, replay):
+        settings = (
+            "rollout.quantization=affine-4",
+            "rollout.group_size=32",
+            "rollout.mismatch_limit=0",
+            "rollout.calibration=none",
+            *more,
+        )
+        lines = run(folder, "mixtral", f"loss.router_replay={replay}", *settings)
+        return [line["sampling/sampling_logp_difference/mean"] for line in lines]
+
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    replayed, plain = difference(tmp_path / "with", "true"), difference(tmp_path / "without", "false")
+    assert len(replayed) == len(plain) and 0 < replayed[0] < plain[0]
+
+
 @pytest.mark.parametrize(
     ("arch", "more", "message"),
     [
-        ("llama", "", "llama has no experts .*; expected 0"),
+        ("llama", "", "llama has no experts .*; expected {off}"),
         ("mixtral", "system.grad_checkpoint=true", "checkpointed blocks do not"),
-        (
-            "mixtral",
-            "system.share_prompts=always",
-            'system.share_prompts: .*found "always": .*loss.router_aux_coef',
-        ),
+        ("mixtral", "system.share_prompts=always", 'system.share_prompts: .*found "always": .*{key}'),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(tmp_path, arch, more, message):
+@pytest.mark.parametrize(("key", "value", "off"), [("aux_coef", "0.01", "0"), ("replay", "true", "false")])
+def test_what_a_model_cannot_do_is_refused(tmp_path, arch, more, message, key, value, off):
     """Before the first rollout, in a line that names the key."""
-    with pytest.raises(UserError, match=message):
-        run(tmp_path, arch, "loss.router_aux_coef=0.01", *filter(None, [more]))
+    with pytest.raises(UserError, match=message.format(off=off, key=f"loss.router_{key}")):
+        run(tmp_path, arch, f"loss.router_{key}={value}", *filter(None, [more]))
