@@ -137,7 +137,7 @@ def model_sizes(
         and shares_prefix(module),
         trained=count,
         embedding=max(
-            (leaf.size for leaf in trained.values() if leaf.shape[0] == shape.vocabulary), default=0
+            (leaf.size for leaf in trained.values() if leaf.shape[:1] == (shape.vocabulary,)), default=0
         ),
         parameters=count + _in_dtype(frozen, compute) // compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
