@@ -82,7 +82,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
     assert read_prompt(final).prompt_form == "raw"
     many = ["--num", "2", "--max-tokens", "2"]
     done = grpo("generate", final, "Q: 1+1?", *many)
-    assert "prompts are continued as they are" in done.stderr
+    assert 'prompt_form = "raw"' in done.stderr
     again = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many, "--raw", "--no-prompt-file"])
     rows = [[json.loads(line)["completion"] for line in each.stdout.splitlines()] for each in (done, again)]
     assert rows[0] == rows[1] and len(rows[0]) == 2
