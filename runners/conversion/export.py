@@ -32,7 +32,7 @@ from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
-_LICENCE = ("license", "license_name", "license_link")
+_LICENCE, _LICENCE_LENGTH = ("license", "license_name", "license_link"), 200
 
 
 @attrs.frozen(eq=False)
@@ -240,7 +240,12 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
         data = ModelCard.load(
             file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
         ).data.to_dict()
-        return {key: str(data[key]) for key in _LICENCE if data.get(key)}
+        # A stranger wrote them: texts alone, as lists of references grow beyond any memory when spelled.
+        return {
+            key: data[key]
+            for key in _LICENCE
+            if isinstance(data.get(key), str) and 0 < len(data[key]) <= _LICENCE_LENGTH
+        }
     return {}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ _NOT_TRAVELLING = (
     METRICS,
     COMPLETIONS,
 )
+_TEMPLATES = "additional_chat_templates"
 _TOKENIZER_FILES = (
     ("tokenizer.json",),
     ("tokenizer.model",),
@@ -57,6 +59,8 @@ def resolve_model(
             f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
         )
     check_folder(folder, custom_loader=custom_loader, tokenizer=tokenizer)
+    if path not in MODELS:  # some package managers install links
+        _check_links(folder)
     return folder
 
 
@@ -125,12 +129,33 @@ def read_config(folder: Path) -> dict:
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies the files that a model needs besides config.json and weights: tokenizer, templates, own code."""
-    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
-    for file in {file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped:
+    for file in _companions(source):
         shutil.copyfile(file, target / file.name)
-    templates = source / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, target / templates.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+
+
+def _companions(source: Path) -> set[Path]:
+    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
+    return {file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped
+
+
+def _check_links(folder: Path) -> None:
+    """Raises UserError if a file that `copy_companions` takes is a link that leads out of the folder.
+
+    A stranger's folder could otherwise have any file of yours exported, and uploaded, with its model. In the
+    Hub's cache links lead to the blobs beside the snapshots.
+    """
+    root = folder.resolve()
+    snapshots = [path for path in root.parents if path.name == "snapshots"]
+    allowed = [root, *(path.parent / "blobs" for path in snapshots)]
+    templates = folder / _TEMPLATES
+    for file in sorted({*_companions(folder), templates, *templates.rglob("*")}):
+        if file.is_symlink() and not any(map(Path(os.path.realpath(file)).is_relative_to, allowed)):
+            raise UserError(
+                f"{folder}: {file.relative_to(folder)} is a link that leads out of the folder; "
+                "copy the file into it"
+            )
 
 
 def _is_weights(name: str) -> bool:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,9 +25,6 @@ from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
 from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
-
-if TYPE_CHECKING:
-    pass
 
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it
 

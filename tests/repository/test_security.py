@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from runners.config.loading import load_config
+from runners.conversion.export import open_source
 from runners.data.rendering import render
 from runners.errors import UserError, one_line
 from runners.models import model_reader
+from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -157,3 +159,30 @@ def test_chat_templates_are_rendered_in_a_sandbox(folder, tmp_path, monkeypatch,
         render(tokenizer, ({"role": "user", "content": "hi"},))
     assert "\n" not in str(caught.value)
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "additional_chat_templates", "additional_chat_templates/a.jinja"]
+)
+def test_no_link_of_a_model_takes_a_file_of_the_user_along(folder, tmp_path, name):
+    """Export copies what lies beside the weights, and may upload it."""
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text(PLANTED)
+    link = folder / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "secret" if link.suffix == "" else tmp_path / "secret" / "key")
+    with pytest.raises(UserError, match=f"{name} is a link that leads out of the folder"):
+        open_source(str(folder), tmp_path / "out")
+
+
+def test_links_of_the_hubs_cache_lead_to_its_blobs(folder, tmp_path):
+    """And a link inside of the folder to another file of it; the folder itself may be reached by one."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "main"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "notes.txt").symlink_to("tokenizer_config.json")
+    (tmp_path / "alias").symlink_to(snapshot)
+    assert resolve_model(str(tmp_path / "alias")) == snapshot

@@ -37,12 +37,20 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
     """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the user stays.
 
     Each version and each GPU has its own, because home folders may be shared, and each rank: MLX writes
-    programs in place, and ranks compile the same ones at the same time.
+    programs in place, and ranks compile the same ones at the same time. What a process that was killed has
+    left half-written would end every later run: MLX writes a program's source last.
     """
-    name = f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{os.environ.get('MLX_RANK', '0')}"
-    folder = Path(os.environ.setdefault(_VARIABLE, str(cache_folder() / "gpu-programs" / name)))
+    if os.environ.get(_VARIABLE):
+        return
+    rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+    folder = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{rank}"
+    os.environ[_VARIABLE] = str(folder)
     with contextlib.suppress(OSError):  # MLX then compiles without keeping programs
         folder.mkdir(parents=True, exist_ok=True)
+        for code in folder.rglob("*.ptx"):
+            source = code.with_suffix(".cu")
+            if not source.exists() or source.stat().st_size == 0:
+                code.unlink()
 
 
 def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilation:

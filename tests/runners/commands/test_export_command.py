@@ -242,3 +242,14 @@ def test_the_bases_licence_is_on_the_card(export, tmp_path):
         data = ModelCard.load(tmp_path / place / "README.md").data
         assert (data.license, data.license_name) == ("other", "my-licence")
         assert data.license_link == "https://a.b/LICENSE" and data.tags == ["mlx"]
+
+
+def test_a_licence_that_is_no_short_text_is_left_out(export, tmp_path):
+    """Lists of references to lists would have 10^20 parts when spelled."""
+    base = make_model_folder(tmp_path / "base")
+    lists = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(20)]
+    front = ["---", *lists, "license: *a19", f"license_name: {'x' * 300}", "license_link: a.b", "---", ""]
+    (base / "README.md").write_text("\n".join(front))
+    assert export("base", "--out", "made").exit_code == 0
+    data = ModelCard.load(tmp_path / "made" / "README.md").data
+    assert (data.license, data.license_name, data.license_link) == (None, None, "a.b")

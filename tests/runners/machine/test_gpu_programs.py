@@ -48,10 +48,28 @@ def test_programs_are_kept_by_version_gpu_and_rank(monkeypatch, tmp_path):
     keep_programs("9", "sm_100")
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept)
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")
-    monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")  # mpirun's
     (tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-1").touch()
     keep_programs("0.32.4", "sm_90")
     assert os.environ["MLX_PTX_CACHE_DIR"].endswith("rank-1")
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    monkeypatch.setenv("MLX_RANK", "2")  # mlx.launch's
+    keep_programs("0.32.4", "sm_90")
+    assert os.environ["MLX_PTX_CACHE_DIR"].endswith("rank-2")
+
+
+def test_half_written_programs_are_compiled_again(monkeypatch, tmp_path):
+    """MLX writes code, names and source, in this order, and takes any code that it finds."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
+    kept = tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-0"
+    (kept / "long").mkdir(parents=True)
+    for name, source in (("whole", "source"), ("long/whole", "source"), ("killed", None), ("full_disk", "")):
+        (kept / f"{name}.ptx").write_text("code")
+        if source is not None:
+            (kept / f"{name}.cu").write_text(source)
+    keep_programs("0.32.4", "sm_90")
+    assert {str(path.relative_to(kept)) for path in kept.rglob("*.ptx")} == {"whole.ptx", "long/whole.ptx"}
 
 
 def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
