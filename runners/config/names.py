@@ -15,8 +15,6 @@ TASKS = "reasoning-gym:"
 TASK_SCORE = "runners.rewards.task_score:task_score"
 """How `data.source` names a task of reasoning-gym, and the reward that is its own scoring."""
 
-"""The name of nanochat's environment, for `env.factory`."""
-
 REWARD_NAMES = (
     "correctness_reward_func",
     "int_reward_func",

@@ -75,7 +75,9 @@ def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Setti
         if any(known[0] == key for known in keys):
             settings.put((key,), value, label)
         else:
-            settings.fault((key,), f"unknown key{key_hint((key,), keys)}")
+            moved = "; MLX-GRPO's keys are in sections here: docs/migrating.md"
+            hint = moved if key in ("model_name", "mlx_grpo") else key_hint((key,), keys)
+            settings.fault((key,), f"unknown key{hint}")
     return settings
 
 

@@ -92,6 +92,7 @@ def faults(tmp_path, monkeypatch):
             'expected 1.0, or loss.ref_sync_every = 0, with loss.ref_quantization = "affine-4", which keeps',
         ),
         ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
+        ('model_name = "a"', "unknown key; MLX-GRPO's keys are in sections here: docs/migrating.md"),
     ],
 )
 def test_one_fault_is_one_line(faults, text, line):
