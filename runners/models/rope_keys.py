@@ -190,10 +190,11 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     name, layers = "sliding_window_pattern", config.get("layer_types")
     if name not in reader.keys or name in config or not layers:
         return {}
-    every = config.get(f"_{name}") or [*layers, _FULL].index(_FULL) + 1
-    if any((layer == _FULL) != (at % every == 0) for at, layer in enumerate(layers, 1)):
-        raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
-    return {name: every}
+    stated = config.get(f"_{name}")
+    for every in (*([stated] if stated else []), *range(1, len(layers) + 2)):
+        if all((layer == _FULL) == (at % every == 0) for at, layer in enumerate(layers, 1)):
+            return {name: every}
+    raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
 
 
 def _scaling(
