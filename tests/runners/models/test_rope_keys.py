@@ -103,7 +103,13 @@ def scaling(table, **changes):
             {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
         ),
         (
-            config("gemma3_text", LAYERS, layer_types=["sliding_attention", "full_attention"] * 3),
+            # transformers states 6, its default, whatever the layers are.
+            config(
+                "gemma3_text",
+                LAYERS,
+                layer_types=["sliding_attention", "full_attention"] * 3,
+                _sliding_window_pattern=6,
+            ),
             {
                 "rope_theta": 2e6,
                 "rope_local_base_freq": 3e4,
