@@ -122,9 +122,11 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
 
 @contextmanager
 def _unfused() -> Iterator[None]:
-    """Traces inside the block keep their operations as they are."""
+    """Traces inside the block keep their operations as they are. Disabled compiling stays disabled."""
     setter = _mode_setter()
-    assert setter is not None
+    if setter is None or not _compiles():
+        yield
+        return
     setter(_UNFUSED)
     try:
         yield
@@ -142,3 +144,12 @@ def _mode_setter() -> Callable[[int], Any] | None:
         except (OSError, AttributeError):
             continue
     return None
+
+
+def _compiles() -> bool:
+    """Whether mx.compile compiles: `mx.disable_compile` may have been called."""
+    calls = []
+    probe = mx.compile(lambda x: calls.append(1) or x + 1)
+    for _ in range(2):
+        probe(mx.array(0))
+    return len(calls) == 1

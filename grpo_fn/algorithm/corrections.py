@@ -70,16 +70,17 @@ class Correction(NamedTuple):
 
     function: Callable[..., mx.array]  # (ratio_bt, q_b1, **fields) -> weight_bt
     fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
+    by_sequence: bool = False  # it uses q
 
 
 CORRECTIONS: dict[str, Correction] = {
     "none": Correction(unweighted),
     "token_truncate": Correction(token_truncate, ("correction_floor", "correction_cap")),
     "token_mask": Correction(token_mask, ("correction_range",)),
-    "sequence_truncate": Correction(sequence_truncate, ("correction_floor", "correction_cap")),
+    "sequence_truncate": Correction(sequence_truncate, ("correction_floor", "correction_cap"), True),
     # These two need a `sequence_range`. With the product the second is TRL's `sequence_mask`.
     "sequence_mask": Correction(unweighted),
-    "sequence_mask_weighted": Correction(sequence_weight),
+    "sequence_mask_weighted": Correction(sequence_weight, by_sequence=True),
 }
 
 

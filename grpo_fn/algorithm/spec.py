@@ -163,3 +163,15 @@ class LossSpec:
                 f"sequence_range = {self.sequence_range} has no effect with correction = 'none'; "
                 "use correction = 'sequence_mask'"
             )
+        correction = CORRECTIONS[self.correction]
+        if self.correction_floor > 0 and "correction_floor" not in correction.fields:
+            raise ValueError(
+                f"correction_floor = {self.correction_floor} has no effect with correction = "
+                f"{self.correction!r}; it is the lower bound of 'token_truncate' and 'sequence_truncate'"
+            )
+        by_sequence = correction.by_sequence or self.sequence_range is not None
+        if self.sequence_ratio == "product" and not by_sequence:
+            raise ValueError(
+                f"sequence_ratio = 'product' has no effect with correction = {self.correction!r} and no "
+                "sequence_range: nothing is judged by the sequence"
+            )

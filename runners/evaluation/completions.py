@@ -144,7 +144,7 @@ class Evaluator:
         """A conversation's completion with its counts, and whether it is a success."""
         fault, own = played.faults[row], self.environments and self.environments.reward
         success = None if one.right is None else one.right and not fault
-        if own is not None:
+        if own is not None and own.name in one.rewards:
             success = (one.rewards[own.name] or 0.0) >= SUCCESS
         return attrs.evolve(
             one,

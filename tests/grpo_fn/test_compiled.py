@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn import compile as compile_module
 from grpo_fn.compile import Compiled
 from grpo_fn.trees import arrays_of
 from tests.support.properties.examples import examples
@@ -207,3 +208,14 @@ def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
         unfused = step(*args)
     assert step.traces == 1
     assert mx.allclose(unfused["y"], Compiled(function)(*args)["y"], rtol=1e-6).item()
+
+
+def test_an_unfused_step_leaves_compiling_disabled():
+    """Whoever has called mx.disable_compile() keeps what they asked for."""
+    mx.disable_compile()
+    try:
+        Compiled(lambda x: x + 1, fuse=False)(mx.array(1))
+        assert not compile_module._compiles()
+    finally:
+        mx.enable_compile()
+    assert compile_module._compiles()

@@ -1,31 +1,73 @@
-"""Tables of learned positions, GPT-2's `wpe`: how many there are, and no lookup outside of them.
+"""Tables of learned positions, such as GPT-2's `wpe`: how many there are, and no lookup outside of them.
 
 MLX reads past the end of a table, and a gradient writes there: numbers of other arrays, NaN, or a crash.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.layers import CANNOT_CALL
+from grpo_fn.trees import on_host
+
+_PROBED = 3  # tokens
+
 
 def bound_positions(module: nn.Module) -> int | None:
     """How many positions the module has learned; None: it has no table of positions.
 
-    mlx-lm's models that have one (gpt2, gpt_bigcode) call it `wpe`. From then on places behind the table,
-    which only padding may have, take its last row.
+    A table is one whose rows are taken by the tokens' places. A call shows it, of which only the places are
+    computed. From then on places behind the table, which only padding may have, take its last row.
     """
-    tables: list[Any] = [layer for path, layer in module.named_modules() if path.split(".")[-1] == "wpe"]
-    sizes = [getattr(table, "embedding", table)["weight"].shape[0] for table in tables]
-    for table, rows in zip(tables, sizes, strict=True):
-        table.__class__ = _bounded(type(table), rows - 1)
-    return min(sizes, default=None)
+    tables = [layer for layer in module.modules() if isinstance(layer, _kinds())]
+    if len(tables) < 2:
+        return None
+    taken: list[tuple[Any, mx.array]] = []
+    with _recorded(tables, taken), suppress(*CANNOT_CALL):
+        module(mx.zeros((1, _PROBED), mx.int32))
+    most: list[int] = []
+    for table, places in taken:
+        found = on_host(places.reshape(-1)) if places.size == _PROBED else []
+        if found and found == list(range(found[0], found[0] + _PROBED)):
+            rows = getattr(table, "embedding", table)["weight"].shape[0]
+            most.append(rows - found[0])
+            table.__class__ = _bounded(type(table), rows - 1)
+    return min(most, default=None)
 
 
 def is_position_table(layer: Any) -> bool:
     """Whether `bound_positions` has found the layer to be one."""
     return "bounded" in vars(type(layer))
+
+
+@functools.cache
+def _kinds() -> tuple[type[nn.Module], ...]:
+    from mlx_lm.tuner.dora import DoRAEmbedding
+    from mlx_lm.tuner.lora import LoRAEmbedding
+
+    return nn.Embedding, nn.QuantizedEmbedding, LoRAEmbedding, DoRAEmbedding
+
+
+@contextmanager
+def _recorded(tables: Sequence[Any], taken: list[tuple[Any, mx.array]]) -> Iterator[None]:
+    """Until the end of the block, what is looked up in the tables goes into `taken` as well."""
+    kinds = [type(table) for table in tables]
+    try:
+        for table, kind in zip(tables, kinds, strict=True):
+
+            def call(self: Any, x: mx.array, kind: type[Any] = kind) -> mx.array:
+                taken.append((self, x))
+                return kind.__call__(self, x)
+
+            table.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+        yield
+    finally:
+        for table, kind in zip(tables, kinds, strict=True):
+            table.__class__ = kind
 
 
 @functools.cache

@@ -76,14 +76,32 @@ def test_more_tokens_than_positions_are_refused(name):
     assert completion_logprobs(policy, policy.params, [3] * 9, [4] * 4).shape == (4,)
 
 
-def test_adapters_and_packed_tables_are_tables_too():
-    """They have as many positions, and take their last row for places behind it."""
+class Shifted(nn.Module):
+    """Positions begin with the table's third row, as OPT's do; other tables are of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.kinds, self.places = (nn.Embedding(rows, 8) for rows in (32, 5, 12))
+        self.head = nn.Linear(8, 32)
+        self.layers = []
+
+    def __call__(self, inputs, cache=None):
+        """Logits."""
+        places = mx.arange(2, 2 + inputs.shape[1])
+        return self.head(self.tokens(inputs) + self.kinds(inputs % 5) + self.places(places))
+
+
+def test_tables_are_found_by_what_is_looked_up():
+    """Not by their names; adapters and packed tables are tables too."""
     from mlx_lm.tuner.lora import LoRAEmbedding
 
+    module = Shifted()
+    assert bound_positions(module) == bound_positions(module) == 10
+    assert mx.array_equal(module.places(mx.array([40])), module.places(mx.array([11])))
     adapted, packed = made("gpt2"), made("gpt2")
     adapted.model.wpe = LoRAEmbedding.from_base(adapted.model.wpe, r=2)
     packed.model.wpe = nn.Embedding(POSITIONS, 32).to_quantized(32, 4)
     packed.model.wte = nn.Embedding(32, 32)
     for model in (adapted, packed):
-        assert bound_positions(model) == bound_positions(model) == POSITIONS
+        assert bound_positions(model) == POSITIONS
         assert mx.array_equal(model.model.wpe(mx.array([40])), model.model.wpe(mx.array([12])))
