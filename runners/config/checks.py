@@ -257,6 +257,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     rows = optim.batch_size * rollout.num_generations
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
+    modes = {rollout.quantization, loss.ref_quantization} - {"none"}
     measures = rewards or built["sft"].only or built["env"].factory
     or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
@@ -273,6 +274,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
             'a file of `grpo difficulty` with data.curriculum = "static"'),
+        ("rollout.group_size", rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
+            f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
             '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations", '

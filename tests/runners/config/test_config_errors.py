@@ -84,6 +84,10 @@ def faults(tmp_path, monkeypatch):
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
         ("data.image = 'p'\nenv.factory = 'a:A'", 'expected "" with data.image = "p", found "a:A"'),
         (
+            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
+            "expected 0 with mxfp4, whose groups have a fixed size, found 64",
+        ),
+        (
             'loss = {beta = 0.1, ref_quantization = "affine-4"}\nmodel.tune = "lora"',
             'expected "none" with model.tune = "lora", where the reference is the unchanged base, found "aff',
         ),
