@@ -42,7 +42,6 @@ def find_runs(folder: Path) -> list[RunSummary]:
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
     record, state = RunRecord(folder), "running" if is_running(folder) else "stopped"
-    record.refresh()
     if state != "running" and interrupted(folder) is not None:
         state = "interrupted"
     elif state != "running" and (folder / "final" / "config.json").is_file():

@@ -67,49 +67,25 @@ class JsonLines:
 
 
 class LineFile:
-    """The complete lines of a file, each returned once; text after the last line feed waits.
+    """The complete lines of a file; text after the last line feed is none yet."""
 
-    If the file was cut, or another file has its name, reading starts over; `generation` counts that.
-    """
-
-    def __init__(self, path: Path, generation: int = 0) -> None:
-        """The file need not exist yet."""
+    def __init__(self, path: Path) -> None:
+        """The file need not exist."""
         self.path = path
-        self.generation = generation
-        self.bad = 0  # lines that are not JSON objects
-        self._place = 0
-        self._identity: tuple[int, int] | None = None
-
-    def restarted(self) -> bool:
-        """Whether the next `read` starts over. If it is called before each `read`, none is missed."""
-        try:
-            found = os.lstat(self.path)
-        except OSError:  # being renamed, or not there yet: what was read stays
-            return False
-        identity, before = (found.st_dev, found.st_ino), self._identity
-        over = before is not None and (identity != before or found.st_size < self._place)
-        if over:
-            self.generation += 1
-            self._place, self.bad = 0, 0
-        self._identity = identity
-        return over
+        self.bad = 0  # lines of the last `read` that are not JSON objects
 
     def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-        """The objects of the new lines; if `wanted` is given, only of lines whose bytes it accepts.
+        """The objects of the lines; if `wanted` is given, only of lines whose bytes it accepts.
 
-        Lines that are not JSON objects are counted in `bad`. UserError if the file cannot be read.
+        UserError if the file cannot be read.
         """
-        self.restarted()
+        self.bad = 0
         try:
             with open_file(self.path) as stream:
-                stream.seek(self._place)
                 for line in stream:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._place += len(line)
-                    if line.strip() and (wanted is None or wanted(line)):
+                    if line.endswith(b"\n") and line.strip() and (wanted is None or wanted(line)):
                         yield from self._object(line)
-        except FileNotFoundError:  # being renamed
+        except FileNotFoundError:  # perhaps being renamed
             return
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error

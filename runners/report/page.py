@@ -19,8 +19,7 @@ from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.durable import save_text
 from runners.metrics import METRICS
-from runners.report.live_run import LiveRun
-from runners.report.page_json import packed
+from runners.report.run_data import packed, run_data
 
 MOST_PAGE_BYTES = 96_000_000  # of completions.jsonl in a page, unless all is asked for
 REPORT = "report.html"
@@ -45,10 +44,9 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are used.
     Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
-    found = [LiveRun(Path(run), max(most_bytes // len(runs), 1)) for run in runs]
     shown, pieces = [], {}
-    for number, run in enumerate(found):
-        content, more = run.content(f"{number}/")
+    for number, run in enumerate(runs):
+        content, more = run_data(run, max(most_bytes // len(runs), 1), f"{number}/")
         shown.append(content)
         pieces |= more
     pieces["start"] = packed({"runs": shown})

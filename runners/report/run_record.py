@@ -13,45 +13,32 @@ from runners.errors import UserError, did_you_mean
 from runners.files.json_files import finite_number, open_file
 from runners.files.json_lines import LineFile
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
-from runners.report.page_json import plain_number
 
 _MOST_EVENTS = 2000  # in a page
 _TEXT = 2000  # characters of an event
+_DIGITS = 1 << 53  # whole numbers below it are exact in a browser
 
 
 class RunRecord:
-    """A run's folder at the last `refresh`. Other processes may be writing there."""
+    """A run's folder as it is now. Other processes may be writing there."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads nothing yet. UserError if the folder holds no run."""
+        """Reads config, metrics and events. UserError if the folder holds no run."""
         self.folder = find_run(folder)
-        self.config: Mapping[str, Mapping[str, Any]] = {}
-        self._metrics, self._events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
+        self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
         self.columns: dict[str, list[Any]] = {}  # of the metrics' lines: name -> one entry a line
         self.lines = 0
         self.nonfinite: list[tuple[int, str]] = []  # line, name
-        self.events: list[dict[str, Any]] = []
-
-    def refresh(self) -> None:
-        """Reads new content."""
-        self.config = self.config or recorded_in(self.folder)
-        if self._metrics.restarted():
-            self.columns, self.lines, self.nonfinite = {}, 0, []
-        if self._events.restarted():
-            self.events = []
-        for line in self._metrics.read():
+        metrics, events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
+        for line in metrics.read():
             self._add(line)
-        self.events += self._events.read()
+        self.events = list(events.read())
+        self.bad_lines = metrics.bad + events.bad  # that could not be read
 
     @property
     def name(self) -> str:
         """The run's name; the folder's name if the config has none."""
         return self.config.get("run", {}).get("name") or self.folder.name
-
-    @property
-    def bad_lines(self) -> int:
-        """Lines of the two files that could not be read."""
-        return self._metrics.bad + self._events.bad
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None: it was never logged."""
@@ -86,10 +73,6 @@ class RunRecord:
             "events": [_event(event) for event in self.events[-_MOST_EVENTS:]],
         }
 
-    def metrics(self) -> dict[str, Any]:
-        """The metrics' lines by columns; None if a line lacks the number."""
-        return {"lines": self.lines, "columns": self.columns, "nonfinite": self.nonfinite}
-
     def _add(self, line: Mapping[str, Any]) -> None:
         broken = line.get("nonfinite")
         self.nonfinite += [(self.lines, str(name)) for name in broken] if isinstance(broken, list) else []
@@ -100,6 +83,14 @@ class RunRecord:
         self.lines += 1
         for column in self.columns.values():
             column += [None] * (self.lines - len(column))
+
+
+def plain_number(value: Any) -> float | int | None:
+    """A number with seven significant digits, whole ones exact; None for anything but a finite number."""
+    if type(value) is int and abs(value) < _DIGITS:
+        return value
+    number = finite_number(value)
+    return None if number is None else float(f"{number:.7g}")
 
 
 def find_run(folder: Path) -> Path:

@@ -5,7 +5,11 @@ Only requests whose Host is the server's own get an answer: a browser lets no ot
 
 from __future__ import annotations
 
+import base64
+import os
 import sys
+import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -13,9 +17,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from runners.errors import UserError, error_line, one_line
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
 from runners.machine.terminal import echo
-from runners.report.live_run import LiveRun
 from runners.report.page import page
+from runners.report.run_data import packed, run_data
+from runners.report.run_record import find_run, is_running
 
 HOST, PORT = "127.0.0.1", 8517
 MOST_BYTES = 16_000_000  # of completions.jsonl in the page, which gets all of its data after each update
@@ -34,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        status, kind, content = answer(self.server.run, self.path, self.headers.get("Host", ""))
+        status, kind, content = self.server.page.answer(self.path, self.headers.get("Host", ""))
         self.send_response(status)
         for name, value in {"Content-Type": kind, **_HEADERS}.items():
             self.send_header(name, value)
@@ -54,7 +60,7 @@ class Server(ThreadingTCPServer):
 
     def __init__(self, folder: Path, port: int) -> None:
         """Listens on the port, or on a free one if it is taken. UserError without a run."""
-        self.run = LiveRun(folder, MOST_BYTES)
+        self.page = LivePage(folder)
         try:
             super().__init__((HOST, port), _Handler)
         except OSError:
@@ -68,22 +74,50 @@ class Server(ThreadingTCPServer):
             echo(error_line(error), err=True)
 
 
-def answer(run: LiveRun, target: str, host: str) -> Answer:
-    """The answer to a request for `target` with this Host: the page, or its data unless it has them."""
-    if host.rpartition(":")[0] not in _NAMES:
-        return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
-    path, _, seen = target.partition("?")
-    try:
-        if path == "/":
-            text = page(run.record.folder.name, {}, {"mode": "live", "at": "data"})
-            return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
-        if path != "/data":
-            return _text(404, "there is nothing here")
-        if seen and unquote(seen) == run.signature():
-            return 204, "text/plain", b""
-        return 200, "application/octet-stream", run.data()
-    except UserError as error:
-        return _text(503, one_line(str(error), {}))
+class LivePage:
+    """A run's page, and its data whenever its files have changed. Several threads may use it."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        """UserError if the folder holds no run."""
+        self.folder, self._most_bytes = find_run(folder), most_bytes
+        self._guard = threading.Lock()
+        self._seen, self._data = "", b""
+
+    def answer(self, target: str, host: str) -> Answer:
+        """The answer to a request for `target` with this Host: the page, or its data unless it has them."""
+        if host.rpartition(":")[0] not in _NAMES:
+            return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
+        path, _, seen = target.partition("?")
+        try:
+            if path == "/":
+                text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
+                return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
+            if path != "/data":
+                return _text(404, "there is nothing here")
+            if seen and unquote(seen) == self.signature():
+                return 204, "text/plain", b""
+            return 200, "application/octet-stream", self.data()
+        except UserError as error:
+            return _text(503, one_line(str(error), {}))
+
+    def signature(self) -> str:
+        """A text that changes when a file has changed or the run has ended."""
+        found = []
+        for name in (METRICS, EVENTS, COMPLETIONS, EVALUATIONS):
+            with suppress(OSError):
+                facts = os.stat(self.folder / name)
+                found.append((name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+        return f"{found}{is_running(self.folder)}"
+
+    def data(self) -> bytes:
+        """The run's data, compressed, with its pieces in `blobs`; read again only after a change."""
+        with self._guard:
+            seen = self.signature()
+            if seen != self._seen:
+                content, pieces = run_data(self.folder, self._most_bytes)
+                blobs = {name: base64.b64encode(piece).decode("ascii") for name, piece in pieces.items()}
+                self._seen, self._data = seen, packed({"seen": seen, **content, "blobs": blobs})
+            return self._data
 
 
 def _text(status: int, text: str) -> Answer:

@@ -10,8 +10,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.report import write_report
-from runners.report.live_run import LiveRun
-from runners.report.server import answer
+from runners.report.server import LivePage
 from tests.runners.report.test_server import HOST
 from tests.support.runs.report_runs import make_run
 
@@ -75,9 +74,9 @@ def strict(text):
 def test_a_foreign_run_is_a_page_or_a_line(tmp_path, kind):
     """In strict JSON, without a file's content that is not the run's."""
     FOREIGN[kind](make_run(tmp_path / "odd", end=None))
-    live = LiveRun(tmp_path / "odd")
-    assert answer(live, "/", HOST)[0] == 200
-    status, _, body = answer(live, "/data", HOST)
+    live = LivePage(tmp_path / "odd")
+    assert live.answer("/", HOST)[0] == 200
+    status, _, body = live.answer("/data", HOST)
     assert status in (200, 503) and b"secret-" not in body
     if status == 200:
         data = strict(zlib.decompress(body))

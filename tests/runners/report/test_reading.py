@@ -1,17 +1,15 @@
 """Reading a run's files while they grow, are cut, renamed, or hold what is no JSON."""
 
-import os
-
 import pytest
 
 from runners.config.loading import load_config
 from runners.files.json_lines import LineFile
-from runners.report.completion_rows import PartMaker
+from runners.report.run_data import completion_parts
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running
 
 
-def test_each_whole_line_comes_once(tmp_path):
+def test_only_whole_lines_are_read(tmp_path):
     """What is behind the last line feed waits until it is whole."""
     path = tmp_path / "a.jsonl"
     file = LineFile(path)
@@ -20,8 +18,7 @@ def test_each_whole_line_comes_once(tmp_path):
     assert list(file.read()) == [{"a": 1}, {"a": 2}]
     with open(path, "ab") as stream:
         stream.write(b": 3}\n")
-    assert list(file.read()) == [{"a": 3}]
-    assert list(file.read()) == [] and file.bad == 0
+    assert list(file.read()) == [{"a": 1}, {"a": 2}, {"a": 3}] and file.bad == 0
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b"{", b'"x"', b"1},{2", b"[" * 100_000])
@@ -34,34 +31,16 @@ def test_a_line_that_is_no_object_is_counted(tmp_path, line):
     assert file.bad == 1
 
 
-def test_a_cut_or_replaced_file_is_read_again(tmp_path):
-    """And one that is gone for a moment is not."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}\n')
-    file = LineFile(path)
-    list(file.read())
-    path.write_text('{"a": 3}\n')
-    assert file.restarted() and list(file.read()) == [{"a": 3}]
-    os.replace(path, tmp_path / "a.previous.jsonl")
-    assert not file.restarted()
-    path.write_text('{"a": 4}\n{"a": 5}\n')
-    assert file.restarted() and [line["a"] for line in file.read()] == [4, 5]
-    assert file.generation == 2
-
-
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
 def test_a_runs_state_is_that_of_its_end_event(tmp_path, state):
     """However the run ended."""
-    record = RunRecord(make_run(tmp_path / "run", end=state))
-    record.refresh()
-    assert record.state() == state
+    assert RunRecord(make_run(tmp_path / "run", end=state)).state() == state
 
 
 def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
     """It runs while the process that its lock names is alive."""
     folder = make_run(tmp_path / "run", end=None)
     record = RunRecord(folder)
-    record.refresh()
     assert record.state() == "interrupted"
     mark_running(folder)
     assert record.state() == "running"
@@ -72,7 +51,6 @@ def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
 def test_numbers_that_are_not_finite_are_named(tmp_path):
     """They are gaps in their column, and their places are kept."""
     record = RunRecord(make_run(tmp_path / "run", nan_at=3))
-    record.refresh()
     line = record.columns["update"].index(3)
     assert (line, "loss") in record.nonfinite and (line, "grad_norm") in record.nonfinite
     assert record.columns["loss"][line] is None and record.columns["kl"][line] is None
@@ -90,8 +68,7 @@ def test_what_differs_from_the_defaults():
 
 def test_groups_are_the_completions_of_a_prompt_in_a_batch_step():
     """Two groups of the same prompt side by side are told apart by their size."""
-    maker = PartMaker(group_size=2)
-    for step, prompt in [(1, "a"), (1, "a"), (1, "a"), (1, "a"), (2, "a"), (2, "a"), (2, "b")]:
-        maker.add({"batch_step": step, "prompt": prompt})
-    assert [record["_group"] for record in maker.waiting] == [0, 0, 1, 1, 2, 2, 3]
-    assert [record["_prompt"] for record in maker.waiting] == [0, 0, 0, 0, 0, 0, 1]
+    asked = [(1, "a"), (1, "a"), (1, "a"), (1, "a"), (2, "a"), (2, "a"), (2, "b")]
+    (part,) = completion_parts(({"batch_step": step, "prompt": prompt} for step, prompt in asked), 2)
+    assert [record["_group"] for record in part] == [0, 0, 1, 1, 2, 2, 3]
+    assert [record["_prompt"] for record in part] == [0, 0, 0, 0, 0, 0, 1]

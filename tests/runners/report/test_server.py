@@ -11,8 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from runners.files.json_lines import JsonLines
-from runners.report.live_run import LiveRun
-from runners.report.server import Server, answer
+from runners.report.server import LivePage, Server
 from tests.support.commands import grpo
 from tests.support.runs.report_runs import make_run, write_update
 
@@ -29,8 +28,8 @@ def unpacked(answer):
 @pytest.fixture
 def ask(tmp_path):
     """Asks the page of a run."""
-    run = LiveRun(make_run(tmp_path / "run"))
-    return lambda path, host=HOST: answer(run, path, host)
+    page = LivePage(make_run(tmp_path / "run"))
+    return lambda path, host=HOST: page.answer(path, host)
 
 
 @contextmanager
@@ -68,19 +67,19 @@ def test_other_hosts_are_refused(ask, host):
 
 
 def test_a_restarted_run_is_read_again(tmp_path):
-    """Its pieces have other names than before."""
+    """Pieces with other content have other names than before: a browser keeps what it has opened."""
     folder = make_run(tmp_path / "run")
-    live = LiveRun(folder)
+    live = LivePage(folder)
     before = json.loads(zlib.decompress(live.data()))
     for name in ("training_log", "completions"):
         (folder / f"{name}.jsonl").rename(folder / f"{name}.previous.jsonl")
-    make_run(tmp_path / "again")
+    make_run(tmp_path / "again", texts=("other", "texts"))
     for name in ("training_log", "completions"):
         (tmp_path / "again" / f"{name}.jsonl").rename(folder / f"{name}.jsonl")
     assert live.signature() != before["seen"]
     after = json.loads(zlib.decompress(live.data()))
     assert after["metrics"]["lines"] == before["metrics"]["lines"]
-    assert len(after["blobs"]) == len(before["blobs"]) and not {*after["blobs"]} & {*before["blobs"]}
+    assert after["completions"]["parts"][0]["texts"] not in before["blobs"]
 
 
 def test_clients_get_whole_lines_while_they_are_written(tmp_path):
@@ -111,17 +110,17 @@ def test_of_completions_that_grow_large_fewer_updates_are_shown(tmp_path):
     """An answer has all that are shown, so that their bytes are bounded while a run goes on."""
     folder = make_run(tmp_path / "run", updates=3)
     path = folder / "completions.jsonl"
-    run = LiveRun(folder, 2 * path.stat().st_size)
+    page = LivePage(folder, 2 * path.stat().st_size)
 
     def shown():
-        found = unpacked(answer(run, "/data", HOST))["completions"]
+        found = unpacked(page.answer("/data", HOST))["completions"]
         return found["rows"], found["left_out"]
 
     assert shown() == (24, 0)
     with closing(JsonLines(path, keep=1 << 40)) as grown, closing(JsonLines(tmp_path / "rest")) as rest:
         for update in range(4, 13):
             write_update({"completions": grown, "training_log": rest, "evaluations": rest}, update)
-    assert shown() == (8 * 4, 8)  # of updates 1, 3 (the log's last), 5, 9
+    assert shown() == (8 * 6, 6)  # of updates 1, 3, 5, 7, 9, 11
 
 
 def test_a_taken_port_is_replaced_by_a_free_one(tmp_path):

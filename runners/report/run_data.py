@@ -1,0 +1,201 @@
+"""A run's data for the page: its facts and metrics, and pieces that a browser opens one by one.
+
+The pieces are deflated JSON: completions in parts, numbers and texts apart, and evaluations.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from runners.files.json_lines import LineFile
+from runners.files.run_files import COMPLETIONS, EVALUATIONS
+from runners.report.run_record import RunRecord, plain_number
+
+ROWS = 2048  # of a part
+_MORE = ("metrics", "extra", "messages")
+_UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
+_LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
+_DEEPEST = 50  # of nested values
+
+
+def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The run's data for a page, and its pieces by the names that the data has for them.
+
+    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used. UserError
+    if the folder holds no run, or if a file cannot be read.
+    """
+    record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
+    lines = LineFile(record.folder / COMPLETIONS)
+    size = os.path.getsize(lines.path) if lines.path.is_file() else 0
+    stride = max(-(-size // most_bytes), 1)  # of the updates that are used
+
+    def wanted(line: bytes) -> bool:
+        """Whether a line is of one of the evenly spread updates, of the last one, or of none."""
+        found = _UPDATE.match(line)
+        update = int(found[2]) if found else 1
+        used = (update - 1) % stride == 0 or update == record.last("update")
+        if not used:
+            left_out.add(update)
+        return used
+
+    def placed(name: str, value: Any) -> str:
+        # What changes gets another name: a browser keeps what it has opened.
+        piece = packed(value)
+        at = f"{prefix}{name}-{zlib.crc32(piece):x}"
+        pieces[at] = piece
+        return at
+
+    group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
+    for rows in completion_parts(lines.read(wanted if stride > 1 else None), group_size):
+        name = f"part/{len(parts)}"
+        numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
+        parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
+    evaluations = sorted(_evaluations(LineFile(record.folder / EVALUATIONS).read()).items())
+    content = {
+        **record.facts(),
+        "bad_lines": record.bad_lines + lines.bad,
+        "metrics": {"lines": record.lines, "columns": record.columns, "nonfinite": record.nonfinite},
+        "completions": {
+            "rows": sum(part["rows"] for part in parts),
+            "left_out": len(left_out),
+            "parts": parts,
+        },
+        "evaluations": [
+            {"update": update, "at": placed(f"evaluation/{update}", _evaluation(rows, first=number == 0))}
+            for number, (update, rows) in enumerate(evaluations)
+        ],
+    }
+    return content, pieces
+
+
+def completion_parts(
+    records: Iterable[dict[str, Any]], group_size: int | None
+) -> Iterator[list[dict[str, Any]]]:
+    """The records of completions.jsonl, in order, in parts of about ROWS; each gets its group and prompt.
+
+    `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
+    """
+    prompts: dict[str, int] = {}
+    rows: list[dict[str, Any]] = []
+    last, group, count = (None, None), -1, 0
+    for record in records:
+        step, prompt = record.get("batch_step"), _text(record.get("prompt"))
+        if len(rows) >= ROWS and step != last[0]:
+            yield rows
+            rows = []
+        if (step, prompt) != last or count == group_size:
+            group, count = group + 1, 0
+        last, count = (step, prompt), count + 1
+        rows.append(record | {"_group": group, "_prompt": prompts.setdefault(prompt, len(prompts))})
+    if rows:
+        yield rows
+
+
+def packed(value: Any) -> bytes:
+    """A value as JSON, deflated; null for numbers that are not finite, and for what is nested deep."""
+    try:
+        text = _dumps(value)
+    except (ValueError, RecursionError):  # of a foreign run
+        text = _dumps(_plain_part(value, _DEEPEST))
+    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)  # a lone surrogate: its escape
+
+
+def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Columns for filters and sorting."""
+    rewards = [_table(record.get("rewards")) for record in records]
+    names = dict.fromkeys(name for given in rewards for name in given)
+    columns = {name: _column(records, name) for name in ("update", "reward", "advantage", "tokens")}
+    if any("length_penalty" in record for record in records):
+        columns["penalty"] = _column(records, "length_penalty")
+    return {
+        **columns,
+        "step": _column(records, "batch_step"),
+        "group": [record["_group"] for record in records],
+        "prompt": [record["_prompt"] for record in records],
+        "finished": [int(record.get("finished") is not False) for record in records],
+        "rewards": {name: _column(rewards, name) for name in names},
+    }
+
+
+def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    asked: dict[tuple[str, ...], int] = {}  # a group's rows share its prompt
+    return {
+        "of": [asked.setdefault(_asked(record), len(asked)) for record in records],
+        "asked": list(asked),
+        "completion": [_text(record.get("completion")) for record in records],
+        "more": {
+            row: {name: record[name] for name in _MORE if record.get(name)}
+            for row, record in enumerate(records)
+            if any(map(record.get, _MORE))
+        },
+    }
+
+
+def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """The records of evaluations.jsonl by update; the later ones of an update done twice."""
+    known: dict[int, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        update = line.get("update")
+        if isinstance(update, int):
+            if line.get("problem") == 0:
+                known[update] = []
+            known.setdefault(update, []).append(line)
+    return known
+
+
+def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, Any]:
+    """An evaluation's columns. Only the first one contains the problems.
+
+    `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
+    """
+    piece: dict[str, Any] = {
+        "correct": [row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows],
+        "reward": _column(rows, "reward"),
+        "extracted": [_text(row.get("extracted")) for row in rows],
+        "completion": [_text(row.get("completion")) for row in rows],
+    }
+    return piece | ({"problems": [_asked(row) for row in rows]} if first else {})
+
+
+def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
+    context = record.get("context")
+    messages = [_table(message) for message in context] if isinstance(context, list) else []
+    others = [_text(message.get(name)) for message in messages for name in ("role", "content")]
+    return (_text(record.get("prompt")), _text(record.get("answer")), *others)
+
+
+def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    values: list[Any] = [record.get(name) for record in records]
+    if {*map(type, values)} == {float}:  # the usual case in a large file: twice as fast
+        isfinite = math.isfinite
+        return [float(f"{value:.7g}") if isfinite(value) else None for value in values]
+    return [plain_number(value) for value in values]
+
+
+def _table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    """A text as it is; anything else as JSON."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+_dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _plain_part(value: Any, depth: int) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain_part(each, depth - 1) for key, each in value.items()} if depth else None
+    if isinstance(value, list | tuple):
+        return [_plain_part(each, depth - 1) for each in value] if depth else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value
