@@ -24,8 +24,7 @@ from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
 from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
-from runners.telemetry.progress import duration_text
-from runners.telemetry.report import Report
+from runners.telemetry.report import Report, duration_text
 from runners.training.run_state import RunState
 from runners.training.setup import Run, build_run
 from runners.training.steps import TrainSteps

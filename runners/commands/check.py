@@ -143,7 +143,7 @@ def difficulty_command(
     machine = startup.prepare(loaded.system.memory_limit_gb)
     from runners.data.curriculum import BANDS
     from runners.evaluation.training_prompts import measure_difficulty
-    from runners.telemetry.progress import duration_text
+    from runners.telemetry.report import duration_text
 
     loaded = loaded.check()
     run = loaded.run

@@ -55,7 +55,7 @@ def runs_command(folder: str, as_json: bool) -> None:
 
 
 def _lines(runs: Sequence[RunSummary]) -> list[str]:
-    from runners.telemetry.progress import number_text, percent_text
+    from runners.telemetry.report import number_text, percent_text
 
     rows = [("run", "state", "updates", "evaluation", "reward", "last change")]
     for run in runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -11,8 +11,7 @@ from rich.text import Text
 
 from runners.machine.terminal import visible
 from runners.telemetry.events import Advanced, Alert, Event, Finished, Started, Status, Updated
-from runners.telemetry.progress import Progress, duration_text
-from runners.telemetry.report import LINE_WIDTH, PlainReport
+from runners.telemetry.report import LINE_WIDTH, PlainReport, duration_text
 
 # Columns that stay empty at the right: the terminal writes "^C" behind the current line. If that wrapped, the
 # cursor would be one line too low, and a part of the line would never be erased.
@@ -22,15 +21,9 @@ _FREE = 2
 class LiveReport(PlainReport):
     """A `PlainReport` for terminals, whose last line is drawn with rich."""
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        *,
-        console: Console | None = None,
-        progress: Progress | None = None,
-    ):
-        """Writes to `stream`, or to a given `console`."""
-        super().__init__(stream or sys.stdout, progress=progress)
+    def __init__(self, stream: TextIO | None = None, *, console: Console | None = None, **how: Any):
+        """Writes to `stream`, or to a given `console`; for the others see `PlainReport`."""
+        super().__init__(stream or sys.stdout, **how)
         self._console = console or Console(file=cast(TextIO, self._stream), highlight=False)
         # Two refreshes a second keep the time current and leave the cores to the run.
         self._live = Live(
@@ -42,7 +35,7 @@ class LiveReport(PlainReport):
         if isinstance(event, Alert):
             self._line(event.text)
         elif isinstance(event, Advanced):  # in the current line
-            self._progress.handle(event)
+            self._advanced = event
         else:
             super().handle(event)
         if isinstance(event, Started | Status | Updated):
@@ -56,15 +49,11 @@ class LiveReport(PlainReport):
 
     def render(self) -> Text:
         """The current line; rich calls this at every refresh."""
-        progress, words = self._progress, self._progress.activity()
-        if progress.total:
-            left = progress.seconds_left()
-            time = (
-                f"{duration_text(progress.elapsed())} so far"
-                if left is None
-                else f"{duration_text(left)} left"
-            )
-            words = "  ".join(filter(None, [f"update {progress.done}/{progress.total}", time, words]))
+        words, left = self.activity(), self.seconds_left()
+        if self.total:
+            so_far = f"{duration_text(self.elapsed())} so far"
+            time = so_far if left is None else f"{duration_text(left)} left"
+            words = "  ".join(filter(None, [f"update {self.done}/{self.total}", time, words]))
         text = Text(visible(words), style="cyan", no_wrap=True)
         text.truncate(max(self._console.width - _FREE, 1), overflow="ellipsis")
         return text

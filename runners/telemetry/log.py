@@ -1,55 +1,106 @@
-"""The logs of a run, files of JSON lines that docs/report.md describes, and dashboards if the config asks."""
+"""The logs of a run: files of JSON lines that docs/report.md describes, and the dashboards of [log]."""
 
 from __future__ import annotations
 
+import json
+import secrets
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from runners.config.sections import LogConfig
-from runners.errors import UserError
+import attrs
+
+from runners.config.loading import Config
+from runners.errors import UserError, first_line
+from runners.files.durable import disk_errors
 from runners.files.json_files import plain_value
 from runners.files.json_lines import JsonLines
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
-from runners.telemetry.dashboards import Target, open_dashboards
 from runners.telemetry.events import Completions, Evaluated, Event, Updated
+
+_ID_FILE = "wandb_run_id"
+
+
+@attrs.frozen
+class Dashboard:
+    """Another place that gets the metrics."""
+
+    log: Callable[[Mapping[str, float], int], object]  # metrics and the update
+    close: Callable[[], object]
+
+
+def _tensorboard(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
+    from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+    purge = None if resumed_at is None else resumed_at + 1  # later updates are replaced
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+    writer.add_text("config", f"    {json.dumps(config.to_dict())}")
+
+    def log(metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+
+    return Dashboard(log, writer.close)
+
+
+def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    file = folder / _ID_FILE  # a resume finds W&B's id of the run there
+    known = resumed_at is not None and file.is_file()
+    run_id = file.read_text(encoding="ascii", errors="replace").strip() if known else secrets.token_hex(4)
+    file.write_text(f"{run_id}\n", encoding="ascii")
+    run = wandb.init(
+        project=config.log.project,
+        entity=config.log.entity or None,
+        name=config.log.run_name or config.run.name,
+        id=run_id,
+        resume=None if resumed_at is None else "allow",
+        config=config.to_dict(),
+        dir=str(folder),
+    )
+    # W&B ignores updates that a resumed run repeats.
+    return Dashboard(lambda metrics, step: run.log(dict(metrics), step=step), run.finish)
+
+
+_DASHBOARDS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb", _wandb)}
+
+
+def check_dashboards_installed(config: Config) -> None:
+    """Raises UserError if a dashboard that [log] asks for is not installed."""
+    for key, (package, _) in _DASHBOARDS.items():
+        if getattr(config.log, key) and find_spec(package) is None:
+            raise UserError(f"log.{key} = true needs the package {package}: `pip install {package}`")
 
 
 class MetricsLog:
-    """The log files and dashboards of a run, as the config's [log] asks; a context manager.
-
-    Raises UserError at construction if the package of a dashboard is not installed, or if a file cannot be
-    opened.
-    """
+    """The log files and dashboards of a run, as the config's [log] asks; a context manager."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        settings: LogConfig,
-        *,
-        name: str = "grpo",
-        config: Mapping[str, Any] | None = None,
-        keep: Mapping[str, int] | None = None,
-        update: int = 0,
+        self, folder: Path, config: Config, *, keep: Mapping[str, int] | None = None, update: int = 0
     ):
-        """Opens the files in `run_dir`; dashboards show the run's `name` and its resolved `config`.
+        """Opens the files in the run's `folder`. UserError if a file or a dashboard cannot be opened.
 
         `keep` is what `positions` gave: the files continue from there, and dashboards from the run's
         `update`. Events are appended, including interruptions. None: all start over.
         """
-        resumed_at = None if keep is None else update
-        target = Target(run_dir, settings.run_name or name, settings, config or {}, resumed_at)
-        self._dashboards = open_dashboards(target)
-        texts = settings.completions
-        wanted = {METRICS: settings.jsonl, EVENTS: settings.jsonl, COMPLETIONS: texts, EVALUATIONS: texts}
+        self._dashboards: list[Dashboard] = []
+        for key, (package, opened) in _DASHBOARDS.items():
+            if getattr(config.log, key):
+                try:
+                    self._dashboards.append(opened(folder, config, None if keep is None else update))
+                except Exception as error:  # each has its own errors: no login, no network, no disk
+                    line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
+                    raise UserError(line) from error
+        metrics, texts = config.log.jsonl, config.log.completions
+        wanted = {METRICS: metrics, EVENTS: metrics, COMPLETIONS: texts, EVALUATIONS: texts}
         self._files: dict[str, JsonLines] = {}
         for file in (file for file, asked in wanted.items() if asked):
             place = None if keep is None else sys.maxsize if file == EVENTS else keep.get(file, 0)
-            try:
-                self._files[file] = JsonLines(run_dir / file, keep=place)
-            except OSError as error:
-                raise UserError(f"{run_dir / file}: cannot be written: {error.strerror or error}") from error
+            with disk_errors(f"{folder / file}: cannot be written"):
+                self._files[file] = JsonLines(folder / file, keep=place)
         self.names = list(self._files)
 
     def handle(self, event: Event) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import textwrap
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from runners.errors import gigabytes
@@ -19,32 +23,50 @@ from runners.telemetry.events import (
     Quiet,
     Report,
     Started,
+    Status,
     Updated,
-)
-from runners.telemetry.progress import (
-    Progress,
-    as_text,
-    count_text,
-    duration_text,
-    eval_line,
-    number_text,
 )
 
 __all__ = ["PlainReport", "Quiet", "Report"]
 
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
+_SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}  # the numbers at the end of an update's line
+
+
+def peak_memory() -> int:
+    """The peak of MLX's memory in bytes; 0 if MLX is not in use."""
+    if "mlx.core" not in sys.modules:
+        return 0
+    from runners.machine.memory_readings import read_memory
+
+    return read_memory().peak
 
 
 class PlainReport(Report):
     """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
 
-    def __init__(self, stream: TextIO, *, every: int = 1, progress: Progress | None = None):
-        """Writes to `stream`, flushing each line."""
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        memory: Callable[[], int] = peak_memory,
+    ):
+        """Writes to `stream`, flushing each line. `clock` gives seconds, `memory` bytes."""
         self._stream = Output(stream)
-        self._every = every
-        self._progress = progress or Progress()
-        self._said = 0.0  # the time of the last line, in the run's seconds
+        self._every, self._clock, self._read_memory = every, clock, memory
+        self.total = self.done = 0  # updates
+        self._score: float | None = None  # of the last evaluation: exact match
+        self._reward: float | None = None  # the same: the mean of the run's own rewards
+        self._memory = 0
+        self._started = self._last_step = self._said = clock()  # `_said`: the last line
+        self._steps = 0  # of this process
+        self._evaluating = 0.0  # seconds of evaluation since the last step
+        self._intervals: deque[float] = deque(maxlen=20)
+        self._status, self._status_began = "", self._started
+        self._advanced: Advanced | None = None  # the last one of this status
 
     @property
     def fault(self) -> Exception | None:
@@ -53,68 +75,152 @@ class PlainReport(Report):
 
     def handle(self, event: Event) -> None:
         """See `Report.handle`. An alert goes to standard error: standard output may be a file."""
-        self._progress.handle(event)
         match event:
-            case Started(header=header):
-                self._facts(header)
-            case Advanced() if self._progress.elapsed() >= self._said + PAUSE:
-                self._line(self._progress.activity())
-            case Updated():
-                if self._progress.done % self._every == 0 or self._progress.done == self._progress.total:
-                    self._line(step_line(self._progress, self._columns))
+            case Started():
+                self.total, self.done = event.updates, event.done
+                self._score, self._reward = event.score, event.reward
+                self._started = self._last_step = self._said = self._clock()
+                self._facts(event.header)
+            case Status(text):
+                self._status, self._status_began, self._advanced = text, self._clock(), None
+            case Advanced():
+                self._advanced = event
+                if self._clock() >= self._said + PAUSE:
+                    self._line(self.activity())
+            case Updated(metrics):
+                self._step(metrics)
+                if self.done % self._every == 0 or self.done == self.total:
+                    self._line(self._update_line(metrics))
             case Evaluated():
-                self._line(eval_line(event))
+                self._status = ""
+                self._score = self._score if event.score is None else event.score
+                self._reward = self._reward if event.reward is None else event.reward
+                self._evaluating += event.seconds
+                self._memory = max(self._memory, self._read_memory())
+                self._line(_eval_line(event))
             case Note(text):
                 self._note(text)
             case Alert(text):
                 to_stderr(text)
             case Finished(summary):
-                self._line(f"finished in {duration_text(self._progress.elapsed())}")
+                self._line(f"finished in {duration_text(self.elapsed())}")
                 self._facts(summary)
 
     def __exit__(self, *error: object) -> None:
         self._stream.flush()
 
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the last update at the recent pace; None before the first update."""
+        if not self._intervals:
+            return None
+        pace = sum(self._intervals) / len(self._intervals)
+        return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
+
+    def activity(self) -> str:
+        """The current activity, how far it has come, and its time so far; empty: there is none."""
+        if not self._status:
+            return ""
+        spent, event = duration_text(self._clock() - self._status_began), self._advanced
+        if event is None:
+            return f"{self._status} {spent}"
+        return f"{self._status}: {event.what} {event.done:,} of {event.total:,}, {spent}"
+
     @property
     def _columns(self) -> int:
         return LINE_WIDTH
+
+    def _step(self, metrics: Mapping[str, Any]) -> None:
+        now = self._clock()
+        interval = max(now - self._last_step - self._evaluating, 0.0)
+        self._last_step, self._evaluating, self._status = now, 0.0, ""
+        if self._steps == 1:
+            self._intervals.clear()  # the first update compiles: it is slower than the others
+        self._intervals.append(interval)
+        self._steps += 1
+        self.done = int(metrics.get("update", self.done + 1))
+        self._memory = max(self._memory, self._read_memory())
+
+    def _update_line(self, metrics: Mapping[str, Any]) -> str:
+        """One update; if there is no room for all, the least important parts are left out."""
+        headline = f"em {percent_text(self._score)}"
+        if self._score is None and self._reward is not None:  # there are no gold answers
+            headline = f"held-out reward {number_text(self._reward)}"
+        penalty, rate = metrics.get("length_penalty"), metrics.get("tokens_per_second")
+        parts = [
+            f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
+            "" if penalty is None else f"length penalty {number_text(penalty)}",
+            headline,
+            "" if rate is None else f"{count_text(rate)} tok/s",
+            gigabytes(self._memory) if self._memory else "",
+            f"{duration_text(self.seconds_left())} left",
+            *(f"{name} {number_text(metrics[key])}" for name, key in _SMALL.items() if key in metrics),
+        ]
+        line = f"update {self.done:>{len(str(self.total))}}/{self.total}"
+        for part in filter(None, parts):
+            if len(line) + 2 + len(part) <= self._columns:
+                line += f"  {part}"
+        return line
 
     def _note(self, text: str) -> None:
         if self.fault:
             echo(text, err=True)
             return
-        for line in textwrap.wrap(text, self._columns, subsequent_indent="  ", break_long_words=False) or [
-            ""
-        ]:
+        lines = textwrap.wrap(text, self._columns, subsequent_indent="  ", break_long_words=False)
+        for line in lines or [""]:
             self._line(line)
 
     def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
         for name, value in rows.items():
-            self._note(f"{name:<{indent}}{as_text(value)}")
+            self._note(f"{name:<{indent}}{number_text(value) if isinstance(value, float) else value}")
 
     def _line(self, text: str) -> None:
-        self._said = self._progress.elapsed()
+        self._said = self._clock()
         self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
         self._stream.flush()
 
 
-def step_line(progress: Progress, columns: int = LINE_WIDTH) -> str:
-    """One update in so many columns; the least important parts are dropped first."""
-    metrics = progress.metrics
-    small = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
-    penalty = metrics.get("length_penalty")
-    parts = [
-        f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
-        "" if penalty is None else f"length penalty {number_text(penalty)}",
-        " ".join(progress.headline),
-        f"{count_text(rate)} tok/s" if (rate := metrics.get("tokens_per_second")) is not None else "",
-        gigabytes(progress.memory) if progress.memory else "",
-        f"{duration_text(progress.seconds_left())} left",
-        *(f"{name} {number_text(metrics[key])}" for name, key in small.items() if key in metrics),
-    ]
-    line = f"update {progress.done:>{len(str(progress.total))}}/{progress.total}"
-    for part in filter(None, parts):
-        if len(line) + 2 + len(part) <= columns:
-            line += f"  {part}"
-    return line
+def number_text(value: float | None) -> str:
+    """Up to three significant digits: 0.0123, -1.23, 123, 3.1e-04; "nan" as it is, "-" for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value) or value == 0:
+        return str(value).removesuffix(".0")
+    if abs(value) >= 100:
+        return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
+    return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def count_text(value: float) -> str:
+    """A count in four characters or so: 950, 9.4k, 41.7k, 1.2M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.0f}"
+
+
+def percent_text(score: float | None) -> str:
+    """52.0% of a share in 0..1; "-" for None."""
+    return "-" if score is None else f"{100 * score:.1f}%"
+
+
+def duration_text(seconds: float | None) -> str:
+    """0:41, 12:05, 1:02:03; "-" for None."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _eval_line(event: Evaluated) -> str:
+    found = []
+    if event.score is not None:
+        found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
+    if event.reward is not None:
+        found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
+    return f"eval {event.name}: {', '.join(found) or 'nothing was measured'} in {event.seconds:.1f} s"

@@ -36,9 +36,8 @@ from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
 from runners.ranks.ranks import Ranks
 from runners.report import final_report
-from runners.telemetry.dashboards import check_dashboards_installed
 from runners.telemetry.diary import Diary, start_facts
-from runners.telemetry.log import MetricsLog
+from runners.telemetry.log import MetricsLog, check_dashboards_installed
 from runners.telemetry.report import PlainReport, Quiet, Report
 from runners.training.run_state import RunState, check_alike, restore, share_start
 from runners.training.session import Session
@@ -62,7 +61,7 @@ def start_or_resume(
     """The run, ready for its next step; see `run_training`. Afterwards its files are closed."""
     config = config.check()
     ranks.watchdog.timeout = config.system.collective_timeout
-    check_dashboards_installed(config.log)
+    check_dashboards_installed(config)
     folder = Path(config.run.output_dir) / config.run.name
     with ExitStack() as stack:
         stack.enter_context(disabled(*config.system.disable))
@@ -175,9 +174,7 @@ def _files(
         prune_checkpoints(
             folder, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
         )
-    return MetricsLog(
-        folder, config.log, name=config.run.name, config=config.to_dict(), keep=keep, update=state.update
-    )
+    return MetricsLog(folder, config, keep=keep, update=state.update)
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:

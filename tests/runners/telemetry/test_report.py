@@ -12,8 +12,7 @@ from rich.console import Console
 from runners.errors import gigabytes
 from runners.telemetry.events import Advanced, Evaluated, Finished, Note, Started, Status, Updated
 from runners.telemetry.live import LiveReport
-from runners.telemetry.progress import Progress, count_text, duration_text, number_text
-from runners.telemetry.report import PlainReport
+from runners.telemetry.report import PlainReport, count_text, duration_text, number_text
 from runners.training.start import make_report
 from tests.support.processes.terminal import Screen, Session
 
@@ -55,7 +54,7 @@ def story(report, clock, *, updates=42, total=110):
 def plain_lines(every, **settings):
     """What a log file would hold."""
     clock, stream = Clock(), io.StringIO()
-    report = PlainReport(stream, progress=Progress(clock, lambda: 312_000_000), every=every)
+    report = PlainReport(stream, clock=clock, memory=lambda: 312_000_000, every=every)
     story(report, clock, **settings)
     return stream.getvalue().splitlines()
 
@@ -63,7 +62,7 @@ def plain_lines(every, **settings):
 def terminal(width=80, clock=None):
     """A live display, and the console that records it."""
     console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
-    return LiveReport(console=console, progress=Progress(clock or Clock(), lambda: 312_000_000)), console
+    return LiveReport(console=console, clock=clock or Clock(), memory=lambda: 312_000_000), console
 
 
 def current(report):
@@ -166,7 +165,7 @@ def after(clock, run, *steps):
 
 def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
     """Compiling takes 60 s once and evaluating is told apart: 8 updates of 2 s are 16 s."""
-    run = Progress(clock := Clock(), lambda: 0)
+    run = PlainReport(io.StringIO(), clock=(clock := Clock()))
     assert after(clock, run, (0, Started(10, {})), (60, Updated({"update": 1}))) == pytest.approx(9 * 60)
     steps = (32, Evaluated("", 0.5, 1, 2, 30.0)), (0, Updated({"update": 2}))
     assert after(clock, run, *steps) == pytest.approx(8 * 2)
@@ -179,13 +178,12 @@ def test_the_first_update_and_evaluations_do_not_spoil_the_time_left():
 def test_an_activity_shows_how_far_it_is():
     """With its time so far; it ends with the update. Plain lines have it every 30 s."""
     clock, stream = Clock(), io.StringIO()
-    run = Progress(clock, lambda: 0)
-    report = PlainReport(stream, progress=run)
+    report = PlainReport(stream, clock=clock)
 
     def after(seconds, event):
         clock.now += seconds
         report.handle(event)
-        return run.activity()
+        return report.activity()
 
     assert after(0, Started(10, {})) == ""
     assert after(0, Status("evaluating")) == "evaluating 0:00"
@@ -203,7 +201,7 @@ def test_numbers_counts_sizes_and_times_are_short():
         math.nan: "nan", -math.inf: "-inf", None: "-",
     }  # fmt: skip
     assert [number_text(value) for value in numbers] == list(numbers.values())
-    assert [count_text(x) for x in (None, 950, 41_720, 1_250_000)] == ["-", "950", "41.7k", "1.2M"]
+    assert [count_text(x) for x in (950, 41_720, 1_250_000)] == ["950", "41.7k", "1.2M"]
     sizes = {
         999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",
         312_000_000: "0.31 GB", 12_400_000_000: "12.4 GB",
