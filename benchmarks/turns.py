@@ -27,8 +27,7 @@ from grpo_fn.rollout import FindStop, Respond
 from grpo_fn.rollout.decode_step import CacheSteps
 from grpo_fn.rollout.extend import Extender
 from grpo_fn.rollout.prefill import prefill, result_of
-from runners.user_code.calls import Calls
-from runners.user_code.worker import Worker
+from runners.user_code.worker import Calls, Worker
 
 SLEEP = 0.1  # seconds of a call
 

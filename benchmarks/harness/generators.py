@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.rollout import FindStop
-from runners.engines.settings import launched, usual_launch
+from runners.engines.engine import usual_launch
 from runners.machine import startup
 
 Prompts = list[list[int]]
@@ -44,7 +44,7 @@ class Case:
 
 def as_a_run() -> g.Decoding:
     """`Decoding` as a run would have it here."""
-    return launched(usual_launch(startup.prepare()))
+    return g.Decoding(pipelined=usual_launch(startup.prepare()) == "async")
 
 
 def ours(

@@ -158,8 +158,7 @@ def _measure_all(
     """Measures one model after the other, so that only one is in memory."""
     from runners.data.datasets import load_rows, load_split, with_answers_of
     from runners.data.prompts import reward_columns
-    from runners.environments.environments import all_rewards
-    from runners.environments.own_code import load_code, start_worker
+    from runners.environments.environments import all_rewards, load_code, start_worker
     from runners.evaluation.measurement import choose_problems, measure, open_model
     from runners.rewards.functions import check_columns
 
@@ -181,7 +180,7 @@ def _measure_all(
         if environments is not None:
             environments.check_columns(columns)
         every = all_rewards(rewards, environments) if rewards or environments else ()
-        tools = environments.schemas if environments else ()
+        tools = environments.chat.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
         if wanted is not None:

@@ -180,7 +180,7 @@ def _rows(
 
     from runners.inference.text_generation import generation_key, sample_batches
 
-    tools = environments.schemas if environments else ()
+    tools = environments.chat.schemas if environments else ()
     how = values["nudge"], values["template_kwargs"], tools
     found = sample_batches(
         model.engine,

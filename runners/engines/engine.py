@@ -1,21 +1,27 @@
-"""The protocol of engines: weights in; completions, or one completion as a stream, out."""
+"""The protocol of engines: weights in; completions, or one completion as a stream, out. What they take from a
+config and examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.images import PromptImages
-from grpo_fn.rollout import Interrupted, Replies
+from grpo_fn.rollout import FindStop, Interrupted, Replies
 from grpo_fn.trees import Tree
 
+if TYPE_CHECKING:
+    from runners.config.loading import Config
+    from runners.data.prompts import Example
+    from runners.images.tower import VisionPart
+    from runners.machine.startup import Platform
+
+DEFAULT_ROWS = 256  # completions sampled at a time by default
 ShouldStop = Callable[[], bool]  # asked between the steps of decoding
-
-
 Advance = Callable[[str, int, int], None]  # takes what is counted, how many are done, and how many there are
 
 
@@ -99,3 +105,46 @@ class Engine(Samples, Protocol):
         It ends early if `should_stop` says so, or when the caller closes it.
         """
         ...
+
+
+def sampling_of(config: Config, eos_ids: Iterable[int], find_stop: FindStop | None) -> g.Sampling:
+    """How a run samples its completions."""
+    rollout = config.rollout
+    return g.Sampling(
+        num_generations=rollout.num_generations,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        eos_ids=eos_ids,
+        find_stop=find_stop,
+        with_entropy=config.loss.top_entropy_quantile < 1,
+    )
+
+
+def decoding_of(config: Config) -> g.Decoding:
+    """How a run decodes; its rollout.launch and max_batch are resolved."""
+    rollout = config.rollout
+    return g.Decoding(
+        pipelined=rollout.launch == "async",
+        max_batch=rollout.max_batch,
+        check_every=rollout.check_every,
+        turns_together=config.env.schedule == "together",
+    )
+
+
+def requests_of(
+    examples: Sequence[Example], numbers: Sequence[int] | None = None, vision: VisionPart | None = None
+) -> Requests:
+    """The prompts of examples, with the features of their images if the model has a vision part."""
+    return Requests(
+        prompts=[example.tokens for example in examples],
+        numbers=numbers,
+        images=vision.see(examples) if vision else None,
+    )
+
+
+def usual_launch(platform: Platform) -> str:
+    """What rollout.launch = "auto" is: a CPU has no launch time to hide, and pipelining copies caches."""
+    return "eval" if platform.backend == "cpu" else "async"

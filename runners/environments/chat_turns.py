@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from runners.data.messages import Message
-from runners.data.rendering import apply_template, has_template
+from runners.data.rendering import apply_template, has_template, render
 from runners.errors import UserError, error_line
 from runners.tokenization.text import TextDecoder, encode
 
@@ -28,12 +28,25 @@ class ChatTurns:
     schemas: Sequence[dict[str, Any]]
     template_kwargs: Mapping[str, Any] = attrs.field(factory=dict)
     end_ids: frozenset[int] = frozenset()  # tokens that end a turn
-    decoder: TextDecoder | None = None  # None: one for this tokenizer
+    decoder: TextDecoder = attrs.field(
+        default=attrs.Factory(lambda self: TextDecoder(self.tokenizer), takes_self=True)
+    )
     mark_ids: tuple[int, ...] = ()  # of nanochat's marks
+
+    def check(self, tool: str) -> None:
+        """UserError if the template cannot show the tools, or cannot continue after a call of `tool`."""
+        how = {"tools": self.schemas, "template_kwargs": self.template_kwargs}
+        try:
+            render(self.tokenizer, (_ASKED,), **how)
+            self.follow((), [{"role": "tool", "name": tool, "content": "1"}])
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"the tokenizer's chat template fails with tools: {error_line(error)}") from error
 
     def text(self, tokens: Sequence[int]) -> str:
         """A turn as written, without the token that ended it."""
-        return (self.decoder or TextDecoder(self.tokenizer)).decode(tokens)
+        return self.decoder.decode(tokens)
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was shortened."""
@@ -41,7 +54,7 @@ class ChatTurns:
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
             return content, False
-        return (self.decoder or TextDecoder(self.tokenizer)).part(tokens[:most]) + " [cut]", True
+        return self.decoder.part(tokens[:most]) + " [cut]", True
 
     def follow(self, tokens: Sequence[int], observations: Sequence[dict[str, Any]]) -> tuple[int, ...]:
         """The tokens after a turn with these tokens: its end, the observations, the next header."""

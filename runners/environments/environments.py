@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +14,25 @@ import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import on_host
+from runners.config.loading import Config
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
-from runners.environments.own_code import loading
 from runners.environments.tool_calls import CallReader, Tool, mark_ids
-from runners.errors import UserError, error_line
+from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.finished_episodes import FinishedEpisodes
-from runners.rewards.functions import Reward, UserFunction
+from runners.rewards.functions import Reward, UserFunction, resolve_rewards
+from runners.rewards.functions import loading as reward_loading
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
-from runners.user_code.calls import Calls
-from runners.user_code.host import MAIN, THREAD, Outcome
-from runners.user_code.worker import Worker
+from runners.user_code.process import MAIN, THREAD, Outcome
+from runners.user_code.worker import Calls, Worker
 
 _numbers = itertools.count()  # of environments
-
-
-@attrs.frozen(eq=False)
-class Begun:
-    """Episodes ready for their first turns."""
-
-    session: Session  # it answers their turns
-    prompts: Sequence[tuple[int, ...]]  # of each row
-    stops: frozenset[int] = frozenset()  # tokens that also end a turn
 
 
 @attrs.define(eq=False)
@@ -54,21 +45,12 @@ class Environments:
     config: EnvConfig
     calls: Calls
     tools: tuple[Tool, ...]
-    tokenizer: Any
-    decoder: TextDecoder
-    end_ids: frozenset[int]
+    chat: ChatTurns  # how observations become tokens
     nudge: str
-    template_kwargs: Mapping[str, Any]
     reward: Reward | None  # the environment's own reward
-    turn_reward: Reward | None = None  # the sum of its own rewards of turns
-    mark_ids: tuple[int, ...] = ()  # of nanochat's form of calls; empty: another form
-    _idle: list[int] = attrs.field(factory=list)  # instances that no episode uses
+    turn_reward: Reward | None  # the sum of its own rewards of turns
+    _idle: list[int]  # instances that no episode uses
     _hung: list[int] = attrs.field(factory=list)  # those that are not used again
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """The tools in the form for a chat template; nanochat's has a place for none."""
-        return [] if self.mark_ids else [tool.schema for tool in self.tools]
 
     @property
     def has_instances(self) -> bool:
@@ -99,19 +81,20 @@ class Environments:
         numbers = range(len(examples)) if numbers is None else numbers
         while True:
             try:
-                begun = self.begin(rows, should_stop)
+                session = self.begin(rows, should_stop)
             except Interrupted:
-                begun = self.begin(())  # the engine ends it, on all ranks
-            groups = [begun.prompts[start : start + size] for start in range(0, len(begun.prompts), size)]
+                session = self.begin(())  # the engine ends it, on all ranks
+            prompts = session.prompts
+            groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
             differ = any(len(set(group)) > 1 for group in groups)
             if self.has_instances:
                 differ = agree(differ)
             requests = Requests(
-                prompts=begun.prompts if differ else [group[0] for group in groups],
+                prompts=prompts if differ else [group[0] for group in groups],
                 numbers=[n * size + row for n in numbers for row in range(size)] if differ else numbers,
-                replies=begun.session,
+                replies=session,
             )
-            ends = sampling.eos_ids | begun.stops
+            ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
             drawn = attrs.evolve(sampling, num_generations=1 if differ else size, eos_ids=ends)
             try:
                 rollout = engine.generate(requests, drawn, key=key, should_stop=should_stop)
@@ -120,10 +103,10 @@ class Environments:
             except TooLong as error:
                 raise UserError(str(error)) from error
             finally:
-                self.release(begun)
+                self.release(session)
             if differ and rows:
                 rollout = regrouped(rollout, size)
-            return rollout, begun.session.finish(rollout)
+            return rollout, session.finish(rollout)
 
     def own_rewards(self, played: FinishedEpisodes) -> list[float | None] | None:
         """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
@@ -136,8 +119,8 @@ class Environments:
         rows = zip(scores.values_kb[0].tolist(), played.faults, strict=True)
         return [None if fault or value != value else value for value, fault in rows]
 
-    def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Begun:
-        """Episodes of these rows, after `reset`. They keep their instances until `release`.
+    def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
+        """The session of these rows' episodes, after `reset`. They keep their instances until `release`.
 
         `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
         """
@@ -145,27 +128,20 @@ class Environments:
         if self.has_instances:
             episodes, prompts = self._reset(rows, should_stop)
         schemas = [tool.schema for tool in self.tools]
-        reader = CallReader.of(self.tokenizer, schemas, marked=bool(self.mark_ids))
-        parts = (self.calls, self.tools, self.config)
-        session = Session(episodes, reader, self.chat, *parts, self.nudge, should_stop)
-        return Begun(session, prompts, frozenset(self.mark_ids[1:2]))
+        reader = CallReader.of(self.chat.tokenizer, schemas, marked=bool(self.chat.mark_ids))
+        parts = (self.chat, self.calls, self.tools, self.config, self.nudge)
+        return Session(episodes, prompts, reader, *parts, should_stop)
 
-    def release(self, begun: Begun) -> None:
+    def release(self, session: Session) -> None:
         """The episodes are over: their instances may be reset for others, except those with hanging calls."""
-        numbers = [(e.environment, e.hung) for e in begun.session.episodes if e.environment is not None]
-        self._idle += [number for number, hung in numbers if not hung]
-        self._hung += [number for number, hung in numbers if hung]
+        for episode in session.episodes:
+            if episode.environment is not None:
+                (self._hung if episode.hung else self._idle).append(episode.environment)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise UserError if the environment's `reset` does not take the data's columns."""
         if self.has_instances:
-            _asked(self, "check_columns", self._idle[0], list(columns))
-
-    @property
-    def chat(self) -> ChatTurns:
-        """How observations become tokens."""
-        how = (self.template_kwargs, self.end_ids, self.decoder, self.mark_ids)
-        return ChatTurns(self.tokenizer, self.schemas, *how)
+            _asked(self.calls, self.config, "check_columns", self._idle[0], list(columns))
 
     def _reset(
         self, rows: Sequence[Example], should_stop: ShouldStop
@@ -188,8 +164,8 @@ class Environments:
             if greeting:  # it is appended to the last message
                 *before, last = example.messages
                 messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
-                how = {"tools": self.schemas, "template_kwargs": self.template_kwargs}
-                prompt = render(self.tokenizer, messages, self.nudge, **how)[1]
+                how = {"tools": self.chat.schemas, "template_kwargs": self.chat.template_kwargs}
+                prompt = render(self.chat.tokenizer, messages, self.nudge, **how)[1]
             prompts.append(prompt)
         return episodes, prompts
 
@@ -197,6 +173,35 @@ class Environments:
         if numbers:
             drop = "runners.environments.instances:drop"
             self.calls.worker.submit(drop, numbers, mode=THREAD)
+
+
+def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
+    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
+    if not env.factory and not env.tools:
+        return ()
+    return "runners.environments.instances:load", env.factory, tuple(env.tools), tuple(map(str, folders))
+
+
+def start_worker(config: Config) -> Worker:
+    """The process for the code that a config names. If there is some, it is started now, and imports it."""
+    worker = Worker()
+    for name in config.reward.functions if config.reward.timeout else ():
+        if ":" in name:
+            worker.preload(*reward_loading(name, config.folders))
+    if tools := loading(config.env, config.folders):
+        worker.preload(*tools)
+        worker.submit("runners.environments.instances:prepare", mode=MAIN)
+    return worker
+
+
+def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
+    """The config's rewards, when all code that it names is imported: its own ones in the worker, or with
+    reward.timeout = 0 in this process. UserError if some cannot be."""
+    reward, place = config.reward, worker if config.reward.timeout else None
+    rewards = resolve_rewards(reward.functions, reward.weights, config.folders, place, config.answer_form)
+    if tools := loading(config.env, config.folders):
+        worker.load(*tools)
+    return rewards
 
 
 def build_environments(
@@ -217,37 +222,30 @@ def build_environments(
     if not env.factory and not env.tools:
         return None
     calls = Calls(worker, env.workers)
-    chat = (tokenizer, decoder, frozenset(end_ids), data.nudge, data.chat_template_kwargs)
-    made = Environments(env, calls, (), *chat, None)
     worker.load(*loading(env, folders))
     calls.submit(0, "runners.environments.instances:prepare", timeout=0, mode=MAIN)
     calls.collect(1)
     first = next(_numbers)
-    found = _asked(made, "describe", first)
-    made.tools = tuple(Tool(*tool) for tool in found["tools"])
-    made.mark_ids = mark_ids(tokenizer) if len(made.tools) == 1 else ()
-    if made.has_instances:
-        made._idle.append(first)
-    rewards = found["rewards"]
-    made.reward = _own_reward(worker, rewards, GET_REWARD, "environments")
-    made.turn_reward = _own_reward(worker, rewards, GET_TURN_REWARDS, "environments", "log_extra")
-    _check_follows(made)
-    return made
+    found = _asked(calls, env, "describe", first)
+    tools = tuple(Tool(*tool) for tool in found["tools"])
+    marks = mark_ids(tokenizer) if len(tools) == 1 else ()
+    schemas = [] if marks else [tool.schema for tool in tools]  # nanochat's template has a place for none
+    chat = ChatTurns(tokenizer, schemas, data.chat_template_kwargs, frozenset(end_ids), decoder, marks)
+    rewards: dict[str, Reward] = {}
+    for method, takes in ((GET_REWARD, ("environments",)), (GET_TURN_REWARDS, ("environments", "log_extra"))):
+        if name := found["rewards"].get(method):
+            rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
+    chat.check(tools[0].name if tools else "tool")
+    idle = [first] if env.factory else []
+    own = (rewards.get(GET_REWARD), rewards.get(GET_TURN_REWARDS))
+    return Environments(env, calls, tools, chat, data.nudge, *own, idle)
 
 
-def _own_reward(worker: Worker, names: Mapping[str, str], method: str, *takes: str) -> Reward | None:
-    """The reward that a method of the class gives; None if the class does not have the method."""
-    if method not in names:
-        return None
-    return Reward(names[method], UserFunction(worker, method, Parameters(takes, takes)))
-
-
-def _asked(environments: Environments, operation: str, number: int, *arguments: Any) -> Any:
+def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:
     """An operation on an environment before any episode. Raises UserError, also if it takes too long."""
-    key, env = f"env.factory {environments.config.factory}", environments.config
-    name = f"runners.environments.instances:{operation}"
-    environments.calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
-    (outcome,) = environments.calls.collect(1).values()
+    key, name = f"env.factory {env.factory}", f"runners.environments.instances:{operation}"
+    calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
+    (outcome,) = calls.collect(1).values()
     if outcome.fault:
         raise UserError(outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}")
     return outcome.value
@@ -274,19 +272,6 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
             "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
         )
     return (*rewards, *own)
-
-
-def _check_follows(environments: Environments) -> None:
-    """Raise UserError if the chat template cannot show the tools, or cannot continue after a call."""
-    how = {"tools": environments.schemas, "template_kwargs": environments.template_kwargs}
-    try:
-        render(environments.tokenizer, ({"role": "user", "content": "a question"},), **how)
-        name = environments.tools[0].name if environments.tools else "tool"
-        environments.chat.follow((), [{"role": "tool", "name": name, "content": "1"}])
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"the tokenizer's chat template fails with tools: {error_line(error)}") from error
 
 
 def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:

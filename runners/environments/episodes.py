@@ -16,8 +16,8 @@ from runners.environments.instances import failure
 from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
-from runners.user_code.calls import Calls
-from runners.user_code.host import THREAD, TOGETHER, Outcome
+from runners.user_code.process import THREAD, TOGETHER, Outcome
+from runners.user_code.worker import Calls
 
 
 @attrs.define(eq=False)
@@ -33,25 +33,13 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
-def finished_episodes(episodes: Sequence[Episode], rollout: g.Rollout) -> FinishedEpisodes:
-    """The data for rewards and the log."""
-    rows = zip(rollout.completions(), rollout.sampled(), strict=True)
-    return FinishedEpisodes(
-        tuple(tuple(episode.messages) for episode in episodes),
-        tuple(episode.environment for episode in episodes),
-        tuple(episode.counts for episode in episodes),
-        tuple(episode.fault for episode in episodes),
-        tuple(tuple(t for t, mine in zip(tokens, sampled, strict=True) if mine) for tokens, sampled in rows),
-        tuple(episode.seconds for episode in episodes),
-    )
-
-
 class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes observations."""
 
     def __init__(
         self,
         episodes: Sequence[Episode],
+        prompts: Sequence[tuple[int, ...]],
         reader: CallReader,
         chat: ChatTurns,
         calls: Calls,
@@ -61,7 +49,7 @@ class Session:
         should_stop: ShouldStop = never,
     ) -> None:
         """`episodes`: started ones of all rows; `nudge` precedes each row's first words."""
-        self.episodes = list(episodes)
+        self.episodes, self.prompts = episodes, prompts
         self._reader, self._chat, self._calls, self._limits, self._nudge = reader, chat, calls, limits, nudge
         self._tools = {tool.name: tool for tool in tools}
         self._check = interruptible(should_stop)
@@ -97,14 +85,23 @@ class Session:
 
     def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
         """The data for rewards and the log, after the rollout."""
+        own = []  # each row's sampled tokens
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
+            own.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
             begins = [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
-        return finished_episodes(self.episodes, rollout)
+        return FinishedEpisodes(
+            messages=tuple(tuple(episode.messages) for episode in self.episodes),
+            environments=tuple(episode.environment for episode in self.episodes),
+            counted=tuple(episode.counts for episode in self.episodes),
+            faults=tuple(episode.fault for episode in self.episodes),
+            sampled=tuple(own),
+            seconds=tuple(episode.seconds for episode in self.episodes),
+        )
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
         written = self._reader.read(self._chat.text(tokens))

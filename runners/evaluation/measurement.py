@@ -14,7 +14,7 @@ from grpo_fn.prng import EVALUATION, fold_in
 from runners.config.loading import Config
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
-from runners.engines.settings import sampling_of
+from runners.engines.engine import sampling_of
 from runners.environments.environments import Environments, build_environments
 from runners.evaluation.comparison import Metric, ModelResult
 from runners.evaluation.completions import Completion, Evaluator, is_cut

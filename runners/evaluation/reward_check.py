@@ -18,8 +18,7 @@ from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, processor_of, reward_columns
 from runners.data.rendering import template_notices, use_template
-from runners.environments.environments import Environments, build_environments
-from runners.environments.own_code import load_code, start_worker
+from runners.environments.environments import Environments, build_environments, load_code, start_worker
 from runners.errors import UserError
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
@@ -72,7 +71,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     environments = build_environments(config.env, data, tokenizer, decoder, ends, config.folders, worker)
     # Without an episode there is nothing that these could score.
     rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
-    tools = environments.schemas if environments else ()
+    tools = environments.chat.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, data, tokenizer, tools, processor) for part in rows
     )
@@ -115,9 +114,9 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
 
 def _begun(environments: Environments, example: Example) -> list[str]:
     """What is wrong with the start of an episode."""
-    begun = environments.begin([example])
-    (episode,) = begun.session.episodes
-    environments.release(begun)
+    session = environments.begin([example])
+    (episode,) = session.episodes
+    environments.release(session)
     if episode.fault:
         return [f"the environment: {episode.fault}"]
     if not environments.tools:

@@ -17,8 +17,7 @@ from runners.config.loading import Config
 from runners.data.curriculum import passed, prompt_id, read_difficulty
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples
-from runners.environments.environments import all_rewards
-from runners.environments.own_code import load_code, start_worker
+from runners.environments.environments import all_rewards, load_code, start_worker
 from runners.errors import UserError
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.measurement import evaluation_key, evaluator_of, open_model
@@ -48,7 +47,7 @@ def open_problems(
     config = with_answers_of(config, rows)
     del rows[len(rows) if most is None else most :]
     processor = loaded.vision.processor if loaded.vision else None
-    tools = environments.schemas if environments else ()
+    tools = environments.chat.schemas if environments else ()
     examples, too_long = build_examples(rows, config.data, loaded.tokenizer, tools, processor)
     left_out = rows.notices("train", too_long, config.data.max_prompt_length) if most is None else []
     loaded.check([example.tokens for example in examples], config.rollout.max_new_tokens)

@@ -16,8 +16,7 @@ import grpo_fn as g
 from grpo_fn.checks import TooLong
 from runners.data.messages import Message
 from runners.data.rendering import NO_KWARGS
-from runners.engines.engine import ShouldStop, never
-from runners.engines.settings import requests_of
+from runners.engines.engine import ShouldStop, never, requests_of
 from runners.errors import UserError
 from runners.images.image_files import ImageFile
 from runners.inference.inference_model import InferenceModel

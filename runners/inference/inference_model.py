@@ -16,8 +16,8 @@ from runners.checkpoints.manifest import model_of_run
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.data.rendering import NO_KWARGS, render, use_template
+from runners.engines.engine import usual_launch
 from runners.engines.local import LocalEngine
-from runners.engines.settings import launched, usual_launch
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.images.image_files import ImageFile
@@ -147,7 +147,7 @@ def load_inference(
     vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
     launch = usual_launch(platform)
     # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
-    decoding = launched(launch, check_every=8 if launch == "async" else 1)
+    decoding = g.Decoding(pipelined=launch == "async", check_every=8 if launch == "async" else 1)
     engine = LocalEngine(g.Policy.for_inference(module), decoding)
     engine.load({}, 0)  # the module has the weights
     mx.eval(module.parameters())

@@ -12,8 +12,16 @@ import grpo_fn as g
 from grpo_fn.prng import GENERATION, fold_in
 from grpo_fn.trees import on_host
 from runners.data.prompts import Example
-from runners.engines.engine import Cancelled, Engine, Requests, Samples, ShouldStop, never
-from runners.engines.settings import DEFAULT_ROWS, requests_of
+from runners.engines.engine import (
+    DEFAULT_ROWS,
+    Cancelled,
+    Engine,
+    Requests,
+    Samples,
+    ShouldStop,
+    never,
+    requests_of,
+)
 from runners.environments.environments import Environments
 from runners.errors import gigabytes
 from runners.images.tower import VisionPart

@@ -14,7 +14,7 @@ from grpo_fn.learner import Packer, Row, Shape, piece_tokens
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import PREFILL_TOKENS
 from runners.config.loading import Config
-from runners.engines.settings import DEFAULT_ROWS
+from runners.engines.engine import DEFAULT_ROWS
 from runners.machine.startup import Platform
 from runners.memory.shapes import BACKWARD, CHECKPOINTED, FLOAT, PREFILL, ModelShape
 from runners.memory.sizes import ModelSizes

@@ -22,7 +22,7 @@ from runners.answers.values import value_text
 from runners.config.user_functions import function_file, resolve_function
 from runners.errors import Failure, UserError, error_line, show
 from runners.metrics import METRICS
-from runners.user_code.host import finished, is_async
+from runners.user_code.process import finished, is_async
 
 GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a name: the environments' own
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from runners.data.prompts import Example
-from runners.engines.settings import DEFAULT_ROWS
+from runners.engines.engine import DEFAULT_ROWS
 from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks

@@ -20,9 +20,8 @@ from grpo_fn.policy import (
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength
-from runners.engines.engine import Advance
+from runners.engines.engine import Advance, decoding_of
 from runners.engines.local import LocalEngine
-from runners.engines.settings import decoding_of
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.memory.forecast import shares_prompts

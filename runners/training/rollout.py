@@ -15,8 +15,7 @@ from grpo_fn.prng import fold_in
 from runners.config.loading import Config
 from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of
-from runners.engines.engine import Engine
-from runners.engines.settings import requests_of
+from runners.engines.engine import Engine, requests_of
 from runners.environments.environments import Environments
 from runners.errors import RewardError, UserError
 from runners.images.tower import VisionPart

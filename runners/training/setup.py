@@ -18,10 +18,14 @@ from runners.data.gold import GoldReader
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.data.stream import PromptStream, RunLength
-from runners.engines.engine import Advance
-from runners.engines.settings import sampling_of, usual_launch
-from runners.environments.environments import Environments, all_rewards, build_environments
-from runners.environments.own_code import load_code, start_worker
+from runners.engines.engine import Advance, sampling_of, usual_launch
+from runners.environments.environments import (
+    Environments,
+    all_rewards,
+    build_environments,
+    load_code,
+    start_worker,
+)
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import check_prompts
@@ -213,7 +217,7 @@ def _examples(
     vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
     positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
     for name, part in zip(("train", "eval"), rows, strict=True):
-        schemas = environments.schemas if environments else ()
+        schemas = environments.chat.schemas if environments else ()
         processor = loaded.vision.processor if loaded.vision else None
         examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
         limit = config.eval.max_new_tokens or limit if name == "eval" else limit

@@ -9,7 +9,7 @@ import attrs
 
 import grpo_fn as g
 from runners.config.loading import Config
-from runners.environments.own_code import start_worker
+from runners.environments.environments import start_worker
 from runners.errors import RewardError
 from runners.machine import startup
 from runners.machine.metal_faults import explained_aborts

@@ -11,7 +11,7 @@ from runners.config.loading import KEYS, load_config
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.data.curriculum import prompt_id
 from runners.data.prompts import Example
-from runners.engines.settings import decoding_of
+from runners.engines.engine import decoding_of
 from runners.errors import UserError, spell_tables
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model

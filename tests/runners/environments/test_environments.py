@@ -294,7 +294,7 @@ def built(tmp_path, worker):
 def examples(environments, count=1, **columns):
     """Problems with columns."""
     messages = ({"role": "user", "content": "What do 2 apples cost?"},)
-    tokens = render(environments.tokenizer, messages, tools=environments.schemas)[1]
+    tokens = render(environments.chat.tokenizer, messages, tools=environments.chat.schemas)[1]
     return [Example(messages, "", tokens, "6", {"answer": "6", **columns}) for _ in range(count)]
 
 
@@ -306,7 +306,7 @@ def played_by(environments, script, rows, generations=1):
 
 def play(environments, *turns, rows=1, **columns):
     """One conversation a row with these turns of the model."""
-    script = Scripted(environments.tokenizer, lambda row: turns)
+    script = Scripted(environments.chat.tokenizer, lambda row: turns)
     rollout, played = played_by(environments, script, examples(environments, rows, **columns))
     return rollout, played, script
 
@@ -336,10 +336,10 @@ def test_a_conversation_with_calls(built, template):
         "timeouts": [0],
         "cut": [0],
     }
-    prompt = environments.tokenizer.decode(list(script.prompts[0]))
+    prompt = environments.chat.tokenizer.decode(list(script.prompts[0]))
     assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
     tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
-    given = environments.tokenizer.decode([t for t, mine in zip(tokens, sampled, strict=True) if not mine])
+    given = script.tokenizer.decode([t for t, mine in zip(tokens, sampled, strict=True) if not mine])
     assert "6" in given and "It is" not in given and "Let me" not in given
     assert given.rstrip().endswith(("assistant", "Assistant:"))
 
@@ -449,14 +449,14 @@ def test_texts_of_reset_extend_the_prompts(built):
     """What it returns ends the last message; different texts are given tokens behind a shared prompt."""
     environments = built()
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
-    assert " Welcome!<|im_end|>" in environments.tokenizer.decode(list(script.prompts[0]))
+    assert " Welcome!<|im_end|>" in environments.chat.tokenizer.decode(list(script.prompts[0]))
 
     environments = built(factory="shop.py:Greeter")
-    script = Scripted(environments.tokenizer, lambda row: ["Hello."])
+    script = Scripted(environments.chat.tokenizer, lambda row: ["Hello."])
     rollout, played = played_by(environments, script, examples(environments, 2), 2)
     assert len(rollout.prompts) == 2 and rollout.num_generations == 2
     spelled = [
-        environments.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
+        environments.chat.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
         for row, tokens in enumerate(rollout.completions())
     ]
     assert all(
@@ -471,7 +471,7 @@ def test_texts_of_reset_extend_the_prompts(built):
 def test_a_reset_that_fails_costs_the_reward(built):
     """Nothing else ends."""
     environments = built()
-    script = Scripted(environments.tokenizer, lambda row: ["Hello."])
+    script = Scripted(environments.chat.tokenizer, lambda row: ["Hello."])
     rows = examples(environments, 2)
     del rows[0].columns["answer"]
     _, played = played_by(environments, script, rows)

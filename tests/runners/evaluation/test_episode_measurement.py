@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from runners import cli
 from runners.config.loading import load_config
 from runners.data.datasets import load_split
-from runners.engines.settings import sampling_of
+from runners.engines.engine import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.evaluation.completions import Completion, Evaluator
@@ -94,7 +94,7 @@ def problems_of(model, config):
         config.env, config.data, model.tokenizer, model.decoder, model.eos_ids, config.folders, WORKER
     )
     rows = load_split(config.data, config.data.eval_split)
-    return environments, choose_problems(rows, model, config, environments.schemas)[0]
+    return environments, choose_problems(rows, model, config, environments.chat.schemas)[0]
 
 
 def measured(model, config, rewards=(), **how):

@@ -13,7 +13,7 @@ from runners.checkpoints.manifest import digest
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.engines.settings import sampling_of
+from runners.engines.engine import sampling_of
 from runners.evaluation.comparison import (
     Metric,
     ModelResult,

@@ -13,7 +13,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
-from runners.engines.settings import requests_of
+from runners.engines.engine import requests_of
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.model_reader import load_module

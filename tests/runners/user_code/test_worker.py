@@ -10,9 +10,8 @@ import pytest
 from runners.errors import UserError
 from runners.rewards.functions import resolve_reward
 from runners.rewards.scoring import Scorer
-from runners.user_code.calls import Calls
-from runners.user_code.host import THREAD, TOGETHER
-from runners.user_code.worker import Worker
+from runners.user_code.process import THREAD, TOGETHER
+from runners.user_code.worker import Calls, Worker
 from tests.support.processes.new_process import ROOT
 from tests.support.processes.waiting import HANGS, wait_until
 
