@@ -2,8 +2,9 @@
 
 Each run is a process of its own on a model folder with random weights and 16 prompts × 8 completions × 256
 tokens: once with all caches empty (*cold*), once more (*warm*). *After loading* counts from the run's header
-line, *after the command* from the command. The steps are those of the warm run without the first; their parts
-are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16 completions.
+line, *after the command* from the command. The steps are those of the warm runs without the first; their
+parts are the log's `time/*`. *real* is the pretrained model in the folder GRPO_REAL_MODEL, 32 × 16
+completions, three times warm; *no PyTorch*: transformers does not find it.
 
 **What limits it.** Compilation. On CUDA some twenty programs take NVRTC 2 to 5 s each; parallel processes
 compile them while the model loads. On a CPU g++ compiles 60 programs one after another, with a header that is
@@ -81,15 +82,19 @@ class Case:
     command_at_most: tuple[float | None, float | None] = (None, None)  # cold and warm, after the command
     compiles: bool = True  # what MLX compiled for a CPU before is not used
     colds: int = 1  # cold runs, of which the median counts
+    warms: int = 1
+    torch: bool = True  # False: PyTorch cannot be found, where it is installed
 
 
 LORA = ("model.tune=lora", "model.lora={rank=16}")
 REAL, REAL_MODEL = "real", "GRPO_REAL_MODEL"  # a case's model, and the variable that names its folder
-REAL_GPU = Case(model=REAL, prompts=32, generations=16, command_at_most=(25.0, 8.0))
+REAL_GPU = Case(model=REAL, prompts=32, generations=16, command_at_most=(25.0, 8.0), warms=3)
 REAL_CPU = Case(model=REAL, prompts=2, generations=4, new=64, updates=2, cold_at_most=None, warm_at_most=None)
 GPU_CASES = {
     "real, LoRA": attrs.evolve(REAL_GPU, settings=LORA),
     "real, full": REAL_GPU,
+    "real, LoRA, no PyTorch": attrs.evolve(REAL_GPU, settings=LORA, torch=False),
+    "real, full, no PyTorch": attrs.evolve(REAL_GPU, torch=False),
     "qwen2.5-0.5b, full": Case(model="qwen2.5-0.5b"),
     "qwen2.5-0.5b, LoRA": Case(model="qwen2.5-0.5b", settings=LORA),
     "nanochat-d20, full": Case(model="nanochat-d20"),
@@ -137,9 +142,11 @@ def run_once(folder: Path, case: Case, name: str) -> Seen:
         path.mkdir(exist_ok=True)
     environment = {**os.environ, **{key: str(path) for key, path in caches.items()}, "PYTHONUNBUFFERED": "1"}
     environment.pop("MLX_PTX_CACHE_DIR", None)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]
-    )
+    places = [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]
+    if not case.torch:
+        (folder / "sitecustomize.py").write_text('import sys\nsys.modules["torch"] = None\n')
+        places.insert(0, str(folder))
+    environment["PYTHONPATH"] = os.pathsep.join(places)
     options = [word for setting in settings for word in ("--set", setting)]
     started, loaded, first, printed = time.perf_counter(), 0.0, 0.0, []
     with subprocess.Popen(
@@ -193,12 +200,14 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
             shutil.rmtree(folder / cache, ignore_errors=True)
         say(f"{title}: cold")
         cold.append(run_once(folder, case, f"cold-{number}"))
-    say(f"{title}: warm")
-    warm = run_once(folder, case, "warm")
+    warm = []
+    for number in range(case.warms):
+        say(f"{title}: warm")
+        warm.append(run_once(folder, case, f"warm-{number}"))
     figures = []
     for name, seen, target, command in (
         ("cold", cold, case.cold_at_most, case.command_at_most[0]),
-        ("warm", [warm], case.warm_at_most, case.command_at_most[1]),
+        ("warm", warm, case.warm_at_most, case.command_at_most[1]),
     ):
         after_loading = Timing(tuple(each.first - each.loaded for each in seen))
         after_command = Timing(tuple(each.first for each in seen))
@@ -206,7 +215,7 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
             time_figure(f"{title}: first update after loading, {name}", after_loading, at_most=target),
             time_figure(f"{title}: first update after the command, {name}", after_command, at_most=command),
         ]
-    later = warm.steps[1:]
+    later = [step for seen in warm for step in seen.steps[1:]]
 
     def median(key: str) -> float:
         return statistics.median(step[key] for step in later)
@@ -214,12 +223,11 @@ def measure(title: str, case: Case, folder: Path) -> list[Figure]:
     parts = ("rollout", "reward", "learner", "update", "sync", "rest")
     figures.append(Figure(name=f"{title}: step", value=median("step_time"), unit="s", samples=len(later)))
     figures += [Figure(name=f"{title}: {part}", value=median(f"time/{part}"), unit="s") for part in parts]
+    peak = 1e3 * max(step["memory/peak_gb"] for seen in warm for step in seen.steps)
     return [
         *figures,
         Figure(name=f"{title}: rollout's tokens", value=median("tokens_per_second"), unit="tokens/s"),
-        Figure(
-            name=f"{title}: peak", value=1e3 * max(step["memory/peak_gb"] for step in warm.steps), unit="MB"
-        ),
+        Figure(name=f"{title}: peak", value=peak, unit="MB"),
     ]
 
 
