@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import attrs
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from runners.checkpoints.manifest import model_of_run
 from runners.config.recorded import recorded_in
@@ -20,10 +20,17 @@ from runners.conversion.modelfile import modelfile
 from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
 from runners.errors import UserError, first_line
 from runners.files.durable import check_target, new_folder, save_text
-from runners.files.json_files import read_json
+from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.inference.inference_model import find_model
-from runners.models.adapters import ADAPTER_CONFIG, adapter_files, base_of, read_adapters, read_folder
+from runners.models.adapters import (
+    ADAPTER_CONFIG,
+    adapter_files,
+    base_of,
+    fused_layers,
+    read_adapters,
+    read_folder,
+)
 from runners.models.folders import (
     HUB_NAME,
     copy_companions,
@@ -81,7 +88,8 @@ def open_source(
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:
         read_adapters(module, folder, model)
-        fused = fuse(module)
+        fused = fused_layers(module)
+        module.update_modules(tree_unflatten(list(fused.items())))
         config.pop("quantization_config", None)
         if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
@@ -170,22 +178,11 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     prompt = read_prompt(folder)
     with new_folder(target, replace=force) as temporary:
         save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})
-        text = json.dumps(config, indent=2) + "\n"
-        (temporary / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+        write_json(temporary / ADAPTER_CONFIG, config)
         if prompt is not None:
             write_prompt(temporary, prompt)
     for line in lines:
         note(line)
-
-
-def fuse(module: nn.Module) -> list[str]:
-    """Fuses a module's adapters into its weights, in place; returns the names of the changed layers."""
-    from mlx.utils import tree_unflatten
-
-    layers = [(name, part) for name, part in module.named_modules() if hasattr(part, "fuse")]
-    fused: list[tuple[str, Any]] = [(name, part.fuse(dequantize=True)) for name, part in layers]  # type: ignore[attr-defined]
-    module.update_modules(tree_unflatten(fused))
-    return [name for name, _ in fused]
 
 
 def check_repo(name: str) -> None:

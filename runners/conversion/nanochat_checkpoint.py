@@ -6,7 +6,6 @@ not read, and unpickled with `weights_only`, so that it cannot run code.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ import attrs
 
 from runners.conversion.tokenizer_pickle import PICKLE_NAME, find_pickle, read_encoding
 from runners.errors import UserError, first_line, listed
-from runners.files.json_files import read_json
+from runners.files.json_files import read_json, write_json
 from runners.machine.versions import install_hint
 from runners.tokenization.tiktoken_encoding import write_tokenizer
 
@@ -89,7 +88,7 @@ def convert_checkpoint(checkpoint: Checkpoint, target: Path) -> None:
         str(target / "model.safetensors"),
         metadata={"format": "mlx"},
     )
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(target / "config.json", config)
     write_tokenizer(read_encoding(checkpoint.tokenizer), target)
 
 

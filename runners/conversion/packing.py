@@ -13,7 +13,7 @@ import mlx.nn as nn
 from grpo_fn.trees import named_leaves
 from runners.conversion.calibrating import Collect, pack_calibrated
 from runners.errors import UserError
-from runners.models.dtypes import cast_leaves
+from runners.models.model_reader import cast_floating
 
 _MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
 
@@ -72,7 +72,7 @@ def repack(
     if dtype:
         may_cast = getattr(module, "cast_predicate", lambda name: True)
         leaves = {name: x for name, x in named_leaves(module.parameters()).items() if may_cast(name)}
-        cast_leaves(module, leaves, getattr(mx, dtype))
+        cast_floating(module, getattr(mx, dtype), leaves)
         config = config | {key: dtype for key in ("torch_dtype", "dtype") if key in config}
     if dequantize:
         module = dequantize_model(module)

@@ -44,6 +44,11 @@ def read_json(file: Path) -> dict:
     return content
 
 
+def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
+    """Writes a JSON object, two spaces a level; `form` are further arguments of json.dumps."""
+    file.write_text(json.dumps(content, **{"indent": 2, **form}) + "\n", encoding="utf-8")
+
+
 def finite_number(value: Any) -> float | None:
     """A value of such a file as a finite number; None if it is none."""
     if not isinstance(value, int | float) or isinstance(value, bool):

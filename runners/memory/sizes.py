@@ -31,9 +31,8 @@ from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.memory.shapes import FLOAT, ModelShape, model_shape
 from runners.models.adapters import add_adapters
-from runners.models.dtypes import choose_dtype
 from runners.models.folders import read_config, resolve_model
-from runners.models.model_reader import custom_loader, load_module
+from runners.models.model_reader import choose_dtype, custom_loader, load_module
 from runners.models.role_quantization import is_calibrated
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from grpo_fn import prng
 from grpo_fn.trees import named_leaves, on_host
@@ -15,21 +17,23 @@ from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError, did_you_mean, first_lines, show
 from runners.files.json_files import read_json
 from runners.files.tensor_files import check_header, load_arrays
-from runners.models.base_digest import base_digest
+from runners.models import json_keys
 from runners.models.folders import final_of
-from runners.models.json_keys import check_adapter_config, check_peft_config
 from runners.models.model_reader import check_finite
 from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft, is_peft
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
+WHOLE = 65_536  # numbers: a leaf of at most this size is read whole
+SAMPLED = 16_384  # numbers of a larger leaf, spread over all of it
 
 
-def add_adapters(module: nn.Module, settings: ModelConfig, seed: int) -> dict:
+def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: str = "") -> dict:
     """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new ones.
 
-    Returns mlx-lm's num_layers and lora_parameters. Raises UserError as `new_adapters` does, and for a folder
-    whose adapters are broken, of another `tune`, or do not fit.
+    `digest` is the `base_digest` of the module; "": not known. Returns mlx-lm's num_layers and
+    lora_parameters. Raises UserError as `new_adapters` does, and for a folder whose adapters are broken, of
+    another `tune`, or do not fit.
     """
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
@@ -42,7 +46,7 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int) -> dict:
             f'"{tune}", found "{settings.tune}"'
         )
     module.freeze()
-    _put(module, stated, tensors, folder, settings.path)
+    _put(module, stated, tensors, folder, settings.path, digest)
     # The learner has no dropout.
     return {
         "num_layers": stated["num_layers"],
@@ -63,7 +67,7 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
             raise UserError(f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}')
-    count = len(_layers(module))
+    count = len(cast("list[nn.Module]", module.layers))
     if lora.layers > count:
         raise UserError(f"model.lora.layers = {lora.layers}, but the model has {count} layers; -1 takes all")
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
@@ -89,8 +93,8 @@ def check_adapters(folder: Path) -> None:
             f"{final_of(folder)}"
         )
     check_header(weights)
-    check = check_adapter_config if weights.name == ADAPTERS else check_peft_config
-    check(read_json(config), config)
+    rules = json_keys.ADAPTERS if weights.name == ADAPTERS else json_keys.PEFT
+    json_keys.check_keys(read_json(config), config, rules)
 
 
 def adapter_files(folder: Path) -> tuple[Path, Path]:
@@ -122,14 +126,20 @@ def read_adapters(module: nn.Module, folder: Path, path: Path) -> None:
     Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
     """
     stated, tensors = read_folder(folder)
-    check_base(stated, lambda: base_digest(named_leaves(module.parameters())), folder, path)
-    _put(module, stated, tensors, folder, path)
+    digest = base_digest(named_leaves(module.parameters())) if BASE_DIGEST in stated else ""
+    _put(module, stated, tensors, folder, path, digest)
 
 
 def _put(
-    module: nn.Module, stated: dict[str, Any], tensors: dict[str, mx.array], folder: Path, path: Path | str
+    module: nn.Module,
+    stated: dict[str, Any],
+    tensors: dict[str, mx.array],
+    folder: Path,
+    path: Path | str,
+    digest: str,
 ) -> None:
-    """Puts what `read_folder` gives into the module. Raises UserError if it is not all that is needed."""
+    """Puts what `read_folder` gives into the module. Raises UserError if it is not all that is needed, and if
+    it says that it was made for weights of another digest; mlx-lm's adapters do not."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     tune, parameters = stated.get("fine_tune_type"), {**stated["lora_parameters"], "dropout": 0.0}
@@ -156,21 +166,19 @@ def _put(
                 f"{folder}: the adapters do not fit {path}: {show(name)}: expected {expected}, found "
                 f"{list(leaf.shape)}"
             )
+    if digest and stated.get(BASE_DIGEST) not in (None, digest):
+        raise UserError(
+            f"{folder}: the adapters were made for other weights than {path} has; their base model is "
+            f"{stated.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of these shapes "
+            "takes them)"
+        )
     module.load_weights(list(tensors.items()), strict=False)
 
 
-def check_base(settings: dict[str, Any], digest: Callable[[], str], folder: Path, path: Path) -> None:
-    """Raises UserError if the adapters say that they were made for other weights; mlx-lm's do not.
-
-    `settings`: the object in their adapter_config.json; `digest` gives the `base_digest` of the weights.
-    """
-    stated = settings.get(BASE_DIGEST)
-    if stated is not None and stated != digest():
-        raise UserError(
-            f"{folder}: the adapters were made for other weights than {path} has; their base model is "
-            f"{settings.get('model')} (without {BASE_DIGEST} in {ADAPTER_CONFIG} any model of these shapes "
-            "takes them)"
-        )
+def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The layers with adapters, each made one with them and unpacked; the module is not changed."""
+    named: Any = module.named_modules()
+    return {name: layer.fuse(dequantize=True) for name, layer in named if "lora_a" in layer}
 
 
 def base_of(folder: Path) -> str:
@@ -185,8 +193,36 @@ def base_of(folder: Path) -> str:
     return base
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
-    return cast("list[nn.Module]", module.layers)
+def base_digest(leaves: Mapping[str, mx.array]) -> str:
+    """A SHA-256 of the leaves' names, shapes and numbers, in hexadecimal digits.
+
+    For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time: another
+    model, or a further trained one, differs in nearly all numbers. Floating numbers are read as float32, so
+    that a model saved with more bits keeps its digest. It is computed on
+    the CPU: a GPU would first compile a program.
+    """
+    with mx.stream(mx.cpu):
+        samples = {name: _sample(leaf) for name, leaf in sorted(leaves.items())}
+        mx.eval(samples)
+    whole = hashlib.sha256()
+    for name, sample in samples.items():
+        whole.update(f"{name} {leaves[name].shape}\n".encode())
+        whole.update(np.array(sample).tobytes())
+    return whole.hexdigest()
+
+
+def _sample(leaf: mx.array) -> mx.array:
+    flat = leaf.reshape(-1)
+    if flat.size > WHOLE:
+        flat = flat[mx.array(_places(flat.size))]
+    floating: Any = mx.issubdtype(flat.dtype, mx.floating)
+    return mx.contiguous(flat.astype(mx.float32) if floating else flat)
+
+
+def _places(size: int) -> np.ndarray:
+    """Multiples of an odd number modulo the size, so that they do not meet the same columns of a matrix."""
+    steps = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2_654_435_761)
+    return (steps % np.uint64(size)).astype(np.uint32)
 
 
 def _adaptable(module: nn.Module) -> set[str]:
@@ -198,6 +234,6 @@ def _adaptable(module: nn.Module) -> set[str]:
             name for name, part in root.named_modules() if isinstance(part, kinds) or hasattr(part, "to_lora")
         }
 
-    inside = {name for layer in _layers(module) for name in names(layer)}
+    inside = {name for layer in cast("list[nn.Module]", module.layers) for name in names(layer)}
     outside = {name for name in names(module) if ".layers." not in f".{name}"}
     return inside | outside

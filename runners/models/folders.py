@@ -11,7 +11,7 @@ from runners.errors import UserError
 from runners.files.hub import hub_errors
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
-from runners.models.json_keys import check_config, end_ids
+from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
 
@@ -53,7 +53,10 @@ def resolve_model(
     elif Path(path).expanduser().exists():
         folder = Path(path).expanduser().resolve()
     elif HUB_NAME.fullmatch(path):
-        folder = _download(path, f'{key} = "{path}"')
+        from huggingface_hub import snapshot_download
+
+        with hub_errors(f'{key} = "{path}"'):
+            folder = Path(snapshot_download(path, allow_patterns=["model*.safetensors", *_COMPANIONS]))
     else:
         raise UserError(
             f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
@@ -90,7 +93,7 @@ def check_folder(folder: Path, *, custom_loader: bool = False, tokenizer: bool =
             f"{folder}: config.json is missing; expected an mlx-lm model folder{final_of(folder)}"
         )
     stated = read_json(folder / "config.json")
-    check_config(stated, folder / "config.json", custom_loader=custom_loader)
+    check_keys(stated, folder / "config.json", ANY_MODEL if custom_loader else MODEL)
     end_ids(folder)
     if not custom_loader:
         _check_weights(folder, names)
@@ -115,12 +118,11 @@ def has_tokenizer(folder: Path) -> bool:
 def read_config(folder: Path) -> dict:
     """A model folder's config.json, with the rotary embedding's keys as mlx-lm reads them.
 
-    Raises UserError if the file cannot be read, as `check_config` does, or if mlx-lm would compute something
-    else.
+    Raises UserError if the file or a key cannot be read, or if mlx-lm would compute something else.
     """
     file = folder / "config.json"
     stated = read_json(file)
-    check_config(stated, file)
+    check_keys(stated, file, MODEL)
     try:
         return with_rope_keys(stated)
     except UserError as error:
@@ -196,11 +198,3 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
         raise UserError(
             f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
         )
-
-
-def _download(name: str, where: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["model*.safetensors", *_COMPANIONS]
-    with hub_errors(where):
-        return Path(snapshot_download(name, allow_patterns=patterns))

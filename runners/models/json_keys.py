@@ -27,21 +27,6 @@ def check_keys(table: Mapping[str, Any], file: Path, rules: Mapping[str, Rule]) 
             raise UserError(f"{file}: {key}: expected {wanted}, found {found}")
 
 
-def check_config(config: Mapping[str, Any], file: Path, *, custom_loader: bool = False) -> None:
-    """Checks the object in a config.json; of one for a custom loader only the keys that are read here."""
-    check_keys(config, file, _ANY_MODEL if custom_loader else _MODEL)
-
-
-def check_adapter_config(settings: Mapping[str, Any], file: Path) -> None:
-    """Checks the object in an adapter_config.json: every key that mlx-lm uses for LoRA and DoRA."""
-    check_keys(settings, file, _ADAPTERS)
-
-
-def check_peft_config(settings: Mapping[str, Any], file: Path) -> None:
-    """Checks the object in PEFT's adapter_config.json: every key that is read, and that its kind is LoRA."""
-    check_keys(settings, file, _PEFT)
-
-
 def end_ids(folder: Path) -> list[int] | None:
     """The end-of-text tokens of a model folder: generation_config.json's, else config.json's; None: neither
     names any. Raises UserError for anything but token ids."""
@@ -86,10 +71,11 @@ _PARTS = ("", "text_config.")
 _LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
 
 _END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
-_ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
-_MODEL: dict[str, Rule] = {
+# Of a config.json: the keys that are read here, and those that mlx-lm reads.
+ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
+MODEL: dict[str, Rule] = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
-    **_ANY_MODEL,
+    **ANY_MODEL,
     "architectures": _optional(_is_names, "a list of texts"),
     "image_token_id": _SIZE,
     "tie_word_embeddings": _BOOL,
@@ -99,7 +85,7 @@ _MODEL: dict[str, Rule] = {
     **dict.fromkeys((part + key for part in _PARTS for key in ("rope_scaling", "rope_parameters")), _TABLE),
     **dict.fromkeys((part + key for part in _PARTS for key in _LAYER_COUNTS), _LAYERS),
 }
-_ADAPTERS: dict[str, Rule] = {
+ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
     "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank, scale and dropout"),
@@ -108,7 +94,7 @@ _ADAPTERS: dict[str, Rule] = {
     "lora_parameters.dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 to below 1"),
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
-_PEFT: dict[str, Rule] = {
+PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is LoRA
     "peft_type": (lambda value: value == "LORA", "LORA"),
     "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
     "alpha_pattern": _optional(

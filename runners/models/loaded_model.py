@@ -16,11 +16,15 @@ from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.images.processor import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
-from runners.models.adapters import ADAPTER_CONFIG, add_adapters, check_base
-from runners.models.base_digest import base_digest
-from runners.models.dtypes import cast_floating, cast_leaves, choose_dtype, main_dtype
+from runners.models.adapters import add_adapters, base_digest
 from runners.models.folders import resolve_model
-from runners.models.model_reader import custom_loader, read_model
+from runners.models.model_reader import (
+    cast_floating,
+    choose_dtype,
+    custom_loader,
+    main_dtype,
+    read_model,
+)
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -102,16 +106,13 @@ def load_model(
         digest = base_digest(named_leaves(module.parameters()))
         # Before the adapters, because DoRA measures the weights in the compute dtype.
         cast_floating(module, compute_dtype)
-        adapter = add_adapters(module, settings, seed)
-        if settings.adapters:
-            folder = Path(settings.adapters)
-            check_base(read_json(folder / ADAPTER_CONFIG), lambda: digest, folder, path)
+        adapter = add_adapters(module, settings, seed, digest)
     elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
             'expected model.tune = "lora" or "dora", or an unquantized model'
         )
-    cast_leaves(module, named_leaves(module.trainable_parameters()), getattr(mx, settings.master))
+    cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)
     materialize_in_parts(module.parameters())
     return LoadedModel(

@@ -1,13 +1,15 @@
-"""Reads and checks a model folder: its module, config and tokenizer."""
+"""Reads and checks a model folder: its module, config and tokenizer; the dtypes of the module's leaves."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import materialize_in_parts, named_leaves
 from runners.config.user_functions import resolve_function
@@ -21,6 +23,8 @@ from runners.tokenization.tokenizer_check import check_tokenizer
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runners.machine.startup import Platform
 
 Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 
@@ -171,3 +175,27 @@ def _finite(leaf: mx.array) -> mx.array:
     infinity = mx.array(float("inf"), leaf.dtype)
     positive, negative = (mx.max(leaf.view(kind)) for kind in (signed, unsigned))
     return (positive < infinity.view(signed)) & (negative < (-infinity).view(unsigned))
+
+
+def choose_dtype(wish: str, platform: Platform, module: nn.Module) -> mx.Dtype:
+    """The compute dtype: the one named, or with "auto" the platform's, or else the model's own."""
+    name = platform.default_dtype if wish == "auto" else wish
+    return main_dtype(module) if name is None else getattr(mx, name)
+
+
+def cast_floating(module: nn.Module, dtype: mx.Dtype, leaves: dict[str, mx.array] | None = None) -> None:
+    """Converts all floating leaves, or those of `leaves`, to one dtype; packed integers stay."""
+    leaves = named_leaves(module.parameters()) if leaves is None else leaves
+    floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    module.update(tree_unflatten([(name, leaf.astype(dtype)) for name, leaf in floating.items()]))
+
+
+def main_dtype(module: nn.Module) -> mx.Dtype:
+    """The dtype of most floating weights, counted by entries. Raises UserError where all are integers."""
+    sizes: Counter[mx.Dtype] = Counter()
+    for leaf in named_leaves(module.parameters()).values():
+        if mx.issubdtype(leaf.dtype, mx.floating):
+            sizes[leaf.dtype] += leaf.size
+    if not sizes:
+        raise UserError("the model's weights: expected floating point numbers, found integers alone")
+    return sizes.most_common(1)[0][0]

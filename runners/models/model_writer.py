@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder
-from runners.files.json_files import read_json
+from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.images.processor import with_text_keys
-from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST
+from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST, fused_layers
 from runners.models.folders import copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
 from runners.tokenization.chat_format import TEMPLATE_FILE
@@ -40,8 +36,7 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
     with new_folder(folder) as temporary:
         config = _stated(loaded)
         if loaded.adapter is None:
-            weights = named_leaves(params) | loaded.frozen
-            config.pop("quantization_config", None)  # unpacked while it was loaded
+            weights = trained(params, loaded)
         else:
             write_trained(temporary, trained(params, loaded), loaded)
             weights, merged = merge_adapters(params, loaded)
@@ -53,7 +48,10 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
             weights |= loaded.vision.weights()
         save_arrays(temporary / "model.safetensors", weights, _MLX)
         if loaded.vision is not None:  # else mlx-vlm would read the adapters' file as well
-            _write_index(temporary, weights)
+            size = sum(array.nbytes for array in weights.values())
+            places = dict.fromkeys(sorted(weights), "model.safetensors")
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            write_json(temporary / "model.safetensors.index.json", index)
             config = with_text_keys(config, loaded.path)
         _write_companions(temporary, config, loaded)
         if prompt is not None:
@@ -63,17 +61,21 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
 
 def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array], list[str]]:
     """The flat weights with the adapters fused into them, and the names of the changed layers."""
-    with _bound(loaded, params) as module:
-        layers = {name: part for name, part in module.named_modules() if "lora_a" in part}
+    module, saved = loaded.module, loaded.module.parameters()
+    try:
+        module.update(tree_unflatten(list(loaded.frozen.items())))
+        module.update(params)
+        layers = fused_layers(module)
         weights = {
             name: array
             for name, array in named_leaves(module.parameters()).items()
             if not any(name.startswith(f"{layer}.") for layer in layers)
         }
         for name, layer in layers.items():
-            fused: nn.Module = layer.fuse(dequantize=True)  # pyright: ignore[reportCallIssue]
-            weights |= {f"{name}.{leaf}": array for leaf, array in named_leaves(fused.parameters()).items()}
+            weights |= {f"{name}.{leaf}": array for leaf, array in named_leaves(layer.parameters()).items()}
         mx.eval(weights)
+    finally:
+        module.update(saved)
     return weights, list(layers)
 
 
@@ -90,35 +92,23 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
         save_arrays(folder / ADAPTERS, weights, _MLX)
         source = str(loaded.path) if Path(loaded.source).exists() else loaded.source
         base = {"model": source, BASE_DIGEST: loaded.base_digest}
-        _write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
-    config = _stated(loaded)
-    if loaded.adapter is None:
-        config.pop("quantization_config", None)
-    _write_companions(folder, config, loaded)
+        write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
+    _write_companions(folder, _stated(loaded), loaded)
 
 
 def _stated(loaded: LoadedModel) -> dict:
     """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
-    return read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
+    config = read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
+    if loaded.adapter is None:
+        config.pop("quantization_config", None)  # unpacked while it was loaded
+    return config
 
 
 def _write_companions(folder: Path, config: dict, loaded: LoadedModel) -> None:
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     copy_companions(loaded.path, folder)
     if loaded.chat_template:
         (folder / TEMPLATE_FILE).write_text(loaded.chat_template, encoding="utf-8")
-
-
-def _write_index(folder: Path, weights: dict[str, mx.array]) -> None:
-    size = sum(array.nbytes for array in weights.values())
-    places = dict.fromkeys(sorted(weights), "model.safetensors")
-    _write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": places}
-    )
-
-
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
@@ -126,15 +116,3 @@ def _as_source(name: str, array: mx.array, loaded: LoadedModel) -> mx.array:
         return array
     dtype = loaded.source_dtypes.get(name, loaded.source_dtype)
     return array.astype(dtype if mx.issubdtype(dtype, mx.floating) else loaded.source_dtype)
-
-
-@contextmanager
-def _bound(loaded: LoadedModel, params: Any) -> Iterator[nn.Module]:
-    """The module with its frozen leaves and these parameters; its previous content is restored at the end."""
-    saved = loaded.module.parameters()
-    try:
-        loaded.module.update(tree_unflatten(list(loaded.frozen.items())))
-        loaded.module.update(params)
-        yield loaded.module
-    finally:
-        loaded.module.update(saved)

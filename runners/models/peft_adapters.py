@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runners.errors import UserError, listed, show
-from runners.models.json_keys import check_peft_config
+from runners.models.json_keys import PEFT, check_keys
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -47,7 +47,7 @@ def from_peft(
     """
     import mlx.core as mx
 
-    check_peft_config(settings, folder / "adapter_config.json")
+    check_keys(settings, folder / "adapter_config.json", PEFT)
     if used := [name for name in _OTHERS if settings.get(name)]:
         raise UserError(f"{folder}: mlx-lm's adapters have no {listed(used)}")
     layers: dict[str, dict[str, mx.array]] = {}

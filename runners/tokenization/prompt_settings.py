@@ -6,7 +6,6 @@ read it. It contains nothing about the machine.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from attrs import field
 from runners.config import rules
 from runners.config.sections import DataConfig, RolloutConfig
 from runners.errors import UserError, did_you_mean, show
-from runners.files.json_files import read_json
+from runners.files.json_files import read_json, write_json
 
 PROMPT_FILE = "grpo_prompt.json"
 PROMPT_FORMAT = "grpo_fn.prompt"
@@ -66,8 +65,7 @@ _KEYS: dict[str, tuple[str, attrs.Attribute]] = {
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
     """Writes grpo_prompt.json into a model's folder. OSError if the disk refuses."""
     content = {"format": PROMPT_FORMAT, "version": PROMPT_VERSION, **attrs.asdict(settings)}
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    (folder / PROMPT_FILE).write_text(text + "\n", encoding="utf-8")
+    write_json(folder / PROMPT_FILE, content, ensure_ascii=False)
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:

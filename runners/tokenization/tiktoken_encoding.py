@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from runners.files.json_files import write_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -71,7 +72,7 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = sorted({special[name] for name in (end, _BOS) if name in special})  # <|bos|> begins the next text
     for name, content in (("tokenizer_config", config), ("generation_config", {"eos_token_id": ends})):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / f"{name}.json", content)
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:

@@ -17,10 +17,16 @@ from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.errors import UserError, show
 from runners.machine.startup import Platform
-from runners.models.dtypes import cast_floating, choose_dtype
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import LoadedModel
-from runners.models.model_reader import check_finite, load_module, load_tokenizer, vocabulary_rows
+from runners.models.model_reader import (
+    cast_floating,
+    check_finite,
+    choose_dtype,
+    load_module,
+    load_tokenizer,
+    vocabulary_rows,
+)
 from runners.rewards.experience import Experience
 from runners.training.gradients import MicroBatches
 

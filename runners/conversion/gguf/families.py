@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,14 +40,14 @@ class Family:
     norm_offset: float = 0.0  # added to the norms' weights
     wide: int = 0  # with so many blocks llama.cpp scales queries by hidden_size / heads, not by the head
 
-    def gguf_name(self, name: str) -> str | None:
-        """GGUF's name for a leaf of mlx-lm's module; None: it has none."""
-        name = name.removeprefix("language_model.")
-        stem, _, leaf = name.rpartition(".")
-        if block := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem):
-            part = self.parts.get(block[2])
-            return f"blk.{block[1]}.{part}.{leaf}" if part else None
-        return f"{_OUTSIDE[stem]}.{leaf}" if stem in _OUTSIDE else None
+    def names(self, blocks: int) -> dict[str, str]:
+        """GGUF's name for each of mlx-lm's layers, in a model of so many blocks."""
+        inside = {
+            f"model.layers.{block}.{ours}": f"blk.{block}.{theirs}"
+            for block in range(blocks)
+            for ours, theirs in self.parts.items()
+        }
+        return _OUTSIDE | inside
 
     def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
         """Of a tensor of GGUF's name: its heads whose rotated pairs change places; 0: none do."""
@@ -56,14 +55,6 @@ class Family:
         if not self.pairs or part not in ("attn_q", "attn_k"):
             return 0
         return config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
-
-    def module_name(self, name: str) -> str | None:
-        """The other way round."""
-        stem, _, leaf = name.rpartition(".")
-        if block := re.fullmatch(r"blk\.(\d+)\.(.+)", stem):
-            part = next((ours for ours, theirs in self.parts.items() if theirs == block[2]), None)
-            return f"model.layers.{block[1]}.{part}.{leaf}" if part else None
-        return next((f"{ours}.{leaf}" for ours, theirs in _OUTSIDE.items() if theirs == stem), None)
 
 
 _LLAMA = Family("llama", "llama", "LlamaForCausalLM", pairs=True)
@@ -80,29 +71,24 @@ FAMILIES = {  # by model_type
     "phi3": Family("phi3", "phi3", "Phi3ForCausalLM", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
 }
 
-_KEYS = {  # config.json's -> GGUF's, behind the architecture's name
-    "max_position_embeddings": ("context_length", int),
-    "hidden_size": ("embedding_length", int),
-    "intermediate_size": ("feed_forward_length", int),
-    "num_hidden_layers": ("block_count", int),
-    "num_attention_heads": ("attention.head_count", int),
-    "num_key_value_heads": ("attention.head_count_kv", int),
-    "head_dim": ("attention.key_length", int),
-    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
-    "rope_theta": ("rope.freq_base", float),
-    "rope_local_base_freq": ("rope.freq_base_swa", float),
-    "original_max_position_embeddings": ("rope.scaling.original_context_length", int),
-    "sliding_window": ("attention.sliding_window", int),
-    "sliding_window_pattern": ("attention.sliding_window_pattern", int),
-    "attn_logit_softcapping": ("attn_logit_softcapping", float),
-    "final_logit_softcapping": ("final_logit_softcapping", float),
-    "vocab_size": ("vocab_size", int),
+_KEYS = {  # config.json's -> GGUF's behind the architecture's name; whether every file has it
+    "max_position_embeddings": ("context_length", int, True),
+    "hidden_size": ("embedding_length", int, True),
+    "intermediate_size": ("feed_forward_length", int, True),
+    "num_hidden_layers": ("block_count", int, True),
+    "num_attention_heads": ("attention.head_count", int, True),
+    "num_key_value_heads": ("attention.head_count_kv", int, False),
+    "head_dim": ("attention.key_length", int, False),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float, True),
+    "rope_theta": ("rope.freq_base", float, False),
+    "rope_local_base_freq": ("rope.freq_base_swa", float, False),
+    "original_max_position_embeddings": ("rope.scaling.original_context_length", int, False),
+    "sliding_window": ("attention.sliding_window", int, False),
+    "sliding_window_pattern": ("attention.sliding_window_pattern", int, False),
+    "attn_logit_softcapping": ("attn_logit_softcapping", float, False),
+    "final_logit_softcapping": ("final_logit_softcapping", float, False),
+    "vocab_size": ("vocab_size", int, False),
 }
-_OPTIONAL = {  # without them: transformers' and llama.cpp's default
-    "num_key_value_heads", "head_dim", "rope_theta", "rope_local_base_freq",
-    "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
-    "attn_logit_softcapping", "final_logit_softcapping", "vocab_size",
-}  # fmt: skip
 _DEFAULTS = {  # by architecture, where both have one and files leave it out
     "gemma2": {"rope_theta": 10000.0},
     "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
@@ -130,7 +116,9 @@ def metadata_of(family: Family, config: Mapping[str, Any]) -> tuple[dict[str, An
         config["sliding_window_pattern"] = config["rope_local_base_freq"] = None
     if family.arch not in ("gemma2", "gemma3"):
         config["sliding_window"] = None
-    values = {key: kind(config[name]) for name, (key, kind) in _KEYS.items() if config.get(name) is not None}
+    values = {
+        key: kind(config[name]) for name, (key, kind, _) in _KEYS.items() if config.get(name) is not None
+    }
     values["attention.value_length"] = head
     values["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1.0))
     if family.arch == "phi3":
@@ -167,9 +155,9 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
         raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
     config: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.hf_class]}
     defaults = _DEFAULTS.get(arch, {})
-    for name, (key, kind) in _KEYS.items():
+    for name, (key, kind, needed) in _KEYS.items():
         unknown = -1 if kind is int else -1.0
-        found = metadata(f"{arch}.{key}", kind, unknown if name in _OPTIONAL else None)
+        found = metadata(f"{arch}.{key}", kind, None if needed else unknown)
         found = defaults.get(name, unknown) if found == unknown else found
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from runners.conversion.gguf.families import FAMILIES, ROPE_FACTORS, config_of, 
 from runners.conversion.gguf.header import GGUF, Tensor, read_header
 from runners.conversion.gguf.tokenizers import write_tokenizer
 from runners.errors import UserError, show
+from runners.files.json_files import write_json
 from runners.machine.versions import install_hint
 
 _PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.float16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
@@ -56,18 +56,18 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     weights: dict[str, mx.array] = {}
     packed: dict[str, int] = {}
     family = FAMILIES[config["model_type"]]
+    names = {theirs: ours for ours, theirs in family.names(config["num_hidden_layers"]).items()}
     for name, tensor in header.tensors.items():
-        ours = family.module_name(name)
         if name in ROPE_FACTORS:
             continue
-        if ours is None:
+        part, _, leaf = name.rpartition(".")
+        if (stem := names.get(part)) is None:
             raise UserError(f"{file}: {config['model_type']} has no tensor {show(name)}")
         count = family.rotated_heads(name, config)
         if count and tensor.shape[0] % (2 * count):
             raise UserError(
                 f"{file}: {show(name)}: expected {count} heads of an even size, found {tensor.shape}"
             )
-        stem, _, leaf = ours.rpartition(".")
         if tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize:
             packed[stem] = _PACKED[tensor.kind]
             leaves = dict(zip(("weight", "scales", "biases"), _unpack(header, tensor), strict=True))
@@ -83,7 +83,7 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
             name: {**form, "bits": bits} for name, bits in packed.items() if bits != usual
         }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
     write_tokenizer(header, folder)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from runners.conversion.gguf.header import GGUF
 from runners.data.rendering import has_template
 from runners.errors import UserError, listed, show
+from runners.files.json_files import write_json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
@@ -135,8 +136,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] >= 0]
     files = {"tokenizer": stated, "tokenizer_config": config, "generation_config": {"eos_token_id": ends}}
     for name, content in files.items():
-        text = json.dumps(content, ensure_ascii=False)
-        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+        write_json(folder / f"{name}.json", content, indent=None, ensure_ascii=False)
 
 
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:

@@ -108,10 +108,12 @@ def _leaves(
     module: nn.Module, family: Family, config: Mapping[str, Any], kind: str, *, tied: bool
 ) -> list[_Leaf]:
     found = []
+    names = family.names(config["num_hidden_layers"])
     for name, array in named_leaves(module.parameters()).items():
-        theirs = family.gguf_name(name)
-        if theirs is None:
+        stem, _, leaf = name.removeprefix("language_model.").rpartition(".")
+        if stem not in names:
             raise UserError(f"{name}: llama.cpp's {family.arch} has no such part")
+        theirs = f"{names[stem]}.{leaf}"
         if tied and theirs == "output.weight":
             continue
         part = theirs.split(".")[-2]

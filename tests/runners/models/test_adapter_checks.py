@@ -14,7 +14,7 @@ from runners.conversion.export import open_source
 from runners.errors import ConfigError, UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.models.base_digest import SAMPLED, WHOLE, base_digest
+from runners.models.adapters import SAMPLED, WHOLE, base_digest
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
 from runners.telemetry.report import Quiet
