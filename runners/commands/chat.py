@@ -23,8 +23,8 @@ from runners.commands.options import (
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
-    from runners.inference.conversation import Conversation
     from runners.inference.inference_model import InferenceModel
+    from runners.inference.text_generation import Conversation
 
 PROMPT_SIGN = ">>> "
 _COMMANDS = """\
@@ -57,8 +57,7 @@ def chat_command(model: str, **values: Any) -> None:
 
 def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversation:
     """A new conversation with the resolved options."""
-    from runners.inference.conversation import Conversation
-    from runners.inference.text_generation import generation_key
+    from runners.inference.text_generation import Conversation, generation_key
 
     how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
     return Conversation(model, sampling_of(values, model), key=generation_key(values["seed"]), **how)

@@ -35,9 +35,8 @@ from runners.machine.terminal import echo
 if TYPE_CHECKING:
     from runners.data.messages import Message
     from runners.environments.environments import Environments
-    from runners.inference.conversation import Conversation
     from runners.inference.inference_model import InferenceModel
-    from runners.inference.text_generation import Speed
+    from runners.inference.text_generation import Conversation, Speed
 
 _EXAMPLES = """\
 \b

@@ -9,11 +9,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from runners.conversion.calibrating import moments_from
 from runners.conversion.gguf.reading import convert_gguf
-from runners.conversion.nanochat_checkpoint import convert_checkpoint, find_checkpoint, is_checkpoint
-from runners.conversion.packing import NOT_PACKED, QuantizationOptions, repack
-from runners.conversion.tokenizer_pickle import find_pickle, read_encoding
+from runners.conversion.nanochat import (
+    convert_checkpoint,
+    find_checkpoint,
+    find_pickle,
+    is_checkpoint,
+    read_encoding,
+)
+from runners.conversion.packing import NOT_PACKED, QuantizationOptions, moments_from, repack
 from runners.errors import UserError
 from runners.files.durable import check_target, new_folder
 from runners.files.json_files import read_json
@@ -82,7 +86,7 @@ def convert(
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
         if checkpoint is not None:
-            convert_checkpoint(checkpoint, temporary)
+            convert_checkpoint(*checkpoint, temporary)
         elif is_gguf:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
             dequantize = False

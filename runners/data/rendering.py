@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from runners.data.messages import Message
 from runners.errors import UserError, error_line, show
 from runners.images.image_files import ImageFile
 from runners.images.processor import ImageProcessor
-from runners.tokenization.chat_format import described_tools, merge_system, plain_text
 from runners.tokenization.text import encode
 
 NO_KWARGS: Mapping[str, Any] = {}
+_SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 def render(
@@ -48,7 +49,9 @@ def render(
     if processor is not None and processor.template:
         template_kwargs = {**template_kwargs, "chat_template": processor.template}
     if not has_template(tokenizer) and "chat_template" not in template_kwargs:
-        text = plain_text(_with_tools(messages, tools) if tools else messages) + nudge
+        turns = _with_tools(messages, tools) if tools else messages
+        said = [f"{_SPEAKERS[turn['role']]}: {turn['content']}" for turn in turns]
+        text = "\n\n".join([*said, f"{_SPEAKERS['assistant']}: "]) + nudge
         return text, _expanded(encode_raw(tokenizer, text), images, processor)
     text = _conversation(tokenizer, messages, tools, template_kwargs)
     if tools and not all(tool["function"]["name"] in text for tool in tools):
@@ -174,14 +177,32 @@ def _conversation(
         if not system:
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
     try:
-        return apply(merge_system(messages))
+        return apply(_merge_system(messages))
     except Exception as error:
         raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
 
+def _merge_system(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a leading system message put in front of the user's first words.
+
+    Raises ValueError if a system message is elsewhere or no user message follows it.
+    """
+    if not any(message["role"] == "system" for message in messages):
+        return list(messages)
+    system, *rest = messages
+    if system["role"] != "system" or any(message["role"] == "system" for message in rest):
+        raise ValueError("expected a system message at the start of the conversation only, found one later")
+    if not rest or rest[0]["role"] != "user":
+        raise ValueError("no user message follows the system message")
+    return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
 def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages with the tools described in the system message."""
-    described, rest = described_tools(tools), list(messages)
+    """The messages with the tools described in the system message, and the form of a call."""
+    lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in tools]
+    form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
+    told = f"To call one, write {form} and end your turn."
+    described, rest = "\n".join(["You can call these tools:", *lines, told]), list(messages)
     if rest and rest[0]["role"] == "system":
         described = f"{rest.pop(0)['content']}\n\n{described}"
     return [{"role": "system", "content": described}, *rest]

@@ -24,9 +24,8 @@ from runners.images.image_files import ImageFile
 from runners.images.processor import check_family, mlx_vlm_module
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import base_of, check_adapters, read_adapters
-from runners.models.folders import is_adapter_folder, resolve_model
+from runners.models.folders import TEMPLATE_FILE, is_adapter_folder, resolve_model
 from runners.models.model_reader import cast_floating, choose_dtype, custom_loader, read_model
-from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt
 from runners.tokenization.text import TextDecoder
 from runners.tokenization.tokenizer_check import check_tokenizer

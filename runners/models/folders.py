@@ -27,7 +27,7 @@ _NOT_TRAVELLING = (
     METRICS,
     COMPLETIONS,
 )
-_TEMPLATES = "additional_chat_templates"
+TEMPLATE_FILE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENIZER_FILES = (
     ("tokenizer.json",),
     ("tokenizer.model",),

@@ -17,9 +17,8 @@ from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.images.processor import with_text_keys
 from runners.models.adapters import ADAPTER_CONFIG, ADAPTERS, BASE_DIGEST, fused_layers
-from runners.models.folders import copy_companions, read_config
+from runners.models.folders import TEMPLATE_FILE, copy_companions, read_config
 from runners.models.loaded_model import LoadedModel
-from runners.tokenization.chat_format import TEMPLATE_FILE
 from runners.tokenization.prompt_settings import PromptSettings, write_prompt
 
 _MLX = {"format": "mlx"}  # mlx-lm and transformers read it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runners.files.json_files import write_json
+from runners.files.json_files import read_json, write_json
 
 if TYPE_CHECKING:
     import tiktoken
@@ -40,7 +40,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     tiktoken's own by its name.
 
     A text begins with `<|bos|>` and a completion ends with `<|assistant_end|>`, `<|endoftext|>` or the like,
-    where the encoding has them. With nanochat's turn marks there is a chat template.
+    where the encoding has them. What a generation_config.json of the folder says stays. With nanochat's turn
+    marks there is a chat template.
     """
     import tiktoken
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -71,8 +72,10 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
         config["chat_template"] = _NANOCHAT_TEMPLATE
     tokenizer.save(str(folder / "tokenizer.json"))
     ends = sorted({special[name] for name in (end, _BOS) if name in special})  # <|bos|> begins the next text
-    for name, content in (("tokenizer_config", config), ("generation_config", {"eos_token_id": ends})):
-        write_json(folder / f"{name}.json", content)
+    write_json(folder / "tokenizer_config.json", config)
+    generation = folder / "generation_config.json"
+    stated = read_json(generation) if generation.is_file() else {}
+    write_json(generation, stated | {"eos_token_id": stated.get("eos_token_id") or ends})
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:

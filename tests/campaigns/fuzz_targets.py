@@ -30,7 +30,7 @@ from runners.checkpoints.trainer_state import VERSION, read_trainer_state
 from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig, LoraConfig
-from runners.conversion.tokenizer_pickle import read_encoding
+from runners.conversion.nanochat import read_encoding
 from runners.data.datasets import load_rows
 from runners.data.prompts import reward_columns
 from runners.data.rendering import render

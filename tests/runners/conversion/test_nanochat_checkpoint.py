@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from runners.conversion.convert import convert
-from runners.conversion.nanochat_checkpoint import find_checkpoint, is_checkpoint
+from runners.conversion.nanochat import find_checkpoint, is_checkpoint
 from runners.conversion.packing import QuantizationOptions
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
@@ -174,16 +174,16 @@ def test_the_last_step_or_the_one_asked_for(tmp_path):
     (base / "tokenizer").mkdir()
     shutil.move(folder / "tokenizer.pkl", base / "tokenizer")
     assert is_checkpoint(folder) and not is_checkpoint(base)
-    assert find_checkpoint(folder).model.name == "model_000650.pt"
-    found = find_checkpoint(folder, 9)
-    assert (found.model.name, found.meta.name) == ("model_000009.pt", "meta_000009.json")
-    assert found.tokenizer == base / "tokenizer" / "tokenizer.pkl"
+    assert find_checkpoint(folder)[0].name == "model_000650.pt"
+    model, meta, tokenizer = find_checkpoint(folder, 9)
+    assert (model.name, meta.name) == ("model_000009.pt", "meta_000009.json")
+    assert tokenizer == base / "tokenizer" / "tokenizer.pkl"
     with pytest.raises(UserError, match="no step 10; found 9, 650"):
         find_checkpoint(folder, 10)
-    found.meta.unlink()
+    meta.unlink()
     with pytest.raises(UserError, match=r"meta_000009\.json is missing"):
         find_checkpoint(folder, 9)
-    (base / "tokenizer" / "tokenizer.pkl").unlink()
+    tokenizer.unlink()
     with pytest.raises(UserError, match=r"tokenizer\.pkl is missing, here and in"):
         find_checkpoint(folder)
 

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from runners.conversion.convert import convert
-from runners.conversion.tokenizer_pickle import find_pickle, read_encoding
+from runners.conversion.nanochat import find_pickle, read_encoding
 from runners.errors import UserError
 from runners.models.folders import resolve_model
 from runners.models.model_reader import read_model
@@ -145,8 +145,9 @@ def test_what_is_no_vocabulary_is_reported(read, content, message):
 def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
     """As MLX-GRPO wrote them: `grpo convert` makes the tokenizer's files, wherever the pickle is."""
     folder = make_nanochat_folder(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
+    (folder / "generation_config.json").write_text('{"eos_token_id": null, "top_k": 7}')
     assert find_pickle(folder) is None
     (folder / "tokenizer").mkdir()
     inner = write_pickle(folder / "tokenizer")
@@ -156,4 +157,5 @@ def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
     convert(str(folder), tmp_path / "new")
     _, _, tokenizer, notices = read_model(tmp_path / "new")
     assert tokenizer.eos_token_ids == {320, 324} and not notices
-    assert json.loads((tmp_path / "new/generation_config.json").read_text()) == {"eos_token_id": [320, 324]}
+    stated = json.loads((tmp_path / "new/generation_config.json").read_text())
+    assert stated == {"eos_token_id": [320, 324], "top_k": 7}

@@ -8,9 +8,15 @@ import pytest
 import grpo_fn as g
 from runners.data.rendering import render
 from runners.engines.engine import Requests
-from runners.inference.conversation import Conversation
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import Completion, Speed, generation_key, sample_batches, stream
+from runners.inference.text_generation import (
+    Completion,
+    Conversation,
+    Speed,
+    generation_key,
+    sample_batches,
+    stream,
+)
 from runners.machine.startup import Platform
 from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder

@@ -1,0 +1,184 @@
+"""nanochat's files, of which nothing runs what a pickle could: checkpoints of PyTorch, tokenizer.pkl.
+
+model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm uses
+nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled with
+`weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the opcodes that hold
+texts, bytes, numbers and tables, and one name, tiktoken's Encoding, for which a stand-in only keeps the data.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runners.errors import UserError, error_line, first_line, listed, show
+from runners.files.json_files import read_json, write_json
+from runners.machine.versions import install_hint
+from runners.tokenization.tiktoken_encoding import write_tokenizer
+
+if TYPE_CHECKING:
+    import tiktoken
+    import torch  # pyright: ignore[reportMissingImports]
+
+_MODEL = re.compile(r"model_(\d+)\.pt")
+_COMPILED = "_orig_mod."  # torch.compile puts it before every name
+_SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+_VOCABULARY = ("transformer.wte.weight", "lm_head.weight")  # a row for each id
+PICKLE_NAME = "tokenizer.pkl"
+# What protocols 4 and 5 write for an Encoding. Nothing here calls what it names, builds tuples that nest, or
+# reserves more memory than the file has bytes.
+_ADMITTED = {
+    *("PROTO", "FRAME", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "BUILD", "STOP"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "BININT", "BININT1", "BININT2"),
+    *("EMPTY_DICT", "EMPTY_TUPLE", "MARK", "SETITEM", "SETITEMS"),
+}
+_FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds nanochat's checkpoints."""
+    return folder.is_dir() and any(_MODEL.fullmatch(file.name) for file in folder.iterdir())
+
+
+def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path]:
+    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one.
+
+    nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and BASE/tokenizer/tokenizer.pkl,
+    but the tokenizer may lie in the folder.
+    Raises UserError if a file is missing.
+    """
+    steps = {int(m[1]): file for file in folder.iterdir() if (m := _MODEL.fullmatch(file.name))}
+    if step is not None and step not in steps:
+        raise UserError(f"{folder}: no step {step}; found {', '.join(map(str, sorted(steps)))}")
+    model = steps[max(steps) if step is None else step]
+    meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
+    if not meta.is_file():
+        raise UserError(f"{folder}: {meta.name} is missing beside {model.name}; it has the model's sizes")
+    places = [folder, *folder.resolve().parents[:2]]
+    found = next((file for place in places if (file := find_pickle(place))), None)
+    if found is None:
+        raise UserError(f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}")
+    return model, meta, found
+
+
+def convert_checkpoint(model: Path, meta: Path, tokenizer: Path, target: Path) -> None:
+    """Writes config.json, model.safetensors and the tokenizer's files into an existing folder.
+
+    Padding rows of the embedding and the head are left out, because nanochat ignores them. Raises UserError
+    without PyTorch, and for files that cannot be read. Whether mlx-lm has all tensors is seen by loading it.
+    """
+    sizes = _sizes(meta)
+    config = {
+        "model_type": "nanochat",
+        "architectures": ["NanoChatForCausalLM"],
+        "hidden_size": sizes["n_embd"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "num_key_value_heads": sizes["n_kv_head"],
+        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": sizes["sequence_len"],
+        "intermediate_size": 4 * sizes["n_embd"],
+    }
+    tensors, rows = _tensors(model), sizes["vocab_size"]
+    from safetensors.torch import save_file
+
+    save_file(
+        {name: (x[:rows] if name in _VOCABULARY else x).contiguous() for name, x in tensors.items()},
+        str(target / "model.safetensors"),
+        metadata={"format": "mlx"},
+    )
+    write_json(target / "config.json", config)
+    write_tokenizer(read_encoding(tokenizer), target)
+
+
+def _sizes(meta: Path) -> dict[str, int]:
+    found = read_json(meta).get("model_config")
+    if not isinstance(found, Mapping):
+        raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
+    for name in _SIZES:
+        if type(size := found.get(name)) is not int or size < 1:
+            raise UserError(f"{meta}: model_config.{name}: expected a positive integer, found {size!r}")
+    # A pattern of only long windows is full attention, as in mlx-lm's model.
+    plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
+    if others := found.keys() - {*_SIZES} - plain:
+        raise UserError(
+            f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not have"
+        )
+    return {name: found[name] for name in _SIZES}
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f"a .pt file needs PyTorch to be read: {install_hint('torch')}") from error
+    try:
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return {str(name).removeprefix(_COMPILED): content[name].detach() for name in content}
+    except Exception as error:  # errors of pickle, zip and torch have no common class
+        raise UserError(f"{file}: cannot be read as a checkpoint of tensors ({first_line(error)})") from error
+
+
+def find_pickle(folder: Path) -> Path | None:
+    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
+    places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_encoding(file: Path) -> tiktoken.Encoding:
+    """The encoding in a pickle of protocol 4 or 5.
+
+    Raises UserError if the file cannot be read, if it names something else than tiktoken's Encoding, which is
+    neither imported nor called, or if its content is not a vocabulary.
+    """
+    import tiktoken
+
+    try:
+        content = file.read_bytes()
+        for opcode, _, _ in pickletools.genops(content):
+            if opcode.name not in _ADMITTED:
+                raise UserError(
+                    f"expected a pickled vocabulary, found the opcode {opcode.name}; nothing was run"
+                )
+        found = _Reader(io.BytesIO(content)).load()
+        return tiktoken.Encoding(**_checked(vars(found)["state"]))
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except Exception as error:  # a broken pickle, or pattern, can fail with any error
+        raise UserError(f"{file}: no pickle of tiktoken's Encoding: {error_line(error)}") from error
+
+
+class _StandIn:
+    """Keeps the state that the pickle gives an Encoding."""
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__["state"] = state
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """The stand-in for Encoding; UserError for every other name, before anything is imported."""
+        name = f"{module_name}.{global_name}"
+        if name != "tiktoken.core.Encoding":
+            raise UserError(f"the pickle asks for {show(name)}, not for tiktoken's Encoding; nothing was run")
+        return _StandIn
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
+    if type(state) is not dict or any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
+        raise UserError("the Encoding has no vocabulary of its own")
+    ranks, special = state["mergeable_ranks"], state["special_tokens"]
+    ids = [*ranks.values(), *special.values()]
+    if {*map(type, ranks)} - {bytes} or {*map(type, special)} - {str} or {*map(type, ids)} - {int}:
+        raise UserError("the Encoding's vocabulary is no table from bytes and names to numbers")
+    if len(set(ids)) != len(ids) or not all(0 <= number < 2**31 for number in ids):
+        raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise UserError("the Encoding has no token for some byte, so not every text has tokens")
+    return {key: state[key] for key in _FIELDS}
