@@ -54,7 +54,7 @@ def peak(backend: str, overrides: Sequence[str]) -> float:
     # What this machine's backend does is not what the other one does.
     sizes = attrs.evolve(sizes, shares_prefix=backend == "cpu")
     prompt = config.data.max_prompt_length
-    return forecast(config, platform, 1 << 50, prompt=prompt, sizes=sizes).nbytes / 1e9
+    return forecast(config, platform, 1 << 50, prompt=prompt, sizes=sizes).peak[1] / 1e9
 
 
 def table() -> str:

@@ -31,7 +31,7 @@ from grpo_fn.learner import can_share
 from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory.forecast import usual_tokens
-from runners.memory.shapes import model_shape
+from runners.memory.sizes import model_shape
 
 
 @attrs.frozen(kw_only=True)

@@ -184,7 +184,7 @@ class Outcome:
     @property
     def error(self) -> float:
         """The forecast's, per cent of what was measured."""
-        return 100 * (self.predicted.nbytes / self.measured - 1)
+        return 100 * (self.predicted.peak[1] / self.measured - 1)
 
 
 def outcome(case: Case, *, steps: int = 2) -> Outcome:
@@ -237,15 +237,15 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
-    peak = found.predicted.peak
-    parts = attrs.asdict(found.predicted.phases[peak])
+    peak, predicted = found.predicted.peak
+    parts = found.predicted.phases[peak]._asdict()
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [
         Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
         Figure(
             name=f"{name}: predicted",
-            value=found.predicted.nbytes / 1e6,
+            value=predicted / 1e6,
             unit="MB",
             note=f"{peak}: {parts}",
         ),

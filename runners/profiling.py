@@ -175,7 +175,7 @@ def _expected(run: Run, machine: startup.Platform) -> int | None:
         return None
     longest = max(len(example.tokens) for example in run.data.train)
     total = usable_memory(run.config.system.memory_limit_gb)
-    return forecast(run.config, machine, total, prompt=longest, sizes=sizes).nbytes
+    return forecast(run.config, machine, total, prompt=longest, sizes=sizes).peak[1]
 
 
 def _learned(rollout: g.Rollout) -> int:

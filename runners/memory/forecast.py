@@ -1,23 +1,27 @@
 """Predicts the memory of a config's run: each phase of a step; the largest is the peak.
 
-All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient.
+All completions are assumed to reach `rollout.max_new_tokens`, and all groups to have a gradient. Operations
+in flight come in addition to the arrays that are saved, and are measured: MLX's CPU backend submits up to 100
+ahead. GPUs keep less of both, so that the sums are upper bounds there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import mul
+from typing import NamedTuple
 
 import attrs
 
-from grpo_fn.learner import Packer, Row, Shape, piece_tokens
+from grpo_fn.backends import number
+from grpo_fn.learner import Packer, Row, Shape, chunk_rows, piece_tokens
 from grpo_fn.policy import ROOM
 from grpo_fn.rollout import PREFILL_TOKENS
 from runners.config.loading import Config
 from runners.engines.engine import DEFAULT_ROWS
 from runners.machine.startup import Platform
-from runners.memory.shapes import BACKWARD, CHECKPOINTED, FLOAT, PREFILL, ModelShape
-from runners.memory.sizes import ModelSizes
+from runners.memory.sizes import FLOAT, ModelShape, ModelSizes
 
 # On a CPU, once a micro-batch fills the caches, more rows make no product faster and only take memory. On a
 # GPU the host needs about 5 ms a block to launch a micro-batch of any size (H100: .16 s for 30 blocks): the
@@ -38,19 +42,24 @@ FILTER_ARRAYS = 8  # more of them for what sorts: top-k, top-p, entropies to com
 MOST_PROMPTS = 1 << 16  # the largest number of prompts per batch step that is tried
 
 
-@attrs.frozen
-class Phase:
-    """Bytes of a part of a step."""
+# Arrays of a block per position that are as wide as: hidden, intermediate, queries, keys, scores; last, how
+# many of the hidden ones are always float32. What is saved follows from a block's algebra: its input, the sum
+# in its middle, and of each the norm and the scaled norm; queries after rotation, and what attention returns;
+# keys and values, and the layouts that products need. The others were measured on llama blocks of 14 shapes,
+# and on whole runs of benchmarks/memory.py.
+SAVED = (4, 3, 1.5, 4, 1, 2)
+CHECKPOINTED = (1, 0, 0, 0, 0, 0)  # the block's input alone
+BACKWARD = (7, 3, 3.4, 4.5, 4.2, 1.5)
+PREFILL = (5, 7.6, 0, 0, 9.5, 1)
 
-    weights: int = attrs.field(converter=round)  # of all roles, and copies of them
-    optimizer: int = attrs.field(converter=round)  # moments and gradients
-    activations: int = attrs.field(default=0, converter=round)  # of both passes, logits included
-    cache: int = 0  # keys and values
 
-    @property
-    def total(self) -> int:
-        """Their sum."""
-        return sum(attrs.astuple(self))
+class Phase(NamedTuple):
+    """Bytes of a part of a step; its total is their sum."""
+
+    weights: float  # of all roles, and copies of them
+    optimizer: float  # moments and gradients
+    activations: float = 0  # of both passes, logits included
+    cache: float = 0  # keys and values
 
 
 @attrs.frozen(kw_only=True)
@@ -58,54 +67,162 @@ class Forecast:
     """The predicted memory of a run, in bytes."""
 
     config: Config  # with system.micro_batch_tokens
+    platform: Platform
     sizes: ModelSizes
     prompt: int  # tokens of the longest prompt
+    held_out: int = 0  # problems to evaluate on, 0 if not known
     total: int  # that the run may use
-    phases: dict[str, Phase]  # rollout, evaluation, gradient, update
 
     @property
-    def peak(self) -> str:
-        """The phase that takes most."""
-        return max(self.phases, key=lambda name: self.phases[name].total)
+    def phases(self) -> dict[str, Phase]:
+        """The parts of a step by name."""
+        each = self.rollout, self.evaluation, self.gradient, self.update
+        return {phase.__name__: Phase(*map(round, phase())) for phase in each}
 
     @property
-    def nbytes(self) -> int:
-        """The predicted peak."""
-        return self.phases[self.peak].total
+    def peak(self) -> tuple[str, int]:
+        """The phase that takes most, and its bytes."""
+        return max(
+            ((name, round(sum(phase))) for name, phase in self.phases.items()), key=lambda found: found[1]
+        )
 
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the memory."""
-        return self.nbytes <= self.total
+    def having(self, section: str, **values: object) -> Forecast:
+        """The forecast of the config with other values in a section."""
+        return attrs.evolve(self, config=with_keys(self.config, section, **values))
+
+    def rollout(self) -> Phase:
+        """The training prompts, as many as are decoded together."""
+        rollout, prompts = self.config.rollout, -(-self.config.optim.batch_size // self.sizes.ranks)
+        if rollout.max_batch:
+            prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
+        sorts = rollout.top_k or rollout.top_p < 1 or self.config.loss.top_entropy_quantile < 1
+        arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
+        copy = 0 if self.sizes.rollout else self.sizes.copy
+        return self._decoding(
+            prompts, prompts * rollout.num_generations, rollout.max_new_tokens, arrays, copy
+        )
+
+    def evaluation(self) -> Phase:
+        """A completion of each held-out problem, as many as are decoded together."""
+        settings, rollout = self.config.eval, self.config.rollout
+        bounds = (rollout.max_batch or DEFAULT_ROWS, settings.samples, self.held_out)
+        rows, new = min(filter(None, bounds)), settings.max_new_tokens or rollout.max_new_tokens
+        return self._decoding(rows, rows, new, DRAW_ARRAYS, self.sizes.copy)
+
+    def _decoding(self, prompts: int, rows: int, new: int, arrays: int, copy: int) -> Phase:
+        """Prefill of some prompts, and decoding `rows` completions of them at full length: the larger one."""
+        sizes, shape, size, prompt = self.sizes, self.sizes.shape, self.sizes.compute, self.prompt
+        logits, position = (
+            FLOAT * rows * shape.vocabulary,
+            2 * shape.keys * size,
+        )  # of a position in one block
+        step = ROOM if sizes.shares_prefix else CACHE_STEP
+        own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
+        copies = position * (prompts if sizes.shares_prefix else rows) * prompt
+        grown = own if sizes.shares_prefix else own + copies
+        talks = self.config.env.answers
+        given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
+        # A cache grows into a new array, a block at a time; then only the last draw's logits are in memory.
+        growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
+        prefill = block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
+        # Its cache, and none of the completions' own.
+        prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
+        return Phase(
+            weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
+            optimizer=sizes.moments,
+            activations=max(prefill, growing, arrays * logits),
+            # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
+            cache=shape.layers * (copies + own + (3 * grown if talks else 0)),
+        )
+
+    def gradient(self) -> Phase:
+        """The largest micro-batch of a batch step, or of its first rows."""
+        config, sizes, prompt = self.config, self.sizes, self.prompt
+        size, new, tokens = config.rollout.num_generations, config.rollout.max_new_tokens, config.system
+        rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
+        packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
+        rows = min(max(rows, 1), max(packed // size, 1) * size)
+        price = piece_tokens(sizes.parameters)
+        packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True, piece_tokens=price)
+        shares = sizes.shares_prompts and shares_prompts(config, self.platform)
+        planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
+        sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
+        return max((self._backward(shape, sums) for shape in {run.shape for run in planned}), key=sum)
+
+    def _backward(self, batch: Shape, sums_up: bool) -> Phase:
+        """The larger of two moments: all activations saved, or all gradients computed."""
+        sizes, shape, size = self.sizes, self.sizes.shape, self.sizes.compute
+        passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
+        if batch.prompts:  # the prompts, and the completions, whose last token is never an input
+            own = batch.width - 1
+            passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
+        # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
+        checkpointed, saves = self.config.system.grad_checkpoint, saved(shape)
+        flying = [BACKWARD, saves, saves] if checkpointed else [BACKWARD]
+        working = max(sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes)
+        kept = CHECKPOINTED if checkpointed else saves
+        activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
+        # The logits, a chunk at a time: on CUDA the products, elsewhere twelve float32 arrays a chunk, up to
+        # the 24 that MLX keeps in flight. The other arrays in flight belong to the last block.
+        products = number("product_arrays")
+        arrays, most, width = (products, products, size) if products else (12, 24, FLOAT)
+        targets, bound = arrays * batch.rows * batch.width, most * chunk_rows(shape.vocabulary)
+        logits = width * shape.vocabulary * min(targets, bound) + (1 - min(targets / bound, 1)) * working
+        head, weights = FLOAT * sizes.embedding, sizes.weights + sizes.rollout + sizes.copy
+        sums = sizes.moments + (sizes.gradients if sums_up else 0)
+        first = Phase(weights, sums + head, activations + max(logits, working))
+        # A tied embedding has two gradients, as input and as head, before they are added.
+        last = Phase(weights, sums + sizes.gradients + (head if shape.tied else 0), working)
+        return max(first, last, key=sum)
+
+    def update(self) -> Phase:
+        """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
+        config, sizes = self.config, self.sizes
+        lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
+        ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
+        new = (UPDATED + RANDOM_BITS * (config.model.master != "float32")) * ahead
+        gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks
+        return Phase(sizes.weights + (sizes.rollout if lags else 0), sizes.moments + gradients + new)
 
 
-def forecast(config: Config, platform: Platform, total: int, *, prompt: int, sizes: ModelSizes) -> Forecast:
+def saved(shape: ModelShape) -> tuple[float, ...]:
+    """The arrays that one block saves for the backward pass; relu² saves one less than a gate."""
+    return (SAVED[0], 3 + number("gate_arrays") if shape.gated else 2, *SAVED[2:])
+
+
+def block_bytes(
+    shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
+) -> float:
+    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    *counted, precise = counts
+    scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
+    own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
+    arrays = [*own, attended * shape.keys, scores]
+    return rows * (itemsize * sum(map(mul, counted, arrays)) + (FLOAT - itemsize) * precise * own[0])
+
+
+def forecast(
+    config: Config, platform: Platform, total: int, *, prompt: int, sizes: ModelSizes, held_out: int = 0
+) -> Forecast:
     """The memory of the run that a checked config describes, on one of `sizes.ranks` ranks.
 
-    `prompt` is the longest prompt's length. `total` is what the run may use. If the config sets no
-    micro-batch, it is as large as is useful and fits.
+    `prompt` is the longest prompt's length; `held_out` the number of problems to evaluate on, 0 if it is not
+    known. `total` is what the run may use. If the config sets no micro-batch, it is as large as is useful and
+    fits.
     """
-
-    def of(tokens: int) -> Forecast:
-        chosen = with_keys(config, "system", micro_batch_tokens=tokens)
-        phases = {
-            "rollout": _rollout(chosen, prompt, sizes),
-            "evaluation": _evaluation(chosen, prompt, sizes),
-            "gradient": _gradient(chosen, platform, prompt, sizes),
-            "update": _update(chosen, sizes),
-        }
-        return Forecast(config=chosen, sizes=sizes, prompt=prompt, total=total, phases=phases)
-
+    found = Forecast(
+        config=config, platform=platform, sizes=sizes, prompt=prompt, held_out=held_out, total=total
+    )
     if config.system.micro_batch_tokens:
-        return of(config.system.micro_batch_tokens)
-    new = config.rollout.max_new_tokens
-    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, platform.backend)
-    while platform.backend != "cpu" and tokens > prompt + new:
-        share = ROOM_TO_LEARN if tokens <= GPU_TOKENS else ROOM_FOR_SPEED
-        if of(tokens).phases["gradient"].total <= share * total:
-            break
+        return found
+    row = prompt + config.rollout.max_new_tokens
+    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, config.rollout.max_new_tokens, platform.backend)
+    while True:
+        found = found.having("system", micro_batch_tokens=tokens)
+        room = total * (ROOM_TO_LEARN if tokens <= GPU_TOKENS else ROOM_FOR_SPEED)
+        if platform.backend == "cpu" or tokens <= row or sum(found.gradient()) <= room:
+            return found
         tokens //= 2
-    return of(tokens)
 
 
 def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backend: str) -> int:
@@ -114,10 +231,11 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
     if backend == "metal":  # ends command buffers that take long
         return GPU_TOKENS
     if backend != "cpu":
-        tokens = min(max(GPU_WORK / shape.block_parameters, GPU_TOKENS), MOST_GPU_TOKENS)
+        parameters = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
+        tokens = min(max(GPU_WORK / parameters, GPU_TOKENS), MOST_GPU_TOKENS)
         return 1 << int(tokens).bit_length() - 1
     length = prompt + new
-    row = shape.layers * shape.block_bytes(shape.saved, itemsize, 1, length, length)
+    row = shape.layers * block_bytes(shape, saved(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)
 
@@ -136,23 +254,18 @@ def shares_prompts(config: Config, platform: Platform) -> bool:
 
 def rows_that_fit(found: Forecast) -> int:
     """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
-    size = found.config.rollout.num_generations
+    size, prompts = found.config.rollout.num_generations, found.config.optim.batch_size
 
     def fits(groups: int) -> bool:
-        own = with_keys(found.config, "rollout", max_batch=groups * size)
-        return _rollout(own, found.prompt, found.sizes).total <= ROOM_TO_DECODE * found.total
+        rollout = found.having("rollout", max_batch=groups * size).rollout()
+        return sum(rollout) <= ROOM_TO_DECODE * found.total
 
-    return size * max(_largest(fits, -(-found.config.optim.batch_size // found.sizes.ranks)), 1)
+    return size * max(_largest(fits, -(-prompts // found.sizes.ranks)), 1)
 
 
-def largest_batch(found: Forecast, platform: Platform) -> int:
+def largest_batch(found: Forecast) -> int:
     """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
-
-    def fits(prompts: int) -> bool:
-        other = with_keys(found.config, "optim", batch_size=prompts)
-        return forecast(other, platform, found.total, prompt=found.prompt, sizes=found.sizes).fits
-
-    return _largest(fits, MOST_PROMPTS)
+    return _largest(lambda n: found.having("optim", batch_size=n).peak[1] <= found.total, MOST_PROMPTS)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -163,98 +276,3 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 def with_keys(config: Config, section: str, **values: object) -> Config:
     """The config with other values in a section."""
     return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), **values)})
-
-
-def _rollout(config: Config, prompt: int, sizes: ModelSizes) -> Phase:
-    """The training prompts, as many as are decoded together."""
-    rollout, prompts = config.rollout, -(-config.optim.batch_size // sizes.ranks)
-    if rollout.max_batch:
-        prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
-    sorts = rollout.top_k or rollout.top_p < 1 or config.loss.top_entropy_quantile < 1
-    arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
-    copy = 0 if sizes.rollout else sizes.copy
-    rows = prompts * rollout.num_generations
-    return _decoding(config, sizes, prompts, rows, prompt, rollout.max_new_tokens, arrays, copy)
-
-
-def _evaluation(config: Config, prompt: int, sizes: ModelSizes) -> Phase:
-    """A completion of each held-out problem, as many as are decoded together."""
-    rows = config.rollout.max_batch or DEFAULT_ROWS
-    rows = min(rows, config.eval.samples or rows)
-    new = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    return _decoding(config, sizes, rows, rows, prompt, new, DRAW_ARRAYS, sizes.copy)
-
-
-def _decoding(
-    config: Config, sizes: ModelSizes, prompts: int, rows: int, prompt: int, new: int, arrays: int, copy: int
-) -> Phase:
-    """The prefill of some prompts, and decoding `rows` completions of them at full length: the larger one."""
-    shape, size, talks = sizes.shape, sizes.compute, config.env.answers
-    logits = FLOAT * rows * shape.vocabulary
-    position = 2 * shape.keys * size  # bytes of a position's keys and values in one block
-    step = ROOM if sizes.shares_prefix else CACHE_STEP
-    own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
-    copies = position * (prompts if sizes.shares_prefix else rows) * prompt
-    grown = own if sizes.shares_prefix else own + copies
-    given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
-    # A cache grows into a new array, a block at a time; then only the logits of the last draw are in memory.
-    growing = grown + shape.block_bytes(PREFILL, size, rows, given, prompt + new) + logits
-    prefill = shape.block_bytes(PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
-    prefill += shape.layers * (
-        position * prompts * (-prompt % CACHE_STEP) - own
-    )  # its cache, and none of those
-    return Phase(
-        weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
-        optimizer=sizes.moments,
-        activations=max(prefill, growing, arrays * logits),
-        # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
-        cache=shape.layers * (copies + own + (3 * grown if talks else 0)),
-    )
-
-
-def _gradient(config: Config, platform: Platform, prompt: int, sizes: ModelSizes) -> Phase:
-    """The largest micro-batch of a batch step, or of its first rows."""
-    size, new, tokens = config.rollout.num_generations, config.rollout.max_new_tokens, config.system
-    rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
-    packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
-    rows = min(max(rows, 1), max(packed // size, 1) * size)
-    price = piece_tokens(sizes.parameters)
-    packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True, piece_tokens=price)
-    shares = sizes.shares_prompts and shares_prompts(config, platform)
-    planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
-    sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
-    found = (_backward(config, sizes, shape, sums) for shape in {run.shape for run in planned})
-    return max(found, key=lambda phase: phase.total)
-
-
-def _backward(config: Config, sizes: ModelSizes, batch: Shape, sums_up: bool) -> Phase:
-    """The larger of two moments of the backward pass: all activations saved, or all gradients computed."""
-    shape, size, checkpointed = sizes.shape, sizes.compute, config.system.grad_checkpoint
-    passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
-    if batch.prompts:  # the prompts, and the completions, whose last token is never an input
-        own = batch.width - 1
-        passes = [(batch.prompts, batch.length, batch.length), (batch.rows, own, batch.length + own)]
-    # A checkpointed block is computed again first. MLX is then one block ahead: two are in memory.
-    flying = [BACKWARD, shape.saved, shape.saved] if checkpointed else [BACKWARD]
-    working = max(sum(shape.block_bytes(counts, size, *each) for counts in flying) for each in passes)
-    kept = CHECKPOINTED if checkpointed else shape.saved
-    saved = shape.layers * sum(shape.block_bytes(kept, size, *each) for each in passes)
-    logits, share = shape.logit_bytes(batch.rows * batch.width, size)
-    logits += (1 - share) * working  # the other arrays in flight belong to the last block
-    head = FLOAT * sizes.embedding
-    weights = sizes.weights + sizes.rollout + sizes.copy
-    sums = sizes.moments + (sizes.gradients if sums_up else 0)
-    first = Phase(weights, sums + head, saved + max(logits, working))
-    # A tied embedding has two gradients, as input and as head, before they are added.
-    last = Phase(weights, sums + sizes.gradients + (head if shape.tied else 0), working)
-    return max(first, last, key=lambda phase: phase.total)
-
-
-def _update(config: Config, sizes: ModelSizes) -> Phase:
-    """Gradients, and the new values that exist beside the old ones: of a block and the embedding."""
-    lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
-    gradients = sizes.gradients
-    ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
-    new = (UPDATED + RANDOM_BITS * (config.model.master != "float32")) * ahead
-    gradients += sizes.gradients if sizes.ranks > 1 else 0  # their sums over the ranks
-    return Phase(sizes.weights + (sizes.rollout if lags else 0), sizes.moments + gradients + new)

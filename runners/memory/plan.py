@@ -17,14 +17,7 @@ from runners.files.json_files import read_json
 from runners.machine.memory_readings import free_memory, read_memory, usable_memory
 from runners.machine.startup import Platform
 from runners.machine.terminal import aligned
-from runners.memory.forecast import (
-    Forecast,
-    Phase,
-    forecast,
-    largest_batch,
-    rows_that_fit,
-    with_keys,
-)
+from runners.memory.forecast import Forecast, Phase, forecast, largest_batch, rows_that_fit, with_keys
 from runners.memory.sizes import ModelSizes, model_sizes
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
@@ -40,14 +33,13 @@ def make_plan(
     Only the model's shapes are loaded. Raises UserError for a model or data that cannot be used.
     """
     longest, held_out = data_shape(config)
-    config = _of_held_out(config, held_out)
     prompt = longest or config.data.max_prompt_length
     source = "the longest prompt of the data" if longest else "data.max_prompt_length"
     sizes = model_sizes(config, platform, ranks)
-    total = _within_limit(config, read_memory().total)
-    found = forecast(config, platform, total, prompt=prompt, sizes=sizes)
-    best = largest_batch(found, platform)
-    problem = _too_large(config, total, sizes) or _over_memory(found)
+    total, limited = _within_limit(config, read_memory().total)
+    found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
+    best, phases, (peak, nbytes) = largest_batch(found), found.phases, found.peak
+    problem = _too_large(config, sizes) or _over_memory(found)
     if as_json:
         facts = {
             "model": config.model.path,
@@ -55,36 +47,31 @@ def make_plan(
             "parameters_trained": sizes.trained,
             "prompt_tokens": prompt,
             "prompt_tokens_from": source,
-            "phases": {
-                name: {"total": each.total, "parts": attrs.asdict(each)}
-                for name, each in found.phases.items()
-            },
-            "peak": {"phase": found.peak, "bytes": found.nbytes},
+            "phases": {name: {"total": sum(each), "parts": each._asdict()} for name, each in phases.items()},
+            "peak": {"phase": peak, "bytes": nbytes},
             "floor": sizes.floor,
-            "memory": found.total,
-            "fits": found.fits,
+            "memory": total,
+            "fits": nbytes <= total,
             "largest_batch_size": best,
         }
         return json.dumps(facts, indent=1), problem
-    names = [field.name for field in attrs.fields(Phase)]
-    rows = [
-        [name, *map(gigabytes, (phase.total, *attrs.astuple(phase))), "← peak" * (name == found.peak)]
-        for name, phase in found.phases.items()
-    ]
-    batch = (
-        f"optim.batch_size = {best} (now {config.optim.batch_size})" if best else "not even one prompt fits"
-    )
-    return "\n".join([
-        *aligned([["phase", "in all", *names, ""], *rows], right=range(1, 2 + len(names))),
-        "",
-        f"peak          {gigabytes(found.nbytes)} of {gigabytes(found.total)}{_limit(config, found.total)}",
-        f"largest batch {batch}",
-        *(["formats       chosen after the first rollout: grpo bench CONFIG shows them"]
-          if config.rollout.bits_budget else []),
-        *([f"ranks         {ranks}; the figures are for one of them"] if ranks > 1 else []),
-        f"assumes       prompts of {prompt} tokens ({source}), completions of full length",
-        "time          grpo bench CONFIG measures some steps and says how long the run will take",
-    ]), problem  # fmt: skip
+    rows = [["phase", "in all", *Phase._fields, ""]]
+    for name, each in phases.items():
+        rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
+    lines = {
+        "peak": f"{gigabytes(nbytes)} of {gigabytes(total)}{limited}",
+        "largest batch": f"optim.batch_size = {best} (now {config.optim.batch_size})"
+        if best
+        else "not even one prompt fits",
+        "formats": "chosen after the first rollout: grpo bench CONFIG shows them"
+        if config.rollout.bits_budget
+        else "",
+        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
+        "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
+        "time": "grpo bench CONFIG measures some steps and says how long the run will take",
+    }
+    named = [f"{name:<14}{text}" for name, text in lines.items() if text]
+    return "\n".join([*aligned(rows, right=range(1, len(rows[0]) - 1)), "", *named]), problem
 
 
 def data_shape(config: Config) -> tuple[int, int]:
@@ -105,12 +92,6 @@ def data_shape(config: Config) -> tuple[int, int]:
     return max(len(example.tokens) for example in examples), len(held_out)
 
 
-def _of_held_out(config: Config, held_out: int) -> Config:
-    """The config with no more problems in an evaluation than there are; 0: their number is not known."""
-    samples = min(config.eval.samples or held_out, held_out) if held_out else config.eval.samples
-    return with_keys(config, "eval", samples=samples)
-
-
 def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> ModelSizes | str:
     """The model's sizes, or a line on why they are unknown.
 
@@ -120,7 +101,7 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
-    if line := _too_large(config, _within_limit(config, read_memory().total), sizes):
+    if line := _too_large(config, sizes):
         raise UserError(line)
     return sizes
 
@@ -137,11 +118,10 @@ def memory_outlook(
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
         return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
     limit = config.system.memory_limit_gb
-    bounded = _of_held_out(config, held_out)
-    total = _within_limit(config, usable_memory(limit))
-    found = forecast(bounded, platform, total, prompt=prompt, sizes=sizes)
+    total, _ = _within_limit(config, usable_memory(limit))
+    found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
     line = _over_memory(found)
-    notices, config = [f"memory: {line}"] if line else [], attrs.evolve(found.config, eval=config.eval)
+    notices, config = [f"memory: {line}"] if line else [], found.config
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
@@ -151,40 +131,33 @@ def memory_outlook(
     return config, tuple(notices)
 
 
-def _too_large(config: Config, total: int, sizes: ModelSizes) -> str | None:
+def _too_large(config: Config, sizes: ModelSizes) -> str | None:
     """One line if not even weights, moments and gradients fit into the memory; else None."""
+    total, limited = _within_limit(config, read_memory().total)
     if sizes.floor <= total:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
         f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for weights, "
-        f"moments and gradients alone, but there is only {gigabytes(total)}{_limit(config, total)}; take "
+        f"moments and gradients alone, but there is only {gigabytes(total)}{limited}; take "
         f"{advice}a smaller or a quantized model"
     )
 
 
 def _over_memory(found: Forecast) -> str | None:
     """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
-    if found.fits:
+    config, (phase, nbytes) = found.config, found.peak
+    if nbytes <= found.total:
         return None
-    config = found.config
-    keys = {
-        "gradient": "system.micro_batch_tokens",
-        "update": "model.tune" if config.model.tune == "full" else "model.path",
-    }
+    tuned = "model.tune" if config.model.tune == "full" else "model.path"
+    key = {"gradient": "system.micro_batch_tokens", "update": tuned}.get(phase, "rollout.max_batch")
     return (
-        f"the run is expected to take {gigabytes(found.nbytes)} at its peak ({found.peak}), but there is "
-        f"only {gigabytes(found.total)}{_limit(config, found.total)}; "
-        f"lower {keys.get(found.peak, 'rollout.max_batch')}"
+        f"the run is expected to take {gigabytes(nbytes)} at its peak ({phase}), but there is only "
+        f"{gigabytes(found.total)}{_within_limit(config, found.total)[1]}; lower {key}"
     )
 
 
-def _within_limit(config: Config, total: int) -> int:
-    """`total` bytes, or `system.memory_limit_gb` if that is less."""
+def _within_limit(config: Config, total: int) -> tuple[int, str]:
+    """`total` bytes, or `system.memory_limit_gb` if that is not more; then with its name."""
     limit = int(config.system.memory_limit_gb * 1e9)
-    return min(total, limit) if limit else total
-
-
-def _limit(config: Config, total: int) -> str:
-    limit = config.system.memory_limit_gb * 1e9
-    return " (system.memory_limit_gb)" if limit and total == int(limit) else ""
+    return (limit, " (system.memory_limit_gb)") if 0 < limit <= total else (total, "")

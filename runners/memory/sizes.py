@@ -13,15 +13,9 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn import policy
 from grpo_fn.learner import can_share
-from grpo_fn.policy import (
-    block_width,
-    decode_weights_bytes,
-    patch_layers,
-    quant_mode,
-    shares_prefix,
-    sharing_pays,
-)
+from grpo_fn.policy import sharing_pays
 from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
 from runners.config.names import SELF, SHIPPED
@@ -29,11 +23,27 @@ from runners.errors import UserError, first_lines
 from runners.files.hub import hub_errors
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
-from runners.memory.shapes import FLOAT, ModelShape, model_shape
 from runners.models.adapters import add_adapters
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import choose_dtype, custom_loader, load_module
 from runners.models.role_quantization import is_calibrated
+
+FLOAT = 4  # bytes of float32
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that its activations depend on."""
+
+    layers: int
+    hidden: int
+    intermediate: int  # width for one token: with experts, the sum over those that the token uses
+    heads: int
+    queries: int  # numbers in a position's queries
+    keys: int  # numbers in a position's keys, and in its values
+    vocabulary: int
+    tied: bool  # the head's weights are the embedding's
+    gated: bool  # by a SiLU, whose arrays a backend may save
 
 
 @attrs.frozen(kw_only=True)
@@ -66,6 +76,37 @@ class ModelSizes:
         return self.weights + self.moments + self.gradients
 
 
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape given by a model's config.json. KeyError if it lacks layers, width, heads or vocabulary."""
+    config = {**config, **(config.get("text_config") or {})}
+
+    def first(*names: str, default: int | None = None) -> int:
+        found = next((config[name] for name in names if config.get(name) is not None), default)
+        if found is None:
+            raise KeyError(f"config.json states none of {', '.join(names)}")
+        return int(found)
+
+    hidden = first("hidden_size", "n_embd", "d_model", "dim")
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    width = first("head_dim", default=hidden // heads)
+    wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    if chosen := first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0):
+        expert = first("moe_intermediate_size", default=wide)
+        shared = first("n_shared_experts", default=0) * expert
+        wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
+    return ModelShape(
+        layers=first("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        queries=heads * width,
+        keys=first("num_key_value_heads", "n_head_kv", default=heads) * width,
+        vocabulary=first("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        gated=config.get("model_type") != "nanochat",
+    )
+
+
 def model_sizes(
     config: Config, platform: Platform, ranks: int = 1, *, stated: dict[str, Any] | None = None
 ) -> ModelSizes:
@@ -90,74 +131,66 @@ def model_sizes(
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
         add_adapters(module, settings, config.run.seed)
-    patch_layers(module)
+    policy.patch_layers(module)
     trained, frozen = split_leaves(module)
-    count, master = sum(leaf.size for leaf in trained.values()), getattr(mx, settings.master).size
-
-    leaves = trained | frozen
-    numbers = sum(leaf.size for leaf in leaves.values())
-    tables = sum(leaf.size for leaf in leaves.values() if leaf.shape[:1] == (shape.vocabulary,))
+    tables = {name: leaf.size for name, leaf in (trained | frozen).items() if len(leaf) == shape.vocabulary}
+    count = sum(leaf.size for leaf in trained.values())
+    masters, copy = count * getattr(mx, settings.master).size, count * compute.size
+    base = _in_dtype(frozen, compute)
 
     def role(name: str, storage: str, part: int, bits: float = 0.0) -> int:
         """Bytes of a role with rounded weights, `part` numbers of them; embeddings and head often are not."""
         if storage != "packed":
             return part * compute.size
-        mode = quant_mode(name, rollout.group_size_of(name))
-        scales = (
-            16 * compute.size if mode.mode == "affine" else 8
-        )  # bits a group: a scale and a bias, or one byte
-        whole = (0 if rollout.quantize_head else tables) + (0 if settings.tune == "full" else count)
+        mode = policy.quant_mode(name, rollout.group_size_of(name))
+        scales = 16 * compute.size if mode.mode == "affine" else 8  # bits a group: scale and bias, or a byte
+        whole = (0 if rollout.quantize_head else sum(tables.values())) + count * (settings.tune != "full")
         return int((part - whole) * (bits or mode.bits + scales / mode.group_size) / 8) + whole * compute.size
 
-    weights = count * master + _in_dtype(frozen, compute)
-    weights += tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0
+    weights = masters + base + (tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0)
     if loss.beta:
         rounded = loss.ref_quantization != "none"
-        weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else count * master
+        weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else masters
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
         # The moments of the inputs of a block's seven products, each counted though some are shared.
-        widths = [shape.hidden] * 5 + [shape.queries, shape.intermediate]
-        weights += shape.layers * sum(
-            FLOAT * width * block_width(width, 64) for width in widths if width % 64 == 0
-        )
+        widths = [
+            width for width in [shape.hidden] * 5 + [shape.queries, shape.intermediate] if width % 64 == 0
+        ]
+        weights += shape.layers * sum(FLOAT * width * policy.block_width(width, 64) for width in widths)
     if config.teacher.path == SELF:
-        weights += count * compute.size
+        weights += copy
     elif config.teacher.path:
         teacher, _ = _unloaded(config, config.teacher.path, "teacher.path")
         weights += _in_dtype(named_leaves(teacher.parameters()), compute)
-    older = count * master if loss.sync_every > config.optim.gradient_accumulation_steps else 0
-    rounds = rollout.quantization != "none"
+    rounds, lags = rollout.quantization != "none", loss.sync_every > config.optim.gradient_accumulation_steps
+    numbers, sampler = sum(leaf.size for leaf in (trained | frozen).values()), masters if lags else 0
+    packed = rounds and rollout.storage == "packed"
+    if rounds:
+        sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
+    # Prompts with images are always kept once, those of conversations never.
+    once = (sharing_pays() or bool(config.data.image)) and not config.env.answers
     return ModelSizes(
         shape=shape,
         shares_prompts=can_share(module),
-        # Prompts with images are always kept once, those of conversations never.
-        shares_prefix=(sharing_pays() or bool(config.data.image))
-        and not config.env.answers
-        and shares_prefix(module),
+        shares_prefix=once and policy.shares_prefix(module),
         trained=count,
-        embedding=max(
-            (leaf.size for leaf in trained.values() if leaf.shape[:1] == (shape.vocabulary,)), default=0
-        ),
-        parameters=count + _in_dtype(frozen, compute) // compute.size,
+        embedding=max((tables[name] for name in tables if name in trained), default=0),
+        parameters=count + base // compute.size,
         dtype=str(compute).removeprefix("mlx.core."),
         compute=compute.size,
         weights=weights,
         moments=2 * count * getattr(mx, config.optim.moments).size,
-        copy=0 if compute.size == master else count * compute.size,
-        rollout=role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)
-        if rounds
-        else older,
-        decoding=0 if rounds and rollout.storage == "packed" else decode_weights_bytes(module, compute),
+        copy=0 if copy == masters else copy,
+        rollout=sampler,
+        decoding=0 if packed else policy.decode_weights_bytes(module, compute),
         ranks=ranks,
     )
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:
     """Bytes of leaves whose floating ones are in this dtype."""
-    return sum(
-        leaf.size * dtype.size if mx.issubdtype(leaf.dtype, mx.floating) else leaf.nbytes
-        for leaf in leaves.values()
-    )
+    floating = {name for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    return sum(leaf.size * dtype.size if name in floating else leaf.nbytes for name, leaf in leaves.items())
 
 
 def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[nn.Module, dict[str, Any]]:

@@ -22,8 +22,7 @@ from runners.memory.forecast import (
     largest_batch,
     with_keys,
 )
-from runners.memory.shapes import model_shape
-from runners.memory.sizes import model_sizes
+from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
 from tests.support.runs.forecasts import check_forecast
@@ -181,9 +180,9 @@ def test_each_setting_takes_its_bytes_in_its_phases(config, tmp_path):
 def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     """The search ends at the very edge, whichever phase decides."""
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
-    best = largest_batch(predict(checked, 40_000_000), CPU)
+    best = largest_batch(predict(checked, 40_000_000))
     assert best > 1
-    sizes = [predict(with_keys(checked, "optim", batch_size=size)).nbytes for size in (best, best + 1)]
+    sizes = [predict(with_keys(checked, "optim", batch_size=size)).peak[1] for size in (best, best + 1)]
     assert sizes[0] <= 40_000_000 < sizes[1]
 
 
@@ -196,18 +195,16 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
 
     wide = predict(checked, platform=GPU)
     assert wide.config.system.micro_batch_tokens == GPU_TOKENS
-    total = int(0.7 * wide.phases["gradient"].total)
+    total = int(0.7 * sum(wide.phases["gradient"]))
     found = predict(checked, total, GPU)
-    assert found.phases["gradient"].total <= ROOM_TO_LEARN * total
+    assert sum(found.phases["gradient"]) <= ROOM_TO_LEARN * total
     assert found.config.system.micro_batch_tokens in {GPU_TOKENS >> n for n in range(1, 9)}
     row = 30 + checked.rollout.max_new_tokens
     assert tokens(1, GPU) in range(row // 2, row + 1)
     large = 8 * GPU_TOKENS  # a small model's micro-batches are worth their launch
     assert tokens(10**12, CUDA) == large
     assert (
-        GPU_TOKENS
-        <= tokens(int(1.9 * predict(checked, platform=CUDA).phases["gradient"].total), CUDA)
-        < large
+        GPU_TOKENS <= tokens(int(1.9 * sum(predict(checked, platform=CUDA).phases["gradient"])), CUDA) < large
     )
     assert tokens(1, GPU, with_keys(checked, "system", micro_batch_tokens=77)) == 77
 

@@ -17,7 +17,7 @@ if case.model is None:  # of the shipped problems a few: all of them would have 
     few = f"data.source={sys.argv[2]}", "data.eval_split=valid"
     case = attrs.evolve(case, settings=[*case.settings, *few])
 found = outcome(case)
-print(found.error, found.predicted.phases[found.predicted.peak], dict(found.peaks), sep="\\n")
+print(found.error, found.predicted.phases, found.predicted.peak, dict(found.peaks), sep="\\n")
 """
 
 
