@@ -28,7 +28,7 @@ from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from benchmarks.harness.rooflines import Work
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from grpo_fn.learner import can_share
-from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy.layers.learning_form import checkpoint_layers
 from grpo_fn.trees import arrays_of, map_arrays, nbytes
 from runners.memory.forecast import usual_tokens
 from runners.memory.sizes import model_shape

@@ -120,6 +120,15 @@ def compiled(function: Callable[..., Any], *, enabled: bool = True, fuse: bool =
     return Compiled(function, enabled=enabled, fuse=fuse)
 
 
+def recomputed(primals: Any, cotangent: mx.array) -> Any:
+    """The same arrays, for recomputation in a backward pass, so that less memory is needed for it.
+
+    `mx.compile` would merge the two computations from one array and keep the result from the forward pass.
+    These arrays depend on the cotangent, so that nothing is merged.
+    """
+    return mx.depends(list(primals), [cotangent])
+
+
 @contextmanager
 def _unfused() -> Iterator[None]:
     """Traces inside the block keep their operations as they are. Disabled compiling stays disabled."""

@@ -37,10 +37,8 @@ class Rollout:
 
     def sampled(self) -> list[list[bool]]:
         """For each of these tokens whether the model sampled it, on the host."""
-        lengths = on_host(self.lengths_b)
-        if self.sampled_bt is None:
-            return [[True] * length for length in lengths]
-        return [row[:length] for row, length in zip(on_host(self.sampled_bt), lengths, strict=True)]
+        lengths, rows = on_host(self.lengths_b), on_host(_sampled(self))
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def turn_numbers(self) -> mx.array:
         """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of the turn

@@ -1,6 +1,6 @@
 """The kind of a model's layer, models with other layers or leaves, and functions with other globals."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -95,6 +95,27 @@ def calls_replaced(parts: Iterable[tuple[Any, str, Callable[..., Any]]]) -> Iter
     finally:
         for owner, name, part, _ in saved:
             owner[name] = part
+
+
+@contextmanager
+def calls_noted(layers: Mapping[Any, Any], note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Until the end of the `with` block the layers call `note(key, x)` with what they are called with."""
+    kinds = {key: type(layer) for key, layer in layers.items()}
+
+    def noting(key: Any, kind: Any) -> Any:
+        def call(self: Any, x: Any, *rest: Any, **options: Any) -> Any:
+            note(key, x)
+            return kind.__call__(self, x, *rest, **options)
+
+        return type(kind.__name__, (kind,), {"__call__": call})
+
+    try:
+        for key, kind in kinds.items():
+            layers[key].__class__ = noting(key, kind)
+        yield
+    finally:
+        for key, kind in kinds.items():
+            layers[key].__class__ = kind
 
 
 def empty(module: nn.Module, tree: Tree) -> None:

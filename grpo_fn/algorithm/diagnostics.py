@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from grpo_fn.algorithm.corrections import RolloutMismatch
+from grpo_fn.algorithm.ratios import RolloutMismatch
+from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.algorithm.surrogates import SURROGATES
 
 _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
 
@@ -43,40 +45,38 @@ class LossStats(NamedTuple):
         return mx.square(self.is_ratio_mean) / mx.maximum(self.is_ratio_sq_mean, 1e-30)
 
 
-class TokenTerms(NamedTuple):
-    """The arrays of the loss at each token: float32 [B,T], finite at masked positions."""
+class LossInputs(NamedTuple):
+    """The arrays of a loss, defaults filled in: float32, 0 at masked positions.
 
-    mask_bt: mx.array  # 0 or 1
-    adv: mx.array  # [B,1] or [B,T]
-    ratio_bt: mx.array  # r
-    kl_bt: mx.array  # before any bias correction
+    Only log π_θ, the entropy and the teacher's KL carry a gradient.
+    """
+
+    logp_bt: mx.array
+    adv: mx.array  # [B,1], 0 for a row without a counted token; or [B,T]
+    mask_bt: mx.array
+    old_logp_bt: mx.array
+    rollout_logp_bt: mx.array
+    ref_logp_bt: mx.array | None
     entropy_bt: mx.array
     teacher_kl_bt: mx.array | None
-    logp_diff_bt: mx.array  # log π_old − log μ, not clamped
-    mismatch: RolloutMismatch
-    weight_bt: mx.array  # of the correction
+    keep_bt: mx.array | None  # bool
+    num_sequences: mx.array
+    num_tokens: mx.array
 
 
 def loss_stats(
-    terms: TokenTerms,
+    x: LossInputs,
+    spec: LossSpec,
+    ratio_bt: mx.array,
+    kl_bt: mx.array,
+    mismatch: RolloutMismatch,
+    weight_bt: mx.array,
     total: mx.array,
     denominator: mx.array,
-    *,
-    by_sequence: bool,
-    trust_region: tuple[float, float],
-    clipped_sides: tuple[str, ...],
 ) -> LossStats:
-    """The diagnostics of a loss that is `total / denominator`; no gradient flows.
-
-    Args:
-        terms: the loss's arrays.
-        total: Σ of the loss, 0-d.
-        denominator: 0-d.
-        by_sequence: whether a row has one ratio (level `sequence`).
-        trust_region: (1−ε_low, 1+ε_high).
-        clipped_sides: "low", "high": the sides on which the surrogate clips.
-    """
-    mask_bt, ratio_bt = terms.mask_bt, terms.ratio_bt
+    """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias correction
+    and the correction's weights; no gradient flows."""
+    mask_bt, by_sequence = x.mask_bt, spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0
     length_b = mask_bt.sum(axis=1)
     seen = length_b.sum()
@@ -97,20 +97,21 @@ def loss_stats(
     def most(values_bt: mx.array) -> mx.array:
         return mx.where(seen > 0, mx.where(counted_bt, values_bt, -mx.inf).max(), 0.0)
 
-    low, high = trust_region
-    low_bt = (ratio_bt < low) & (terms.adv < 0) & ("low" in clipped_sides)
-    high_bt = (ratio_bt > high) & (terms.adv > 0) & ("high" in clipped_sides)
-    difference_bt = terms.logp_diff_bt
-    d_bt, is_ratio_bt = terms.mismatch.log_ratio_bt, terms.mismatch.ratio_bt
+    low, high = 1 - spec.epsilon_low, 1 + spec.upper_epsilon
+    sides = SURROGATES[spec.surrogate].clipped_sides
+    low_bt = (ratio_bt < low) & (x.adv < 0) & ("low" in sides)
+    high_bt = (ratio_bt > high) & (x.adv > 0) & ("high" in sides)
+    difference_bt = x.old_logp_bt - x.rollout_logp_bt
+    d_bt, is_ratio_bt = mismatch.log_ratio_bt, mismatch.ratio_bt
     stats = LossStats(
         loss=total / mx.maximum(denominator, 1e-30),
         denominator=denominator,
         num_tokens=seen,
         num_sequences=rows,
-        kl=mean(terms.kl_bt),
-        entropy=mean(terms.entropy_bt),
+        kl=mean(kl_bt),
+        entropy=mean(x.entropy_bt),
         # Not the mean of zeros: MLX cannot compile a function with two outputs that are the same expression.
-        teacher_kl=0 * seen if terms.teacher_kl_bt is None else mean(terms.teacher_kl_bt),
+        teacher_kl=0 * seen if x.teacher_kl_bt is None else mean(x.teacher_kl_bt),
         num_ratios=num_ratios,
         clip_low=share(low_bt),
         clip_high=share(high_bt),
@@ -126,7 +127,7 @@ def loss_stats(
         is_ratio_sq_mean=mean(mx.square(is_ratio_bt)),
         sampling_kl_k1=mean(-d_bt),
         sampling_kl_k3=mean(mx.exp(d_bt) - d_bt - 1),
-        masked_fraction=mean(terms.weight_bt == 0),
+        masked_fraction=mean(weight_bt == 0),
     )
     return LossStats(*(mx.stop_gradient(value) for value in stats))
 

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
-from grpo_fn.algorithm.corrections import CORRECTIONS, drop_sequences, rollout_mismatch
-from grpo_fn.algorithm.diagnostics import LossStats, TokenTerms, loss_stats
+from grpo_fn.algorithm.diagnostics import LossInputs, LossStats, loss_stats
 from grpo_fn.algorithm.kl import kl_estimate
-from grpo_fn.algorithm.ratios import policy_ratio
+from grpo_fn.algorithm.ratios import CORRECTIONS, drop_sequences, policy_ratio, rollout_mismatch
 from grpo_fn.algorithm.spec import LossSpec
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
@@ -125,39 +124,10 @@ def loss_sum(
     length_b = mask_bt.sum(axis=1)
     total = aggregation.row((mask_bt * term_bt).sum(axis=1), length_b).sum()
     denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
-    difference_bt = x.old_logp_bt - x.rollout_logp_bt
-    known = mask_bt, adv, ratio_bt, kl_bt, x.entropy_bt, x.teacher_kl_bt, difference_bt, mismatch, weight_bt
-    stats = loss_stats(
-        TokenTerms(*known),
-        total,
-        denominator,
-        by_sequence=spec.level == "sequence",
-        trust_region=(1 - spec.epsilon_low, 1 + spec.upper_epsilon),
-        clipped_sides=surrogate.clipped_sides,
-    )
-    return total, stats
+    return total, loss_stats(x, spec, ratio_bt, kl_bt, mismatch, weight_bt, total, denominator)
 
 
-class _Cleaned(NamedTuple):
-    """The arrays of a loss, defaults filled in: float32, 0 at masked positions.
-
-    Only log π_θ, the entropy and the teacher's KL carry a gradient.
-    """
-
-    logp_bt: mx.array
-    adv: mx.array  # [B,1], 0 for a row without a counted token; or [B,T]
-    mask_bt: mx.array
-    old_logp_bt: mx.array
-    rollout_logp_bt: mx.array
-    ref_logp_bt: mx.array | None
-    entropy_bt: mx.array
-    teacher_kl_bt: mx.array | None
-    keep_bt: mx.array | None  # bool
-    num_sequences: mx.array
-    num_tokens: mx.array
-
-
-def _cleaned(arrays: LossArrays) -> _Cleaned:
+def _cleaned(arrays: LossArrays) -> LossInputs:
     counted_bt = arrays.mask_bt.astype(mx.bool_)
     mask_bt = counted_bt.astype(mx.float32)
     length_b = mask_bt.sum(axis=1)
@@ -175,7 +145,7 @@ def _cleaned(arrays: LossArrays) -> _Cleaned:
     old_bt = held(arrays.old_logp_bt, logp_bt)
     rows, ref_bt, teacher_bt = mask_bt.shape[0], arrays.ref_logp_bt, arrays.teacher_kl_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
-    return _Cleaned(
+    return LossInputs(
         logp_bt=logp_bt,
         adv=mx.stop_gradient(mx.where(present, adv.astype(mx.float32), 0.0)),
         mask_bt=mask_bt,

@@ -1,10 +1,19 @@
-"""Importance ratios of the learner against itself: r = π_θ/π_old, of a token or of its sequence."""
+"""Importance ratios: π_θ/π_old of the learner against itself, π_old/μ of the learner against its sampler.
+
+A correction for a sampler μ that is not π_old is a weight for each token's policy term. It takes π_old/μ of
+the tokens [B,T] and of their sequences [B,1], and the LossSpec's fields that it needs as keywords, and
+returns the weight [B,T]. To add one: write the function, and give it a line in CORRECTIONS.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from grpo_fn.checks import clamp_log
 
 LEVELS = ("token", "sequence")
+SEQUENCE_RATIOS = ("geometric", "product")
 
 
 def policy_ratio(logp_bt: mx.array, old_logp_bt: mx.array, mask_bt: mx.array, level: str) -> mx.array:
@@ -31,3 +40,78 @@ def sequence_mean(values_bt: mx.array, mask_bt: mx.array) -> mx.array:
     """Mean over each row's counted tokens, [B,1]; 0 for a row that has none."""
     length = mx.maximum(mask_bt.sum(axis=1, keepdims=True), 1)
     return sequence_sum(values_bt, mask_bt) / length
+
+
+class RolloutMismatch(NamedTuple):
+    """How far μ is from π_old at the sampled tokens; no gradient flows."""
+
+    log_ratio_bt: mx.array  # d = log π_old − log μ, clamped to ±20
+    ratio_bt: mx.array  # exp d
+    sequence_ratio_b1: mx.array  # q of each row
+
+
+def rollout_mismatch(
+    old_logp_bt: mx.array, rollout_logp_bt: mx.array, mask_bt: mx.array, sequence_ratio: str
+) -> RolloutMismatch:
+    """π_old/μ of each token and of each sequence: q = exp(mean of d) (`geometric`) or exp(Σ d) (`product`).
+
+    All arrays are float32 [B,T], finite at masked positions.
+    """
+    d_bt = mx.stop_gradient(clamp_log(old_logp_bt - rollout_logp_bt))
+    log_q_b1 = (sequence_sum if sequence_ratio == "product" else sequence_mean)(d_bt, mask_bt)
+    return RolloutMismatch(d_bt, mx.exp(d_bt), mx.exp(clamp_log(log_q_b1)))
+
+
+def unweighted(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
+    """1."""
+    return mx.ones_like(ratio_bt)
+
+
+def token_truncate(
+    ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
+) -> mx.array:
+    """exp d between floor and cap (FlashRL; TRL)."""
+    return mx.clip(ratio_bt, correction_floor, correction_cap)
+
+
+def token_mask(ratio_bt: mx.array, q_b1: mx.array, *, correction_range: tuple[float, float]) -> mx.array:
+    """exp d inside the range, else 0 (IcePop; TRL)."""
+    low, high = correction_range
+    return mx.where((ratio_bt >= low) & (ratio_bt <= high), ratio_bt, 0.0)
+
+
+def sequence_truncate(
+    ratio_bt: mx.array, q_b1: mx.array, *, correction_floor: float, correction_cap: float
+) -> mx.array:
+    """q between floor and cap, at every token (TRL, with the product)."""
+    return mx.broadcast_to(mx.clip(q_b1, correction_floor, correction_cap), ratio_bt.shape)
+
+
+def sequence_weight(ratio_bt: mx.array, q_b1: mx.array) -> mx.array:
+    """q at every token."""
+    return mx.broadcast_to(q_b1, ratio_bt.shape)
+
+
+class Correction(NamedTuple):
+    """A correction and its properties."""
+
+    function: Callable[..., mx.array]  # (ratio_bt, q_b1, **fields) -> weight_bt
+    fields: tuple[str, ...] = ()  # of LossSpec, which the function takes as keywords
+    by_sequence: bool = False  # it uses q
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "none": Correction(unweighted),
+    "token_truncate": Correction(token_truncate, ("correction_floor", "correction_cap")),
+    "token_mask": Correction(token_mask, ("correction_range",)),
+    "sequence_truncate": Correction(sequence_truncate, ("correction_floor", "correction_cap"), True),
+    # These two need a `sequence_range`. With the product the second is TRL's `sequence_mask`.
+    "sequence_mask": Correction(unweighted),
+    "sequence_mask_weighted": Correction(sequence_weight, by_sequence=True),
+}
+
+
+def drop_sequences(weight_bt: mx.array, q_b1: mx.array, sequence_range: tuple[float, float]) -> mx.array:
+    """The weight, and 0 for each row whose q is outside the range."""
+    low, high = sequence_range
+    return mx.where((q_b1 >= low) & (q_b1 <= high), weight_bt, 0.0)

@@ -7,9 +7,8 @@ from typing import Any
 import attrs
 
 from grpo_fn.algorithm.aggregation import AGGREGATIONS
-from grpo_fn.algorithm.corrections import CORRECTIONS, SEQUENCE_RATIOS
 from grpo_fn.algorithm.kl import ESTIMATORS
-from grpo_fn.algorithm.ratios import LEVELS
+from grpo_fn.algorithm.ratios import CORRECTIONS, LEVELS, SEQUENCE_RATIOS
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_choice
 

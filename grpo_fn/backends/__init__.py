@@ -17,6 +17,7 @@ from grpo_fn.backends.mechanisms import (
     OPERATIONS,
     SWITCHES,
     check_mechanism,
+    compiled_step,
     disable,
     disabled,
     disabled_names,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from grpo_fn.backends.mechanisms import find, load
-from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.compile import recomputed
 
 
 def exp(x: mx.array) -> mx.array:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.compile import Compiled, compiled
+
 # Every operation that a backend may compute in its own way, with the arguments of `find`.
 OPERATIONS = {
     "exp": "(x): e^x",
@@ -117,6 +119,12 @@ def number(name: str) -> int:
     """A constant measured on this kind of device; `NUMBERS` lists the names."""
     folder = _folder(backend())
     return {**NUMBERS, **({} if folder is None else folder.NUMBERS)}[name]
+
+
+def compiled_step(function: Callable[..., Any], *, enabled: bool = True) -> Compiled:
+    """Compile a large step. On CUDA nothing is fused: a gradient's eighty kernels would take minutes to
+    compile, and a compiled step mainly saves the Python that describes it."""
+    return compiled(function, enabled=enabled, fuse=bool(number("fuses_learner")))
 
 
 def enabled(name: str) -> bool:

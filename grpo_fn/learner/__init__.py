@@ -5,8 +5,14 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 """
 
 from grpo_fn.learner.batch import Batch, as_teacher_reads, drop_inactive, make_batch, minibatches, take_rows
+from grpo_fn.learner.forward_steps import (
+    RoutingStats,
+    Teacher,
+    chosen_experts,
+    make_logprob_step,
+    routing_stats,
+)
 from grpo_fn.learner.grad_step import SFT, GradStep, make_grad_step, make_sft_step
-from grpo_fn.learner.logprob_step import Teacher, make_logprob_step
 from grpo_fn.learner.logprobs.completion_states import can_share
 from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import (
@@ -27,7 +33,6 @@ from grpo_fn.learner.ranks.reduce import (
     pieces_of_rank,
     share,
 )
-from grpo_fn.learner.routing_step import RoutingStats, chosen_experts, routing_stats
 from grpo_fn.learner.state import TrainState, init_state, sync_old, sync_ref
 from grpo_fn.learner.update_step import UpdateStats, make_update_step
 from grpo_fn.rounding import stochastic_round

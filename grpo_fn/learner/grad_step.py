@@ -17,10 +17,10 @@ from grpo_fn.algorithm import (
     loss_sum,
     merge_stats,
 )
+from grpo_fn.backends import compiled_step
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, as_teacher_reads, check_fits
-from grpo_fn.learner.compiled_step import compiled_step
-from grpo_fn.learner.logprob_step import Teacher, batch_logprobs
+from grpo_fn.learner.forward_steps import Teacher, batch_logprobs
 from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
 from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import token_logprobs_and_entropy

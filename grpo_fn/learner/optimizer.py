@@ -109,7 +109,11 @@ def adamw(
             grad = mx.depends(grad, last) if last and enabled("leafwise_update") else grad
             old = (param, moments["m"], moments["v"])
             param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
-            new = adamw_leaf(param, grad, m, v, numbers, betas, eps, whole)
+            # Two products, not one that both use: each is part of its moment's pass.
+            m = betas[0] * m + (1 - betas[0]) * (grad * whole)
+            v = betas[1] * v + (1 - betas[1]) * mx.square(whole * grad)
+            step = numbers.size * m / (mx.sqrt(v) * numbers.root + eps)
+            new = param * numbers.decay - step, m, v
             last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
             new_moments.append({"m": last[1], "v": last[2]})
             return last[0]
@@ -122,24 +126,6 @@ def adamw(
         }
 
     return Optimizer(init, numbers, apply)
-
-
-def adamw_leaf(
-    param: mx.array,
-    grad: mx.array,
-    m: mx.array,
-    v: mx.array,
-    numbers: OptimizerNumbers,
-    betas: tuple[float, float],
-    eps: float,
-    factor: mx.array,
-) -> tuple[mx.array, mx.array, mx.array]:
-    """AdamW's new (parameter, first moment, second moment) of one leaf, all in the arrays' shape, float32."""
-    # Two products, not one that both use: each is part of its moment's pass.
-    m = betas[0] * m + (1 - betas[0]) * (grad * factor)
-    v = betas[1] * v + (1 - betas[1]) * mx.square(factor * grad)
-    step = numbers.size * m / (mx.sqrt(v) * numbers.root + eps)
-    return param * numbers.decay - step, m, v
 
 
 def constant(learning_rate: float) -> Schedule:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
-from grpo_fn.learner.compiled_step import compiled_step
+from grpo_fn.backends import compiled_step
 from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, fold_in

@@ -9,16 +9,14 @@ kernels are mlx's affine ones: only which numbers are stored differs.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import mlx.core as mx
-import mlx.nn as nn
 
-from grpo_fn.backends import find, number
-from grpo_fn.compile import compiled
+from grpo_fn.backends import compiled_step, find
+from grpo_fn.layers import calls_noted
 from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import Tree, materialize
@@ -71,8 +69,10 @@ def input_moments(
             last[:] = x, rows.transpose(1, 2, 0) @ rows.transpose(1, 0, 2)
         found[name] = last[1]
 
-    with policy.bound(params) as module, _noted_inputs(module, names, note):
-        policy.split.hidden(module, tokens_bl)
+    with policy.bound(params) as module:
+        layers = {f"{path}.weight": layer for path, layer in module.named_modules()}
+        with calls_noted({name: layers[name] for name in names}, note):
+            policy.split.hidden(module, tokens_bl)
     materialize(found)
     return found
 
@@ -115,30 +115,6 @@ def _whole(moments: mx.array) -> mx.array:
 def block_width(columns: int, group: int) -> int:
     """The widest block of at most `WIDTH` columns, in whole groups, that divides so many columns."""
     return max(w for w in range(group, max(min(columns, WIDTH), group) + 1, group) if columns % w == 0)
-
-
-@contextmanager
-def _noted_inputs(
-    module: nn.Module, names: Sequence[str], note: Callable[[str, mx.array], None]
-) -> Iterator[None]:
-    """In the block, the layers of these weights call `note(name, x)` with their inputs."""
-    layers = {f"{path}.weight": layer for path, layer in module.named_modules()}
-    kinds = {name: type(layers[name]) for name in names}
-
-    def noting(name: str, kind: Any) -> Any:
-        def call(self: Any, x: mx.array, *rest: Any, **options: Any) -> mx.array:
-            note(name, x)
-            return kind.__call__(self, x, *rest, **options)
-
-        return type(kind.__name__, (kind,), {"__call__": call})
-
-    try:
-        for name, kind in kinds.items():
-            layers[name].__class__ = noting(name, kind)
-        yield
-    finally:
-        for name, kind in kinds.items():
-            layers[name].__class__ = kind
 
 
 def carries_of(moments: Moments) -> Carries:
@@ -250,15 +226,11 @@ def _columns(bits: int) -> Callable[..., tuple[mx.array, mx.array]]:
         codes_no1 = mx.clip(mx.round((w_no1 - bias_no1) / scale_no1), 0, 2**bits - 1)
         return codes_no1.astype(mx.uint8), w_no1 - (codes_no1 * scale_no1 + bias_no1)
 
-    return _program(
+    return compiled_step(
         lambda scale, bias, w, groups, share: _rounded(
             w, groups, share, functools.partial(one, scale, bias), 1
         )
     )
-
-
-def _program(function: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled(function, fuse=bool(number("fuses_learner")))
 
 
 def _rounded(
@@ -301,7 +273,7 @@ def _ranges(
             )
         return best[1][..., 0], best[2][..., 0]
 
-    return _program(ranges)
+    return compiled_step(ranges)
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:

@@ -5,7 +5,7 @@ then restored. The module decides what is trainable (all of it, or LoRA's adapte
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ class Policy:
             if images is not None:
                 whole = [WholeRows(images.positions_r3l) for _ in plain_caches(module)]
                 return forward_with_images(self.split.backbone(module), tokens_bl, images, whole)
-            with _routing(module, experts_blnk):
+            with replayed_routing(module, experts_blnk):
                 return self.split.hidden(module, tokens_bl)
 
     def hidden_and_routing(
@@ -193,7 +193,7 @@ class Policy:
         with (
             self.learning(params, frozen) as module,
             recorded_routing(module) as logits,
-            _routing(module, experts_blnk),  # in front of the recorders
+            replayed_routing(module, experts_blnk),  # in front of the recorders
         ):
             hidden_bld = self.split.hidden(module, tokens_bl)
         return hidden_bld, [x.reshape(*tokens_bl.shape, -1) for x in logits]
@@ -216,11 +216,6 @@ class Policy:
         if name is None:
             return Head(used, logits)
         return Head(used, logits, weight, self.split.scale, self.split.cap)
-
-
-def _routing(module: nn.Module, experts_blnk: mx.array | None) -> AbstractContextManager[None]:
-    """In the block each token gets these experts; None: those that the routers choose."""
-    return nullcontext() if experts_blnk is None else replayed_routing(module, experts_blnk)
 
 
 def _embedding_rows(module: nn.Module) -> int | None:

@@ -54,80 +54,70 @@ class Decoding:
     turns_together: bool = True
 
 
-class Decoder:
-    """The decode loop of one part, with its settings."""
-
-    def __init__(self, sampling: Sampling, decoding: Decoding) -> None:
-        self._sampling, self._draw = sampling, compiled_draw(sampling)
-        self._check_every = max(decoding.check_every, 1)
-        self._launch = mx.async_eval if decoding.pipelined else mx.eval
-        self._compact = enabled("row_compaction")
-
-    def run(
-        self, batches: list[RowBatch], transcript: Transcript, turns: Turns | None = None
-    ) -> Columns[None]:
-        """Decode until every row has ended; with `turns`, until every conversation has."""
-        steps = 0
-        while batches:
+def decode_rows(
+    batches: list[RowBatch],
+    transcript: Transcript,
+    sampling: Sampling,
+    decoding: Decoding,
+    turns: Turns | None = None,
+) -> Columns[None]:
+    """The decode loop of one part: until every row has ended; with `turns`, until every conversation has."""
+    draw, steps = compiled_draw(sampling), 0
+    while batches:
+        for batch in batches:
+            if batch.seen_bv is not None:
+                batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, sampling.repetition_penalty)
+            batch.drawn.append(draw(batch.logits_bv, batch.bits_nbw[batch.count]))
+            if batch.seen_bv is not None:
+                batch.seen_bv = mark_seen(batch.seen_bv, batch.drawn[-1]["tokens"])
+            batch.count += 1
+        (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
+        steps += 1
+        tokens = [batch.drawn[-1]["tokens"] for batch in batches]
+        for batch in batches:
+            yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
+        look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
+        if look or (turns is not None and turns.sees_each_step):
             for batch in batches:
-                batch.drawn.append(self._drawn(batch, batch.count))
-                batch.count += 1
-            self._launch([batch.drawn[-1] for batch in batches])
-            steps += 1
-            tokens = [batch.drawn[-1]["tokens"] for batch in batches]
-            for batch in batches:
-                yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
-            look = steps % self._check_every == 0 or any(batch.is_full for batch in batches)
-            if look or (turns is not None and turns.sees_each_step):
-                for batch in batches:
-                    self._collect(batch, transcript, turns)
-            for batch, token_b in zip(batches, tokens, strict=True):
-                if batch.alive and not batch.is_full:
-                    places = self._places_to_keep(batch) if look else None
-                    if places is not None:
-                        batch.keep_rows(places)
-                        token_b = token_b[mx.array(places)]
-                    batch.logits_bv = batch.steps(token_b)
-            batches = [batch for batch in batches if batch.alive and not batch.is_full]
-            if turns is not None and (look or not batches):
-                joined = yield from turns.resumed(decoding=bool(batches))
-                while not batches and not joined and turns.waiting:
-                    joined = yield from turns.resumed(decoding=False)
-                batches += joined
+                _collect(batch, transcript, sampling, turns)
+        for batch, token_b in zip(batches, tokens, strict=True):
+            if batch.alive and not batch.is_full:
+                if look and compacts(batch):
+                    places = [place for place, row in enumerate(batch.rows) if row in batch.alive]
+                    batch.keep_rows(places)
+                    token_b = token_b[mx.array(places)]
+                batch.logits_bv = batch.steps(token_b)
+        batches = [batch for batch in batches if batch.alive and not batch.is_full]
+        if turns is not None and (look or not batches):
+            joined = yield from turns.resumed(decoding=bool(batches))
+            while not batches and not joined and turns.waiting:
+                joined = yield from turns.resumed(decoding=False)
+            batches += joined
 
-    def _drawn(self, batch: RowBatch, n: int) -> dict[str, mx.array]:
-        """The n-th token of each row."""
-        if batch.seen_bv is not None:
-            batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, self._sampling.repetition_penalty)
-        drawn = self._draw(batch.logits_bv, batch.bits_nbw[n])
-        if batch.seen_bv is not None:
-            batch.seen_bv = mark_seen(batch.seen_bv, drawn["tokens"])
-        return drawn
 
-    def _places_to_keep(self, batch: RowBatch) -> list[int] | None:
-        """Places of the rows to keep, if enough rows have ended; None: all."""
-        if not (self._compact and batch.steps.drops_rows):
-            return None
-        places = [place for place, row in enumerate(batch.rows) if row in batch.alive]
-        return places if len(places) <= (1 - COMPACT_SHARE) * len(batch.rows) else None
+def compacts(batch: RowBatch) -> bool:
+    """Whether the rows that have ended leave the batch: enough of them have."""
+    droppable = enabled("row_compaction") and batch.steps.drops_rows
+    return droppable and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
 
-    def _collect(self, batch: RowBatch, transcript: Transcript, turns: Turns | None) -> None:
-        """Store the batch's tokens since the last check, and find the rows that go on."""
-        start = batch.count - len(batch.drawn)
-        transcript.store(batch)
-        ends = []
-        for place, row in enumerate(batch.rows):
-            if row not in batch.alive:
-                continue
-            text = transcript.rows[row].last_turn
-            room = None if turns is None else turns.room(row)
-            end = self._sampling.end_of(text[:room], start)
-            if end is not None:
-                batch.alive.remove(row)
-                transcript.end(row, end, True)
-                ends.append((place, row, end))
-            elif room is not None and len(text) >= room:
-                batch.alive.remove(row)
-                transcript.end(row, room, False)
-        if turns is not None and ends:
-            turns.ended(batch, ends)
+
+def _collect(batch: RowBatch, transcript: Transcript, sampling: Sampling, turns: Turns | None) -> None:
+    """Store the batch's tokens since the last check, and find the rows that go on."""
+    start = batch.count - len(batch.drawn)
+    transcript.store(batch)
+    ends = []
+    for place, row in enumerate(batch.rows):
+        if row not in batch.alive:
+            continue
+        text = transcript.rows[row].last_turn
+        room = None if turns is None else turns.room(row)
+        end = sampling.end_of(text[:room], start)
+        if end is not None:
+            batch.alive.remove(row)
+            transcript.end(row, end, True)
+            ends.append((place, row, end))
+        elif room is not None and len(text) >= room:
+            batch.alive.remove(row)
+            transcript.end(row, room, False)
+    if turns is not None and ends:
+        turns.ended(batch, ends)

@@ -23,10 +23,9 @@ from grpo_fn.policy.image_forward import takes_images
 from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
-from grpo_fn.rollout.decode_loop import Columns, Decoder, Decoding
+from grpo_fn.rollout.decode_loop import Columns, Decoding, decode_rows
 from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps
-from grpo_fn.rollout.extend import Extender
-from grpo_fn.rollout.prefill import Prefill, prefill, prefill_once, result_of
+from grpo_fn.rollout.prefill import Extender, Prefill, prefill, prefill_once, result_of
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
@@ -113,7 +112,6 @@ def decode(
     share_prefix = policy.shares_prefix and replies is None and (sharing_pays() if wanted is None else wanted)
     group, penalizes = sampling.num_generations, sampling.repetition_penalty != 1
     transcript = Transcript(len(prompts) * group, sampling.with_entropy)
-    decoder = Decoder(sampling, decoding)
     together = min(len(prompts), max(decoding.max_batch // group, 1)) if decoding.max_batch else len(prompts)
     try:
         with policy.sampling(params, together * group) as model:
@@ -139,7 +137,7 @@ def decode(
                 index = mx.array([place // group for place in range(len(rows))])
                 seen_bv = seen_tokens(these, logits_pv.shape[-1])[index] if penalizes else None
                 batch = RowBatch(steps, logits_pv[index], bits_nbw, rows, seen_bv)
-                yield from decoder.run([batch], transcript, turns)
+                yield from decode_rows([batch], transcript, sampling, decoding, turns)
     except Interrupted:
         pass
     rollout = transcript.rollout(prompts, group)
@@ -187,9 +185,8 @@ def decode_after(
         penalizes = sampling.repetition_penalty != 1
         seen_1v = seen_tokens([prompt], logits_1v.shape[-1]) if penalizes else None
         batch = RowBatch(CacheSteps(model, caches), logits_1v, bits_n1w, [0], seen_1v)
-        yield from Decoder(sampling, decoding or Decoding()).run(
-            [batch], Transcript(1, sampling.with_entropy)
-        )
+        transcript = Transcript(1, sampling.with_entropy)
+        yield from decode_rows([batch], transcript, sampling, decoding or Decoding())
 
 
 def prefilled(

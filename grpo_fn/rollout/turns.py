@@ -15,8 +15,7 @@ import mlx.core as mx
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
 from grpo_fn.rollout.decode_step import RowBatch
-from grpo_fn.rollout.extend import Extender
-from grpo_fn.rollout.prefill import Prefill
+from grpo_fn.rollout.prefill import Extender, Prefill
 from grpo_fn.rollout.sampling import seen_tokens
 from grpo_fn.trees import on_host
 

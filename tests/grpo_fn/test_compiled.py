@@ -1,6 +1,8 @@
 """The one wrapper around mx.compile: right for every nesting, and traced no more often than it must be."""
 
 import importlib
+import io
+import re
 from typing import NamedTuple
 
 import attrs
@@ -196,6 +198,13 @@ def test_of_many_programs_the_oldest_are_dropped(monkeypatch):
     assert f.traces == 5
 
 
+def operations(array):
+    """The names of the operations that compute an array."""
+    text = io.StringIO()
+    mx.export_to_dot(text, array)
+    return re.findall(r'label ="(\w+)"', text.getvalue())
+
+
 def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
     """Its graph keeps every operation; what is compiled after it is fused as ever."""
 
@@ -205,9 +214,12 @@ def test_an_unfused_step_is_traced_once_and_has_the_same_numbers():
     args = ({"x": mx.arange(8) / 7},)
     step = Compiled(function, fuse=False)
     for _ in range(3):
-        unfused = step(*args)
+        unfused = step(*args)["y"]
+        assert {"Exp", "Sin", "Multiply", "Add"} <= {*operations(unfused)}
+    fused = Compiled(function)(*args)["y"]
+    assert not {"Exp", "Sin", "Multiply", "Add"} & {*operations(fused)}
     assert step.traces == 1
-    assert mx.allclose(unfused["y"], Compiled(function)(*args)["y"], rtol=1e-6).item()
+    assert mx.allclose(unfused, fused, rtol=1e-6).item()
 
 
 def test_an_unfused_step_leaves_compiling_disabled():

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.compile import recomputed
 
 _COEFFICIENTS = (1.0, 1.0, 0.4999998860, 0.1666651846, 0.0416695331, 0.0083689163, 0.0013751408)
 _ROUNDER = 12582912.0  # 1.5 · 2^23: a float32 next to it has no fraction

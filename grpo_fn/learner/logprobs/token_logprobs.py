@@ -128,10 +128,11 @@ def _chunked(
             columns = logp_c, sums.entropy, sums.top[:, 0] + sums.log_total
         return [column for place, column in enumerate(columns) if place != 1 or entropy is not None]
 
-    def backward_product(
+    def backward_chunk(
         params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
-    ) -> tuple[mx.array, mx.array]:
-        assert head.weight is not None
+    ) -> tuple[mx.array, Tree]:
+        if head.weight is None:
+            return autodiff(forward_chunk, params, h_cd, t_c, ct)
         weight_vd = head.weight(params)
         fast = find("row_gradients", h_cd.dtype)
         if fast is not None:
@@ -139,28 +140,21 @@ def _chunked(
             cotangents = ct[0], ct[1] if entropy == "differentiable" else None
             scale_and_cap = head.scale, head.cap
             dz_cv = fast(h_cd @ weight_vd.T, t_c, found, cotangents, scale_and_cap, temperature)
-            return dz_cv @ weight_vd, dz_cv.T @ h_cd
-        z_cv = divided(head.function(params, h_cd).astype(mx.float32))
-        logp_cv = z_cv - out[-1][:, None]
-        slope_c = divided(ct[0])
-        factor_cv = -slope_c[:, None]
-        if entropy == "differentiable":
-            spread_cv = mx.maximum(logp_cv, LEAST_LOG) + out[1][:, None]
-            factor_cv = factor_cv - spread_cv * divided(ct[1])[:, None]
-        dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
-        if head.scale != 1 or head.cap is not None:
-            # The product inside `function`, in the form that it has there: compiled, it is computed once.
-            product_cv = (h_cd[None] @ weight_vd.T)[0]
-            dz_cv = dz_cv * head.logit_gradient(product_cv.astype(mx.float32))
-        dz_cv = dz_cv.astype(h_cd.dtype)
-        return dz_cv @ weight_vd, dz_cv.T @ h_cd
-
-    def backward_chunk(
-        params: Tree, h_cd: mx.array, t_c: mx.array, out: list[mx.array], ct: list[mx.array]
-    ) -> tuple[mx.array, Tree]:
-        if head.weight is None:
-            return autodiff(forward_chunk, params, h_cd, t_c, ct)
-        dh_cd, dw_vd = backward_product(params, h_cd, t_c, out, ct)
+        else:
+            z_cv = divided(head.function(params, h_cd).astype(mx.float32))
+            logp_cv = z_cv - out[-1][:, None]
+            slope_c = divided(ct[0])
+            factor_cv = -slope_c[:, None]
+            if entropy == "differentiable":
+                spread_cv = mx.maximum(logp_cv, LEAST_LOG) + out[1][:, None]
+                factor_cv = factor_cv - spread_cv * divided(ct[1])[:, None]
+            dz_cv = _added_at(exp(logp_cv) * factor_cv, t_c, slope_c)
+            if head.scale != 1 or head.cap is not None:
+                # The product inside `function`, in the form that it has there: compiled, it is computed once.
+                product_cv = (h_cd[None] @ weight_vd.T)[0]
+                dz_cv = dz_cv * head.logit_gradient(product_cv.astype(mx.float32))
+            dz_cv = dz_cv.astype(h_cd.dtype)
+        dh_cd, dw_vd = dz_cv @ weight_vd, dz_cv.T @ h_cd
         return dh_cd, map_arrays(lambda _: dw_vd, params)
 
     return in_chunks(forward_chunk, backward_chunk, targets_n, chunk)

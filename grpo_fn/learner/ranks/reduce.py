@@ -16,7 +16,7 @@ from grpo_fn.backends import number
 from grpo_fn.learner.batch import Batch, take_part, take_rows
 from grpo_fn.learner.micro_batches import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
-from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize, on_host
+from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
@@ -174,19 +174,10 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
     ranks = collectives(group)
     if ranks.size() == 1:
         return state
-    leaves = list(arrays_of(state.accum_grads))
-    sums: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves]):
-        part = leaves[low:high]
-        total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
-        bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
-        sums += [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
-        mx.eval(sums[low:])
+    sums = iter(_summed(list(arrays_of(state.accum_grads)), ranks))
     weight = ranks.all_sum(state.accum_weight.reshape(1)).reshape(())
-    remaining = iter(sums)
-    return attrs.evolve(
-        state, accum_grads=map_arrays(lambda _: next(remaining), state.accum_grads), accum_weight=weight
-    )
+    grads = map_arrays(lambda _: next(sums), state.accum_grads)
+    return attrs.evolve(state, accum_grads=grads, accum_weight=weight)
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
@@ -194,21 +185,32 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
-    leaves = list(arrays_of(tree))
-    shared: list[mx.array] = []
+    # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
+    words = [_words(leaf) for leaf in arrays_of(tree)]
+    sums = iter(_summed(words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks))
+
+    def received(leaf: mx.array) -> mx.array:
+        shared = mx.contiguous(next(sums).view(mx.uint8)[: leaf.nbytes])
+        return shared.view(leaf.dtype).reshape(leaf.shape)
+
+    return map_arrays(received, tree)
+
+
+def _words(leaf: mx.array) -> mx.array:
+    whole = mx.contiguous(leaf).reshape(-1).view(mx.uint8)
+    return mx.pad(whole, [(0, -whole.size % 4)]).view(mx.int32)
+
+
+def _summed(leaves: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
+    """The sums of arrays of one dtype over all ranks, in buckets."""
+    sums: list[mx.array] = []
     for low, high in buckets([leaf.nbytes for leaf in leaves]):
         part = leaves[low:high]
-        # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
-        whole = mx.concatenate([mx.contiguous(leaf).reshape(-1).view(mx.uint8) for leaf in part])
-        padded = mx.pad(whole, [(0, -whole.size % 4)]).view(mx.int32)
-        total = ranks.all_sum(padded if ranks.rank() == 0 else mx.zeros_like(padded)).view(mx.uint8)
-        at = 0
-        for leaf in part:
-            shared.append(mx.contiguous(total[at : at + leaf.nbytes]).view(leaf.dtype).reshape(leaf.shape))
-            at += leaf.nbytes
-        materialize(shared[low:])
-    remaining = iter(shared)
-    return map_arrays(lambda _: next(remaining), tree)
+        total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
+        bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
+        sums += [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
+        mx.eval(sums[low:])
+    return sums
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -34,12 +34,10 @@ def takes_ragged(model: nn.Module) -> bool:
     row. Only a model that `shares_keys` is computed, because it may derive a position from the number of keys
     (afm7).
     """
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
-
     if not hasattr(model, "make_cache") and not hasattr(model, "layers"):
         return False
     # Recurrent states would include the padding: not every such model masks it.
-    if not all(type(cache) in (KVCache, RotatingKVCache) for cache in plain_caches(model)):
+    if not _keep_keys(plain_caches(model)):
         return False
     caches = ragged_caches(model, _PROBE_ROWS)
     prepare_padding(caches, [2] * (_PROBE_ROWS - 1) + [1], 2)
@@ -48,6 +46,12 @@ def takes_ragged(model: nn.Module) -> bool:
     except CANNOT_CALL:
         return False
     return not shares_keys(model) or _ragged_is_right(model)
+
+
+def _keep_keys(caches: Caches) -> bool:
+    from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+    return all(type(cache) in (KVCache, RotatingKVCache) for cache in caches)
 
 
 def shares_keys(model: nn.Module) -> bool:
@@ -61,12 +65,10 @@ def needs_caches(model: nn.Module) -> bool:
     Only models that `shares_keys` are checked, by computing a few tokens: without caches to share, layers of
     gemma3n use their own keys.
     """
-    from mlx_lm.models.cache import KVCache, RotatingKVCache
-
     if not hasattr(model, "make_cache") or not shares_keys(model):
         return False
     caches = plain_caches(model)
-    if not all(type(cache) in (KVCache, RotatingKVCache) for cache in caches):
+    if not _keep_keys(caches):
         return False
     tokens_1l = mx.array([_PROBE])
     return not _same_numbers(model(tokens_1l, None), model(tokens_1l, cache=caches))

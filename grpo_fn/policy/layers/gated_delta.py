@@ -122,8 +122,17 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    written, read, now = _chunk_after_chunk(added, reads, keys_out, from_start[..., -1:, :], now)
-    out = read + attends @ written  # [N,B,Hk,R,C,Dv]
+    written, read = [], []  # what each token writes, what its query finds of its chunk's first state
+    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
+    # chunk.
+    parts = [mx.split(x, added.shape[0]) for x in (added, reads, keys_out, from_start[..., -1:, :])]
+    for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
+        from_state = reads_c[0] @ now.swapaxes(-1, -2)
+        new = added_c[0] - from_state[..., :chunk, :]
+        now = decay_c[0] * now + new.swapaxes(-1, -2) @ keys_c[0]
+        written.append(new)
+        read.append(from_state[..., chunk:, :])
+    out = mx.stack(read) + attends @ mx.stack(written)  # [N,B,Hk,R,C,Dv]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, value_width)[:, :length]
     final = now.reshape(rows, heads, value_width, key_width)
     return out.astype(dtype), final if state is None else final.astype(state.dtype)
@@ -155,36 +164,6 @@ def _decayed_products(
     from_start, to_end = mx.exp(mx.cumsum(logs, axis=-1))[..., None], decays[..., -1, :, None]
     keys_t = keys.swapaxes(-1, -2)
     return (keys @ keys_t) * decays, (queries @ keys_t) * decays, from_start, to_end
-
-
-def _chunk_after_chunk(
-    added: mx.array, reads: mx.array, keys_out: mx.array, decays: mx.array, state: mx.array
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The states at the chunks' starts, and what follows from each.
-
-    Args:
-        added: what each token writes if its chunk begins with zeros, [N,...,C,Dv].
-        reads: what is read of a chunk's first state, for what its tokens write, then for what their queries
-            find: [N,...,2C,Dk].
-        keys_out: keys, decayed to the chunk's end, [N,...,C,Dk].
-        decays: of the state over a whole chunk, [N,...,1,Dk] or [N,...,1,1].
-        state: before the first chunk, [...,Dv,Dk].
-
-    Returns:
-        (what each token writes, what its query finds of its chunk's first state, [N,...,C,Dv]; the last one).
-    """
-    number, length = added.shape[0], added.shape[-2]
-    written, read = [], []
-    # mx.split, because the gradient of an index would be an array of zeros as large as the whole for each
-    # chunk.
-    parts = [mx.split(x, number) for x in (added, reads, keys_out, decays)]
-    for added_c, reads_c, keys_c, decay_c in zip(*parts, strict=True):
-        from_state = reads_c[0] @ state.swapaxes(-1, -2)
-        new = added_c[0] - from_state[..., :length, :]
-        state = decay_c[0] * state + new.swapaxes(-1, -2) @ keys_c[0]
-        written.append(new)
-        read.append(from_state[..., length:, :])
-    return mx.stack(written), mx.stack(read), state
 
 
 @mx.custom_function

@@ -4,14 +4,13 @@ MLX reads past the end of a table, and a gradient writes there: numbers of other
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from grpo_fn.layers import CANNOT_CALL
+from grpo_fn.layers import CANNOT_CALL, calls_noted
 from grpo_fn.trees import on_host
 
 _PROBED = 3  # tokens
@@ -23,14 +22,19 @@ def bound_positions(module: nn.Module) -> int | None:
     A table is one whose rows are taken by the tokens' places. A call shows it, of which only the places are
     computed. From then on places behind the table, which only padding may have, take its last row.
     """
-    tables = [layer for layer in module.modules() if isinstance(layer, _kinds())]
+    from mlx_lm.tuner.dora import DoRAEmbedding
+    from mlx_lm.tuner.lora import LoRAEmbedding
+
+    kinds = (nn.Embedding, nn.QuantizedEmbedding, LoRAEmbedding, DoRAEmbedding)
+    tables: Any = {path: layer for path, layer in module.named_modules() if isinstance(layer, kinds)}
     if len(tables) < 2:
         return None
-    taken: list[tuple[Any, mx.array]] = []
-    with _recorded(tables, taken), suppress(*CANNOT_CALL):
+    taken: list[tuple[str, mx.array]] = []
+    with calls_noted(tables, lambda path, places: taken.append((path, places))), suppress(*CANNOT_CALL):
         module(mx.zeros((1, _PROBED), mx.int32))
     most: list[int] = []
-    for table, places in taken:
+    for path, places in taken:
+        table = tables[path]
         found = on_host(places.reshape(-1)) if places.size == _PROBED else []
         if found and found == list(range(found[0], found[0] + _PROBED)):
             rows = getattr(table, "embedding", table)["weight"].shape[0]
@@ -42,32 +46,6 @@ def bound_positions(module: nn.Module) -> int | None:
 def is_position_table(layer: Any) -> bool:
     """Whether `bound_positions` has found the layer to be one."""
     return "bounded" in vars(type(layer))
-
-
-@functools.cache
-def _kinds() -> tuple[type[nn.Module], ...]:
-    from mlx_lm.tuner.dora import DoRAEmbedding
-    from mlx_lm.tuner.lora import LoRAEmbedding
-
-    return nn.Embedding, nn.QuantizedEmbedding, LoRAEmbedding, DoRAEmbedding
-
-
-@contextmanager
-def _recorded(tables: Sequence[Any], taken: list[tuple[Any, mx.array]]) -> Iterator[None]:
-    """Until the end of the block, what is looked up in the tables goes into `taken` as well."""
-    kinds = [type(table) for table in tables]
-    try:
-        for table, kind in zip(tables, kinds, strict=True):
-
-            def call(self: Any, x: mx.array, kind: type[Any] = kind) -> mx.array:
-                taken.append((self, x))
-                return kind.__call__(self, x)
-
-            table.__class__ = type(kind.__name__, (kind,), {"__call__": call})
-        yield
-    finally:
-        for table, kind in zip(tables, kinds, strict=True):
-            table.__class__ = kind
 
 
 @functools.cache

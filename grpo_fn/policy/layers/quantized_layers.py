@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import enabled, number
-from grpo_fn.backends.recomputing import recomputed
+from grpo_fn.compile import recomputed
 
 PART_BYTES = 64e6  # of a weight that is unpacked at a time: a head may have gigabytes
 

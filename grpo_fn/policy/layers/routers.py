@@ -55,16 +55,20 @@ def check_replay(module: nn.Module) -> None:
 
 
 @contextmanager
-def replayed_routing(module: nn.Module, experts_blnk: mx.array) -> Iterator[None]:
+def replayed_routing(module: nn.Module, experts_blnk: mx.array | None) -> Iterator[None]:
     """Until the end of the block each token gets these experts, weighted as the routers do now.
 
     Args:
         module: of a kind that `check_replay` takes.
-        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers.
+        experts_blnk: k experts for each of B·L tokens and N layers with experts, integers; None: those that
+            the routers choose, of any model.
 
     Raises:
         ValueError: as `check_replay`, or there are not as many layers or experts.
     """
+    if experts_blnk is None:
+        yield
+        return
     blocks = _known_blocks(module)
     wanted = len(blocks), int(getattr(blocks[0][0], blocks[0][2]))
     if experts_blnk.ndim != 4 or tuple(experts_blnk.shape[2:]) != wanted:

@@ -1,6 +1,7 @@
 """The interface of the backends: what it finds, how a mechanism is turned off; none changes a result."""
 
 import importlib
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -25,6 +26,7 @@ from grpo_fn.policy.caches import prefix_cache
 from grpo_fn.policy.decode_weights import mergeable, unpackable
 from grpo_fn.policy.layers import gated_delta, patched_layers, quantized_layers
 from grpo_fn.rollout import decode_loop
+from grpo_fn.rollout.decode_step import RowBatch
 from grpo_fn.trees import map_arrays
 from tests.support.closeness import assert_same_figures, assert_same_gradients, assert_same_weights
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
@@ -180,11 +182,6 @@ def gradient(policy, **split):
     return state
 
 
-def decoder():
-    """What decodes, with the settings of a run."""
-    return decode_loop.Decoder(g.Sampling(), g.Decoding())
-
-
 def acts(name, monkeypatch):
     """Whether the mechanism does something now."""
     if name == "patched_layers":
@@ -192,7 +189,10 @@ def acts(name, monkeypatch):
     if name == "shared_prefix":
         return prefix_cache.sharing_pays()
     if name == "row_compaction":
-        return decoder()._compact
+        steps = SimpleNamespace(drops_rows=True)
+        batch = RowBatch(steps, mx.zeros((2, 3)), mx.zeros((4, 2, 3), mx.uint32), [0, 1])
+        batch.alive.remove(0)
+        return decode_loop.compacts(batch)
     if name == "merged_adapters":
         return bool(mergeable(lora_policy().module))
     if name == "unpacked_weights":

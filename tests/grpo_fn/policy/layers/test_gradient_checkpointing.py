@@ -5,7 +5,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
-from grpo_fn.policy.layers.gradient_checkpointing import checkpoint_layers
+from grpo_fn.policy.layers.learning_form import checkpoint_layers
 from grpo_fn.trees import map_arrays
 from tests.support.tiny_policies import (
     lora_policy,
