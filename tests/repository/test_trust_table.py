@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import click
@@ -190,8 +191,9 @@ def test_code_that_is_named_runs(place, command, word):
 
 
 @pytest.mark.parametrize(("command", "word"), cells(1))
-def test_names_on_the_hub_are_asked_for(place, asked, command, word):
+def test_names_on_the_hub_are_asked_for(monkeypatch, place, asked, command, word):
     """With one line where it cannot be reached."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # huggingface_hub tries again for 23 s
     first, more = HUB[word]
     assert use(command, first, more).exit_code == 2
     assert asked
