@@ -70,7 +70,7 @@ class AnswerForm:
         if found is None or gold is None:
             return False
         if self.shares:
-            return self.shares([found], [gold]) == [1.0]
+            return self.scores([found], [gold]) == [1.0]
         gold, letters = self.gold(gold), self.spec == "letter"
         how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
         if letters:
@@ -79,23 +79,17 @@ class AnswerForm:
             found, gold = (each.strip().removesuffix(".") for each in (found, gold))
         return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
 
-    def agreements(self, found: Sequence[str | None], golds: Sequence[str]) -> list[bool]:
-        """`agree` of each pair; programs run side by side."""
-        if self.shares is None:
-            return [self.agree(each, gold) for each, gold in zip(found, golds, strict=True)]
-        shares = self.shares([each or "" for each in found], golds)
-        return [each is not None and share == 1 for each, share in zip(found, shares, strict=True)]
-
     def gold(self, text: str) -> str:
         """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
-    def scores(self, texts: Sequence[str], golds: Sequence[str]) -> list[float]:
-        """1 for each completion with its gold answer, else 0; of a program the share of its tests."""
+    def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
+        """1 for each answer that agrees with its gold one, else 0; of a program the share of its tests."""
         if self.shares is None:
-            return [float(self.is_right(text, gold)) for text, gold in zip(texts, golds, strict=True)]
-        return self.shares([self.read(text) or "" for text in texts], golds)
+            return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
+        shares = self.shares([each or "" for each in found], golds)
+        return [share * (each is not None) for each, share in zip(found, shares, strict=True)]
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""
@@ -254,7 +248,7 @@ FORMS: dict[str, AnswerForm] = {
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": AnswerForm(
-        _own("runners.rewards.own_answers:read", 2.0), "", "an answer that your function finds"
+        _own("runners.config.user_functions:own_answer", 2.0), "", "an answer that your function finds"
     ),
 }
 """The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""

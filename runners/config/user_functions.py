@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from runners.answers.values import value_text
 from runners.errors import UserError, did_you_mean, error_line, show
 
 FUNCTION_FORMS = "package.module:function or path/to/file.py:function"
@@ -91,6 +92,18 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
         return next(filter(Path.is_file, _candidates(place, _folders(base_dirs))), None)
     found = getattr(sys.modules.get(place), "__file__", None)
     return Path(found) if found and Path(found).is_file() else None
+
+
+def own_answer(name: str, text: str) -> dict[str, Any]:
+    """The answer that the function of `answer.form` finds in a text, or the line of its fault.
+
+    It is called in a process with limits (`runners.answers.forms`).
+    """
+    try:
+        found = resolve_function(name, key="answer.form", takes=["text"])(text)
+        return {"answer": None if found is None else value_text(found).strip()}
+    except Exception as error:
+        return {"error": error_line(error, function_file(name))}
 
 
 def _is_file(place: str) -> bool:

@@ -24,7 +24,7 @@ from runners.environments.episodes import Episode, Session
 from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
-from runners.rewards.finished_episodes import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisodes
 from runners.rewards.functions import Reward, UserFunction, resolve_rewards
 from runners.rewards.functions import loading as reward_loading
 from runners.rewards.scoring import Scorer

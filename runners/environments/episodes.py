@@ -15,7 +15,7 @@ from runners.environments.chat_turns import ChatTurns
 from runners.environments.instances import failure
 from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
-from runners.rewards.finished_episodes import COUNTS, FinishedEpisodes
+from runners.rewards.experience import COUNTS, FinishedEpisodes
 from runners.user_code.process import THREAD, TOGETHER, Outcome
 from runners.user_code.worker import Calls
 

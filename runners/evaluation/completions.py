@@ -18,7 +18,7 @@ from runners.errors import UserError
 from runners.images.tower import VisionPart
 from runners.inference.text_generation import LENGTH, Batch, sample_batches
 from runners.rewards.calls import NO_RUN, TrainerState
-from runners.rewards.finished_episodes import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisodes
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
@@ -44,6 +44,11 @@ class Completion:
     seconds: float = 0.0  # that the calls took
     fault: str = ""  # of the environment
     messages: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def cut(self) -> bool:
+        """Whether it reached the length limit."""
+        return self.finish == LENGTH
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -93,7 +98,12 @@ class Evaluator:
         totals_b = (np.where(known_kb, values_kb, 0.0) * weights[:, None]).sum(axis=0)
         totals_b[~known_kb.any(axis=0)] = np.nan
         answers = [self._read(text) for text in batch.texts]
-        rights = self._compared(answers, asked)
+        rights: list[bool | None] = [None] * len(answers)  # without a form or a gold answer
+        if self.form:
+            known = [row for row, example in enumerate(asked) if example.answer]
+            scores = self.form.scores([answers[row] for row in known], [asked[row].answer for row in known])
+            for row, score in zip(known, scores, strict=True):
+                rights[row] = score == 1
         found = []
         for row, text in enumerate(batch.texts):
             named = zip(rewards, values_kb[:, row], strict=True)
@@ -129,17 +139,6 @@ class Evaluator:
             self.problems.update(dict.fromkeys(played.problems))
         return scores.values_kb
 
-    def _compared(self, answers: Sequence[str | None], asked: Sequence[Example]) -> list[bool | None]:
-        """Whether each answer is right; None without a form or a gold answer."""
-        rights: list[bool | None] = [None] * len(answers)
-        if self.form:
-            known = [row for row, example in enumerate(asked) if example.answer]
-            golds = [asked[row].answer for row in known]
-            agreed = self.form.agreements([answers[row] for row in known], golds)
-            for row, right in zip(known, agreed, strict=True):
-                rights[row] = right
-        return rights
-
     def _as_episode(self, one: Completion, played: FinishedEpisodes, row: int) -> Completion:
         """A conversation's completion with its counts, and whether it is a success."""
         fault, own = played.faults[row], self.environments and self.environments.reward
@@ -157,7 +156,7 @@ class Evaluator:
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:
         """`form_notice` of completions, one of each example."""
-        golds, cut = [example.answer for example in examples], [is_cut(each) for each in found]
+        golds, cut = [example.answer for example in examples], [each.cut for each in found]
         lengths = [each.tokens for each in found]
         return form_notice(self.form, [each.text for each in found], golds, cut, lengths, limit)
 
@@ -199,8 +198,3 @@ def form_notice(
 
 def _known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
-
-
-def is_cut(completion: Completion) -> bool:
-    """Whether a completion reached the length limit."""
-    return completion.finish == LENGTH

@@ -14,7 +14,7 @@ import mlx.core as mx
 import grpo_fn as g
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
-from runners.evaluation.completions import Completion, Evaluator, is_cut
+from runners.evaluation.completions import Completion, Evaluator
 from runners.ranks.ranks import Ranks
 
 _Item = TypeVar("_Item")
@@ -53,7 +53,7 @@ class EvalResult:
             "em_subset": len(rows),
             "eval/reward": self.reward,
             "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
-            "eval/truncated": _mean([is_cut(each) for each in rows]),
+            "eval/truncated": _mean([each.cut for each in rows]),
             **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
         }
         if any(each.turns for each in rows):

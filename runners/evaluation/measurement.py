@@ -17,7 +17,7 @@ from runners.data.rendering import use_template
 from runners.engines.engine import sampling_of
 from runners.environments.environments import Environments, build_environments
 from runners.evaluation.comparison import Metric, ModelResult
-from runners.evaluation.completions import Completion, Evaluator, is_cut
+from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import InferenceModel, load_inference
@@ -191,5 +191,5 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
             "tool seconds": column(lambda each: each.seconds),
         }
     metrics["length"] = column(lambda each: each.tokens)
-    metrics["truncated"] = column(is_cut, percent=True)
+    metrics["truncated"] = column(lambda each: each.cut, percent=True)
     return {f"{prefix}{name}": metric for name, metric in metrics.items()}

@@ -31,7 +31,7 @@ from runners.tokenization.text import TextDecoder, encode
 GOLD, BARE = "gold answer", "gold without form"
 NO_ANSWER = "no-such-answer"
 SENTENCE = "This is a sentence."
-_READ_ANSWERS = ("correctness_reward_func", "code_tests", "task_score")
+_READ_ANSWERS = ("correctness_reward_func", "task_score")
 
 
 @attrs.frozen(eq=False)

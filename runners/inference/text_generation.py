@@ -32,7 +32,7 @@ from runners.images.image_files import ImageFile
 from runners.images.tower import VisionPart
 from runners.inference.inference_model import InferenceModel
 from runners.rewards.builtin import answer_text
-from runners.rewards.finished_episodes import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisodes
 from runners.tokenization.text import TextDecoder
 
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"

@@ -50,7 +50,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
         """
         both = zip(_texts(completions), answer, strict=True)
         asked = [(text, value_text(gold)) for text, gold in both if gold is not None]
-        scores = iter(form.scores([text for text, _ in asked], [gold for _, gold in asked]))
+        scores = iter(form.scores([form.read(text) for text, _ in asked], [gold for _, gold in asked]))
         return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:

@@ -57,47 +57,33 @@ def resolve_rewards(
 ) -> tuple[Reward, ...]:
     """The rewards of a config, in order; without weights each has 1.0.
 
-    A reward's name in logs is its function's, or the full text if two share a name. Raises UserError for a
-    reward that cannot be resolved.
+    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`, or without
+    one this process, loads what is not built in. A reward's name in logs is its function's, or the full text
+    if two share a name. Raises UserError for an unknown name, as `resolve_function`, for a signature without
+    `completions`, and as the function's `check_ready`, if it has one.
     """
-    dirs = tuple(base_dirs)
-    rewards = [
-        resolve_reward(name, dirs, weight, worker, form)
-        for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
-    ]
-    short = [reward.name for reward in rewards]
+    dirs, rewards = tuple(base_dirs), list[Reward]()
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        short = name.rpartition(":")[2]
+        if ":" not in name:
+            if name not in REWARDS:
+                raise UserError(
+                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
+                    f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                )
+            function = built_in(form)[name]
+        elif worker is None:
+            function = resolved_function(name, dirs)
+        else:
+            found = worker.load(*loading(name, dirs))
+            takes = Parameters(*found["parameters"])
+            function = UserFunction(worker, name, takes, found["is_async"], found["file"])
+        rewards.append(Reward(short, function, weight))
+    short_names = [reward.name for reward in rewards]
     return tuple(
-        attrs.evolve(reward, name=full) if short.count(reward.name) > 1 else reward
+        attrs.evolve(reward, name=full) if short_names.count(reward.name) > 1 else reward
         for reward, full in zip(rewards, names, strict=True)
     )
-
-
-def resolve_reward(
-    name: str,
-    base_dirs: Iterable[str | Path] = (),
-    weight: float = 1.0,
-    worker: Worker | None = None,
-    form: AnswerForm | None = None,
-) -> Reward:
-    """The reward for a name: a built-in one, ``package.module:function``, or ``a/file.py:function``. The
-    `worker`, or without one this process, loads what is not built in.
-
-    Raises UserError for an unknown name, as `resolve_function`, for a signature without `completions`, and as
-    the function's `check_ready`, if it has one.
-    """
-    if ":" not in name:
-        if name in REWARDS:
-            return Reward(name, built_in(form)[name], weight)
-        raise UserError(
-            f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
-            f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
-        )
-    attribute = name.rpartition(":")[2]
-    if worker is None:
-        return Reward(attribute, resolved_function(name, tuple(base_dirs)), weight)
-    found = worker.load(*loading(name, base_dirs))
-    function = UserFunction(worker, name, Parameters(*found["parameters"]), found["is_async"], found["file"])
-    return Reward(attribute, function, weight)
 
 
 def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:

@@ -16,11 +16,11 @@ import numpy as np
 from runners.config.names import REWARD_ARGUMENTS
 from runners.errors import RewardError, show
 from runners.rewards.calls import NO_RUN, RewardLog, TrainerState, run
-from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_rewards
 from runners.user_code.process import MAIN, TOGETHER, Outcome, is_async
 from runners.user_code.worker import Calls
 
-__all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_reward", "resolve_rewards"]
+__all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_rewards"]
 
 
 @attrs.frozen

@@ -28,9 +28,7 @@ class Tally:
     resampled: int
     logged: dict[str, list[float]]  # metrics that rewards logged
     seconds: dict[str, float]
-    counts: dict[str, np.ndarray] = attrs.field(
-        factory=dict
-    )  # of conversations: see `rewards.finished_episodes`
+    counts: dict[str, np.ndarray] = attrs.field(factory=dict)  # of conversations: see `rewards.experience`
     outcomes: list[tuple[float, int, int]] = attrs.field(factory=list)  # as `rate_metrics` takes them
     quantization: str = ""  # of the weights that sampled
 

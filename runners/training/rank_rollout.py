@@ -17,8 +17,7 @@ import grpo_fn as g
 from runners.data.prompts import Example
 from runners.errors import RewardError
 from runners.ranks.ranks import Ranks
-from runners.rewards.experience import Experience, join_experiences, select_groups
-from runners.rewards.finished_episodes import FinishedEpisodes
+from runners.rewards.experience import Experience, FinishedEpisodes, join_experiences, select_groups
 from runners.rewards.scoring import Failed
 
 RankExperience = tuple[Experience, dict[int, Failed]]  # and the rewards that failed for all its completions

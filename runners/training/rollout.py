@@ -23,6 +23,7 @@ from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
     Experience,
+    FinishedEpisodes,
     advantages_of,
     check_turn_rewards,
     is_varied,
@@ -31,7 +32,6 @@ from runners.rewards.experience import (
     length_penalty,
     select_groups,
 )
-from runners.rewards.finished_episodes import FinishedEpisodes
 from runners.rewards.scoring import Failed, Scorer
 from runners.tokenization.text import TextDecoder
 from runners.training.rank_rollout import RankExperience, gather_rollout

@@ -16,7 +16,7 @@ from runners.data.rendering import render
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError
-from runners.rewards.functions import Reward, resolve_reward
+from runners.rewards.functions import Reward, resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
@@ -486,7 +486,8 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     def by_messages(completions):
         return [len(completion) for completion in completions]
 
-    by_environment = resolve_reward("shop.py:by_environment", [tmp_path], worker=environments.calls.worker)
+    worker = environments.calls.worker
+    (by_environment,) = resolve_rewards(["shop.py:by_environment"], (), [tmp_path], worker)
     rewards = [by_environment, Reward("b", by_messages), environments.reward]
     scores = Scorer(rewards).score(
         ["x", "y"],

@@ -8,7 +8,7 @@ import pytest
 
 from runners.errors import UserError
 from runners.rewards.builtin import REWARDS
-from runners.rewards.functions import Reward, check_columns, resolve_reward, resolve_rewards
+from runners.rewards.functions import Reward, check_columns, resolve_rewards
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +57,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_built_in_names() -> None:
     """Every built-in name gives its function and the weight asked for."""
-    for name in REWARDS:
-        reward = resolve_reward(name, weight=0.25)
-        assert (reward.name, reward.function.__name__, reward.weight) == (name, name, 0.25)
+    rewards = resolve_rewards([*REWARDS], [0.25] * 5)
+    found = [(reward.name, reward.function.__name__, reward.weight) for reward in rewards]
+    assert found == [(name, name, 0.25) for name in REWARDS]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_built_in_names() -> None:
 )
 def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, value: float) -> None:
     """In the first base folder that has it; by its whole path it is the same function."""
-    reward = resolve_reward(name, [folder, folder / "b"])
+    (reward,) = resolve_rewards([name], base_dirs=[folder, folder / "b"])
     assert reward.name == name.partition(":")[2] and reward.function(completions=[0]) == [value]
     if name == "near.py:f":
-        assert resolve_reward(f"{folder / 'b' / 'near.py'}:f").function is reward.function
+        assert resolve_rewards([f"{folder / 'b' / 'near.py'}:f"])[0].function is reward.function
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expec
     """Again at each call: a name, a file, an import that fails, a thing that cannot be called."""
     for _ in range(2):
         with pytest.raises(UserError) as caught:
-            resolve_reward(name, [folder])
+            resolve_rewards([name], base_dirs=[folder])
         assert "\n" not in str(caught.value)
         assert all(part.format(folder=folder) in str(caught.value) for part in expected)
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from runners.errors import UserError
-from runners.rewards.functions import resolve_reward
+from runners.rewards.functions import resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.user_code.process import THREAD, TOGETHER
 from runners.user_code.worker import Calls, Worker
@@ -101,7 +101,8 @@ def worker():
 
 def score(worker, folder, *names, timeout=60.0):
     """The values and the lines of two completions."""
-    rewards = [resolve_reward(f"rewards_in_a_worker.py:{name}", [folder], worker=worker) for name in names]
+    full = [f"rewards_in_a_worker.py:{name}" for name in names]
+    rewards = resolve_rewards(full, (), [folder], worker)
     scores = Scorer(rewards, timeout).score(["a", "bb"], [[]] * 2, {})
     return scores.values_kb.tolist(), scores
 
@@ -145,13 +146,14 @@ def test_rewards_are_called_in_a_main_thread(worker, folder):
 
 RUN = """
 import os, sys, time
-from runners.rewards.functions import resolve_reward
+from runners.rewards.functions import resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
 
 worker = Worker()
 names = sys.argv[2:]
-rewards = [resolve_reward(f"rewards_in_a_worker.py:{name}", [sys.argv[1]], worker=worker) for name in names]
+full = [f"rewards_in_a_worker.py:{name}" for name in names]
+rewards = resolve_rewards(full, (), [sys.argv[1]], worker)
 scorer = Scorer(rewards[:1], 60.0)
 print(int(scorer.score(["a"], [[]], {}).values_kb[0, 0]), flush=True)
 input()
@@ -220,7 +222,7 @@ def test_a_reward_that_cannot_be_loaded_is_one_line(worker, folder):
         ("rewards_in_a_worker.py:lenght", "did you mean length?"),
     ):
         with pytest.raises(UserError, match=line):
-            resolve_reward(name, [folder], worker=worker)
+            resolve_rewards([name], (), [folder], worker)
     assert score(worker, folder, "ones")[0] == [[1.0, 1.0]]
 
 
