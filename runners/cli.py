@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import HELP, LazyGroup, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options
+from runners.commands.base import HELP, LazyGroup, command, ends_with_a_line, flag, option
+from runners.commands.options import SET, echo_all
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr
 from runners.machine.terminal import echo
@@ -45,24 +45,6 @@ COMMANDS = {
 }
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 
-_EXAMPLES = """\
-\b
-Examples:
-  grpo-run quickstart                              the shipped model learns in about a minute
-  grpo-run train.toml                              a config of your own
-  grpo-run train.toml --set optim.learning_rate=2e-6 --set run.name=hotter
-  grpo-run train.toml --set 'rollout.stop=["</answer>"]' --dry-run
-  grpo-run train.toml --resume                     continue from the last whole checkpoint
-
-\b
-Exit codes:
-  0    done
-  2    something in the config, the data, the model or the disk has to change
-  3    too many updates had numbers that are not finite
-  130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal saves the last finished step, a
-       second one quits at once
-  141  saved and stopped, because nobody reads the output
-"""
 _LAST = "the last one"  # --resume without a value
 
 
@@ -80,9 +62,9 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
         context.exit()
 
 
-@click.command("run", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("config")
-@options(
+@command(
+    "run",
+    click.argument("config"),
     SET,
     option(
         "--resume=[CHECKPOINT]",
@@ -106,8 +88,25 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
         callback=_explain,
     ),
     VERSION,
+    notes="""\
+\b
+Examples:
+  grpo-run quickstart                              the shipped model learns in about a minute
+  grpo-run train.toml                              a config of your own
+  grpo-run train.toml --set optim.learning_rate=2e-6 --set run.name=hotter
+  grpo-run train.toml --set 'rollout.stop=["</answer>"]' --dry-run
+  grpo-run train.toml --resume                     continue from the last whole checkpoint
+
+\b
+Exit codes:
+  0    done
+  2    something in the config, the data, the model or the disk has to change
+  3    too many updates had numbers that are not finite
+  130, 143, 129  stopped by Ctrl-C, SIGTERM or SIGHUP: the first signal saves the last finished step, a
+       second one quits at once
+  141  saved and stopped, because nobody reads the output
+""",
 )
-@ends_with_a_line
 def run_command(
     config: str,
     overrides: Sequence[str],

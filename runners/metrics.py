@@ -159,13 +159,3 @@ METRICS = _read(_TABLE)
 
 COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)
 """Names that a condition of `stop.when` may use, besides `rewards/NAME/mean`, `rewards/NAME/std`."""
-
-
-def tables() -> dict[str, str]:
-    """The Markdown table of each section, for docs/metrics.md."""
-    found: dict[str, list[str]] = {}
-    for metric in METRICS.values():
-        row = (f"`{metric.name}`", metric.unit, metric.meaning, metric.normal, metric.otherwise)
-        head = ["| name | unit | what it is | normal | if not |", "|---|---|---|---|---|"]
-        found.setdefault(metric.section, head).append(f"| {' | '.join(row)} |")
-    return {section: "\n".join(rows) for section, rows in found.items()}

@@ -25,15 +25,37 @@ def rendered(page: str, text: str) -> str:
 
     Raises ValueError for a part without a place, or a place without a part.
     """
-    from runners import metrics
-    from runners.config import key_tables
-
-    tables = metrics.tables() if page == "metrics.md" else key_tables.tables()
-    made = {f"{page.removesuffix('.md')} {title}": table for title, table in tables.items()}
+    tables = metric_tables() if page == "metrics.md" else key_tables()
+    made = {f"{page.removesuffix('.md')} {title}": "\n".join(rows) for title, rows in tables.items()}
     places = [found[2] for found in _PART.finditer(text)]
     if sorted(places) != sorted(made):
         raise ValueError(f"{page}: expected places for {sorted(made)}, found {sorted(places)}")
     return _PART.sub(lambda found: found[1] + made[found[2]] + found[3], text)
+
+
+def metric_tables() -> dict[str, list[str]]:
+    """The lines of the Markdown table of each section of metrics."""
+    from runners.metrics import METRICS
+
+    found: dict[str, list[str]] = {}
+    for metric in METRICS.values():
+        row = (f"`{metric.name}`", metric.unit, metric.meaning, metric.normal, metric.otherwise)
+        head = ["| name | unit | what it is | normal | if not |", "|---|---|---|---|---|"]
+        found.setdefault(metric.section, head).append(f"| {' | '.join(row)} |")
+    return found
+
+
+def key_tables() -> dict[str, list[str]]:
+    """The lines of the Markdown table of each section of the config."""
+    from runners.config.key_tables import cells
+    from runners.config.loading import KEYS
+
+    found: dict[str, list[str]] = {}
+    for (section, *path), field in KEYS.items():
+        head = ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
+        row = f"| `{'.'.join(path)}` | {' | '.join(cells(field))} |"
+        found.setdefault(section, head).append(row)
+    return found
 
 
 def loss_keys() -> str:

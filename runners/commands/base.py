@@ -94,6 +94,39 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+Part = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A decorator that adds an argument or an option to a command."""
+
+
+def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> Part:
+    """An option with a line of help; a name that ends in =WORD takes a value called so."""
+    name, _, word = name.partition("=")
+    more |= {"metavar": word} if word else {}
+    more |= {} if default is None else {"default": default}
+    return click.option(*name.split(" as "), type=kind, help=meaning, **more)
+
+
+def flag(name: str, meaning: str) -> Part:
+    """An option without a value."""
+    return click.option(*name.split(" as "), is_flag=True, help=meaning)
+
+
+def command(
+    name: str, *parts: Part | Sequence[Part], notes: str = ""
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command of a function that `ends_with_a_line`, with arguments, options and groups of options in their
+    order; `notes` stand below its help."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        found = ends_with_a_line(function)
+        for part in reversed(parts):
+            for each in reversed(part) if isinstance(part, Sequence) else (part,):
+                found = each(found)
+        return click.command(name, context_settings=HELP, epilog=notes)(found)
+
+    return decorate
+
+
 def _end(lines: Sequence[str], code: int) -> NoReturn:
     for line in lines:
         echo(one_line(line, os.environ), err=True)

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
-from runners.commands.options import (
-    MODEL,
-    PROMPT,
-    SAMPLING,
-    TRUST,
-    open_model,
-    options,
-    resolve_prompt,
-    sampling_of,
-)
+from runners.commands.base import INTERRUPTED, command
+from runners.commands.options import MODEL, PROMPT, SAMPLING, TRUST, open_model, resolve_prompt, sampling_of
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
@@ -33,13 +24,17 @@ _COMMANDS = """\
   /exit    or Ctrl-D ends the program
   Ctrl-C   ends the reply; pressed again before the next message, it ends the program
 """
-_KEYS = f"\b\nWhile chatting:\n{_COMMANDS}"
 
 
-@click.command("chat", context_settings=HELP, epilog=_KEYS)
-@click.argument("model")
-@options(PROMPT, SAMPLING, MODEL, TRUST)
-@ends_with_a_line
+@command(
+    "chat",
+    click.argument("model"),
+    PROMPT,
+    SAMPLING,
+    MODEL,
+    TRUST,
+    notes=f"\b\nWhile chatting:\n{_COMMANDS}",
+)
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
 

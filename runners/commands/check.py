@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options
+from runners.commands.base import command, flag, option
+from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError, show
 from runners.machine.terminal import aligned, echo
 
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from runners.evaluation.completions import Completion
     from runners.evaluation.reward_check import RewardCheck
 
-_NOTES = """\
+
+@command(
+    "check",
+    click.argument("config"),
+    SET,
+    option("--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True),
+    option("--sample", "Load the model, and show a completion of so many problems.", click.IntRange(0), 0),
+    notes="""\
 \b
 Examples:
   grpo check train.toml
@@ -30,28 +37,13 @@ The rewards score the first problems' gold answers, and bad ones: a wrong answer
 form, the form without an answer, one cut off before the answer, and nothing. With answer.form = "none" they
 score the bare gold answer, and without gold answers neutral texts. An environment's first episode is begun.
 No weights are loaded, except the model's with --sample.
-"""
-
-
-@click.command("check", context_settings=HELP, epilog=_NOTES)
-@click.argument("config")
-@options(
-    SET,
-    option("--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True),
-    option("--sample", "Load the model, and show a completion of so many problems.", click.IntRange(0), 0),
+""",
 )
-@ends_with_a_line
 def check_command(config: str, overrides: Sequence[str], problems: int, sample: int) -> None:
     """Look at prompts and rewards before training."""
-    from runners.config.loading import load_config
-    from runners.machine import startup
-
-    loaded = load_config(config, overrides)
-
-    machine = startup.prepare(loaded.system.memory_limit_gb)
+    loaded, machine = open_config(config, overrides)
     from runners.evaluation.reward_check import check_rewards
 
-    loaded = loaded.check()
     _show(check_rewards(loaded, problems=problems), sample)
     if sample:
         from runners.evaluation.training_prompts import sample_completions
@@ -109,7 +101,14 @@ def _mean(values) -> str:
     return f"{sum(known) / len(known):.3g}" if known else "none"
 
 
-_DIFFICULTY_NOTES = """\
+@command(
+    "difficulty",
+    click.argument("config"),
+    SET,
+    option("--samples", "Completions of each prompt.", click.IntRange(1), 8, show_default=True),
+    option("--out=FILE", "The result [OUTPUT_DIR/NAME.difficulty.jsonl of the config].", default=""),
+    flag("--overwrite", "Start over; the old file stays as FILE.previous.jsonl."),
+    notes="""\
 \b
 Examples:
   grpo difficulty train.toml
@@ -119,33 +118,17 @@ Examples:
 \b
 Sampling and rewards are the run's. A prompt's line is written as soon as its batch is done; the same command
 goes on where it was stopped. data.difficulty = FILE uses the result.
-"""
-
-
-@click.command("difficulty", context_settings=HELP, epilog=_DIFFICULTY_NOTES)
-@click.argument("config")
-@options(
-    SET,
-    option("--samples", "Completions of each prompt.", click.IntRange(1), 8, show_default=True),
-    option("--out=FILE", "The result [OUTPUT_DIR/NAME.difficulty.jsonl of the config].", default=""),
-    flag("--overwrite", "Start over; the old file stays as FILE.previous.jsonl."),
+""",
 )
-@ends_with_a_line
 def difficulty_command(
     config: str, overrides: Sequence[str], samples: int, out: str, overwrite: bool
 ) -> None:
     """Measure how often each prompt is passed."""
-    from runners.config.loading import load_config
-    from runners.machine import startup
-
-    loaded = load_config(config, overrides)
-
-    machine = startup.prepare(loaded.system.memory_limit_gb)
+    loaded, machine = open_config(config, overrides)
     from runners.data.curriculum import BANDS
     from runners.evaluation.training_prompts import measure_difficulty
     from runners.telemetry.report import duration_text
 
-    loaded = loaded.check()
     run = loaded.run
     path = Path(out or f"{run.output_dir}/{run.name}.difficulty.jsonl").expanduser()
 

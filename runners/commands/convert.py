@@ -8,34 +8,14 @@ from typing import Any
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import (
-    FORCE,
-    QUANTIZE,
-    TARGET,
-    TRUST,
-    echo_weights,
-    flag,
-    option,
-    options,
-    quantization_of,
-)
+from runners.commands.base import command, flag, option
+from runners.commands.options import FORCE, QUANTIZE, TARGET, TRUST, echo_weights, quantization_of
 from runners.machine.terminal import echo
 
-_EXAMPLES = """\
-\b
-Examples:
-  grpo convert Qwen/Qwen2.5-0.5B-Instruct --out qwen-4bit --bits 4
-  grpo convert ./SmolLM2-135M-Instruct --out smol-4bit --bits 4 --calibrate prompts.txt
-  grpo convert meta-llama/Llama-3.2-1B --out llama-mixed --recipe mixed_3_6
-  grpo convert SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
-  grpo convert ~/.cache/nanochat/chatsft_checkpoints/d20 --out nanochat-d20 --dtype bfloat16
-"""
 
-
-@click.command("convert", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("source")
-@options(
+@command(
+    "convert",
+    click.argument("source"),
     TARGET,
     QUANTIZE,
     flag("--dequantize", "Unpack a quantized model."),
@@ -45,8 +25,16 @@ Examples:
     flag("--text-only", "Take only the language part of a vision-language model."),
     FORCE,
     TRUST,
+    notes="""\
+\b
+Examples:
+  grpo convert Qwen/Qwen2.5-0.5B-Instruct --out qwen-4bit --bits 4
+  grpo convert ./SmolLM2-135M-Instruct --out smol-4bit --bits 4 --calibrate prompts.txt
+  grpo convert meta-llama/Llama-3.2-1B --out llama-mixed --recipe mixed_3_6
+  grpo convert SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
+  grpo convert ~/.cache/nanochat/chatsft_checkpoints/d20 --out nanochat-d20 --dtype bfloat16
+""",
 )
-@ends_with_a_line
 def convert_command(source: str, out: Path, dtype: str | None, **values: Any) -> None:
     """Convert a model to an MLX folder.
 

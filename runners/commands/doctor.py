@@ -9,25 +9,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import flag
+from runners.commands.base import command, flag
 from runners.errors import UserError, gigabytes
 from runners.machine.terminal import aligned, echo
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
-_EXAMPLES = """\
+
+
+@command(
+    "doctor",
+    flag("--json as as_json", "One JSON object, which names no file, folder, host or user."),
+    notes="""\
 \b
 Examples:
   grpo doctor           one page
   grpo doctor --json    for a bug report: no names, no paths
-"""
-
-
-@click.command("doctor", context_settings=HELP, epilog=_EXAMPLES)
-@flag("--json as as_json", "One JSON object, which names no file, folder, host or user.")
-@ends_with_a_line
+""",
+)
 def doctor_command(as_json: bool) -> None:
     """Look at this machine: what will be slow.
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, TRUST, echo_all, option, options
+from runners.commands.base import command, option
+from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
@@ -19,23 +19,10 @@ if TYPE_CHECKING:
     from runners.config.loading import Config
     from runners.evaluation.comparison import ModelResult
 
-_EXAMPLES = """\
-\b
-Examples:
-  grpo eval outputs/my-first/final --k 1,8
-  grpo eval Qwen/Qwen2.5-0.5B-Instruct outputs/my-first/final --config train.toml --num 16 --k 1,4,16
-  grpo eval MODEL --data openai/gsm8k --samples 0 --out completions.jsonl --json scores.json
-  grpo eval MODEL outputs/my-tools/final --config tools.toml
 
-\b
-In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
-of the problems. Two models are compared problem by problem; p is McNemar's, exact and two-sided.
-"""
-
-
-@click.command("eval", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("models", nargs=-1, required=True, metavar="MODEL [OTHER]")
-@options(
+@command(
+    "eval",
+    click.argument("models", nargs=-1, required=True, metavar="MODEL [OTHER]"),
     option("--config=CONFIG", "A training's config: its data, prompts and rewards.", default=""),
     option("--data=SOURCE", "A file, a folder or a name on the Hub: all its problems.", default=""),
     option("--split=NAME", "The data's split [data.eval_split of the config].", default=""),
@@ -48,8 +35,19 @@ of the problems. Two models are compared problem by problem; p is McNemar's, exa
     option("--json as json_file=FILE", "Write the numbers of the table as JSON.", default=""),
     SET,
     TRUST,
+    notes="""\
+\b
+Examples:
+  grpo eval outputs/my-first/final --k 1,8
+  grpo eval Qwen/Qwen2.5-0.5B-Instruct outputs/my-first/final --config train.toml --num 16 --k 1,4,16
+  grpo eval MODEL --data openai/gsm8k --samples 0 --out completions.jsonl --json scores.json
+  grpo eval MODEL outputs/my-tools/final --config tools.toml
+
+\b
+In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
+of the problems. Two models are compared problem by problem; p is McNemar's, exact and two-sided.
+""",
 )
-@ends_with_a_line
 def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
     """Measure a model on problems, or compare two.
 

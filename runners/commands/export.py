@@ -8,33 +8,15 @@ from typing import Any
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import (
-    QUANTIZE,
-    TRUST,
-    echo_weights,
-    flag,
-    option,
-    options,
-    quantization_of,
-)
+from runners.commands.base import command, flag, option
+from runners.commands.options import QUANTIZE, TRUST, echo_weights, quantization_of
 from runners.errors import UserError, gigabytes
 from runners.machine.terminal import echo
 
-_EXAMPLES = """\
-\b
-Examples:
-  grpo export outputs/my-first --out my-model
-  grpo export outputs/lora/checkpoint-200 --out my-model-4bit --bits 4
-  grpo export outputs/my-first --gguf my-model.gguf --type q8_0
-  grpo export outputs/lora --peft my-adapters
-  grpo export outputs/my-first --out my-model --push someone/my-model
-"""
 
-
-@click.command("export", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("source", metavar="RUN_OR_FOLDER")
-@options(
+@command(
+    "export",
+    click.argument("source", metavar="RUN_OR_FOLDER"),
     option("--out=DIR", "A new folder for mlx-lm and transformers.", click.Path(path_type=Path)),
     QUANTIZE,
     option(
@@ -46,8 +28,16 @@ Examples:
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
     TRUST,
+    notes="""\
+\b
+Examples:
+  grpo export outputs/my-first --out my-model
+  grpo export outputs/lora/checkpoint-200 --out my-model-4bit --bits 4
+  grpo export outputs/my-first --gguf my-model.gguf --type q8_0
+  grpo export outputs/lora --peft my-adapters
+  grpo export outputs/my-first --out my-model --push someone/my-model
+""",
 )
-@ends_with_a_line
 def export_command(
     source: str,
     out: Path | None,

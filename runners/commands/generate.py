@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from runners.commands.base import HELP, INTERRUPTED, ends_with_a_line
+from runners.commands.base import INTERRUPTED, command, flag, option
 from runners.commands.chat import open_conversation, show_reply
 from runners.commands.options import (
     MODEL,
@@ -20,11 +20,8 @@ from runners.commands.options import (
     TOOLS,
     TOOLS_OF,
     TRUST,
-    flag,
     open_model,
     open_tools,
-    option,
-    options,
     resolve_prompt,
     row_of,
     sampling_of,
@@ -38,26 +35,11 @@ if TYPE_CHECKING:
     from runners.inference.inference_model import InferenceModel
     from runners.inference.text_generation import Conversation, Speed
 
-_EXAMPLES = """\
-\b
-Examples:
-  grpo generate outputs/my-first "What is 17 × 3?"
-  grpo generate Qwen/Qwen2.5-0.5B-Instruct --adapter outputs/lora/final "Hello" --temperature 0
-  grpo generate Qwen/Qwen2-VL-2B-Instruct "What is this?" --image photo.jpg
-  grpo generate MODEL --prompts questions.jsonl --column question --out answers.jsonl
-  echo "Say hi." | grpo generate MODEL - > reply.txt
 
-\b
-The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1, stdout gets a
-JSON object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
-messages, turns, calls, failures and, if the environment gives one, reward.
-"""
-
-
-@click.command("generate", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("model")
-@click.argument("prompt", required=False)
-@options(
+@command(
+    "generate",
+    click.argument("model"),
+    click.argument("prompt", required=False),
     option("--prompts=FILE", "Many prompts: .txt (one a line), rows, or - (stdin).", default=""),
     option("--column", "The rows' column: a text, or messages.", default="prompt", show_default=True),
     option("--num", "Completions of each prompt.", click.IntRange(1), 1, show_default=True),
@@ -75,8 +57,21 @@ messages, turns, calls, failures and, if the environment gives one, reward.
     TRUST,
     TOOLS,
     TOOLS_OF,
+    notes="""\
+\b
+Examples:
+  grpo generate outputs/my-first "What is 17 × 3?"
+  grpo generate Qwen/Qwen2.5-0.5B-Instruct --adapter outputs/lora/final "Hello" --temperature 0
+  grpo generate Qwen/Qwen2-VL-2B-Instruct "What is this?" --image photo.jpg
+  grpo generate MODEL --prompts questions.jsonl --column question --out answers.jsonl
+  echo "Say hi." | grpo generate MODEL - > reply.txt
+
+\b
+The text goes to stdout; speed and memory go to stderr. With --prompts, tools, or --num above 1, stdout gets a
+JSON object a line: prompt, completion, finish (stop, length or interrupted), tokens. With tools it also has
+messages, turns, calls, failures and, if the environment gives one, reward.
+""",
 )
-@ends_with_a_line
 def generate_command(
     model: str,
     prompt: str | None,

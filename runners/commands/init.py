@@ -6,12 +6,17 @@ from pathlib import Path
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import option
+from runners.commands.base import command, option
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
-_EXAMPLES = """\
+
+@command(
+    "init",
+    click.argument("model"),
+    click.argument("data"),
+    option("--out=FILE", "The new config.", default="train.toml", show_default=True),
+    notes="""\
 \b
 Examples:
   grpo init Qwen/Qwen2.5-0.5B-Instruct rows.jsonl
@@ -20,14 +25,8 @@ Examples:
 \b
 It looks at the model's size, bits and chat template. In the data it finds the columns of questions and
 answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, or none.
-"""
-
-
-@click.command("init", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("model")
-@click.argument("data")
-@option("--out=FILE", "The new config.", default="train.toml", show_default=True)
-@ends_with_a_line
+""",
+)
 def init_command(model: str, data: str, out: str) -> None:
     """Write a config for a model and a data set.
 

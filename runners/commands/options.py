@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from runners.commands.base import flag, option
 from runners.errors import UserError, gigabytes, one_line, spell
 from runners.machine.terminal import echo
 
 if TYPE_CHECKING:
     from grpo_fn import Sampling
+    from runners.config.loading import Config
     from runners.conversion.packing import QuantizationOptions
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
+    from runners.machine.startup import Platform
     from runners.tokenization.prompt_settings import PromptSettings
 
-_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets it
-
-
-def option(name: str, meaning: str, kind: Any = None, default: Any = None, **more: Any) -> _Option:
-    """An option with a line of help; a name that ends in =WORD takes a value called so."""
-    name, _, word = name.partition("=")
-    more |= {"metavar": word} if word else {}
-    more |= {} if default is None else {"default": default}
-    return click.option(*name.split(" as "), type=kind, help=meaning, **more)
-
-
-def flag(name: str, meaning: str) -> _Option:
-    """An option without a value."""
-    return click.option(*name.split(" as "), is_flag=True, help=meaning)
-
-
-def options(*groups: Sequence[_Option] | _Option) -> _Option:
-    """A decorator that adds options and groups of options, in their order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for group in reversed(groups):
-            for each in reversed(group) if isinstance(group, Sequence) else (group,):
-                function = each(function)
-        return function
-
-    return decorate
 
 
 _COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
@@ -195,6 +172,16 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
         raise UserError("--row: found no environment, expected --env FILE:CLASS as well")
     data = DataConfig(nudge=values["nudge"], chat_template_kwargs=dict(values["template_kwargs"]))
     return build_environments(env, data, model.tokenizer, model.decoder, model.eos_ids, folders, Worker())
+
+
+def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
+    """A command's checked config, and this machine, prepared before anything imports MLX."""
+    from runners.config.loading import load_config
+    from runners.machine import startup
+
+    loaded = load_config(name, overrides)
+    machine = startup.prepare(loaded.system.memory_limit_gb)
+    return loaded.check(), machine
 
 
 def row_of(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,26 +7,24 @@ from collections.abc import Sequence
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import SET, echo_all, flag, option, options
+from runners.commands.base import command, flag, option
+from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError
 from runners.machine.terminal import echo
 
-_EPILOG = """\
-\b
-Exit codes: 0 the run fits; 2 it does not fit, or something in the config, the data or the model has to
-change.
-"""
 
-
-@click.command("plan", context_settings=HELP, epilog=_EPILOG)
-@click.argument("config")
-@options(
+@command(
+    "plan",
+    click.argument("config"),
     SET,
     flag("--json as as_json", "The same facts as JSON, in bytes."),
     option("--ranks", "Number of mlx.launch processes; shows the memory of each.", click.IntRange(1), 1),
+    notes="""\
+\b
+Exit codes: 0 the run fits; 2 it does not fit, or something in the config, the data or the model has to
+change.
+""",
 )
-@ends_with_a_line
 def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: int) -> None:
     """Predict the memory that a run will take.
 
@@ -34,22 +32,22 @@ def plan_command(config: str, overrides: Sequence[str], as_json: bool, ranks: in
     against this machine's memory, and the largest batch that fits. It reads only config.json and the headers
     of the weights, and finds the longest prompt of the data if data and tokenizer are on this machine.
     """
-    from runners.config.loading import load_config
-
-    loaded = load_config(config, overrides)
-    from runners.machine import startup
-
-    found = startup.prepare()
-
+    loaded, machine = open_config(config, overrides)
     from runners.memory.plan import make_plan
 
-    text, problem = make_plan(loaded.check(), found, as_json=as_json, ranks=ranks)
+    text, problem = make_plan(loaded, machine, as_json=as_json, ranks=ranks)
     echo(text)
     if problem:
         raise UserError(problem)
 
 
-_BENCH_NOTES = """\
+@command(
+    "bench",
+    click.argument("config"),
+    SET,
+    option("--steps", "Number of measured steps.", click.IntRange(1), 3, show_default=True),
+    flag("--json as as_json", "The same facts as JSON."),
+    notes="""\
 \b
 Examples:
   grpo bench train.toml
@@ -59,25 +57,12 @@ Examples:
 \b
 The first step includes compilation and is shown by itself. A step is the rollouts of an update and all
 updates that use them. Evaluations, checkpoints and logs are left out.
-"""
-
-
-@click.command("bench", context_settings=HELP, epilog=_BENCH_NOTES)
-@click.argument("config")
-@options(
-    SET,
-    option("--steps", "Number of measured steps.", click.IntRange(1), 3, show_default=True),
-    flag("--json as as_json", "The same facts as JSON."),
+""",
 )
-@ends_with_a_line
 def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bool) -> None:
     """Time the parts of a run's steps."""
-    from runners.config.loading import load_config
-
-    checked = load_config(config, overrides).check()
-    from runners.machine import startup
-
-    echo_all(startup.prepare(checked.system.memory_limit_gb).notices)
+    checked, machine = open_config(config, overrides)
+    echo_all(machine.notices)
     from runners.profiling import bench_steps, bench_table
 
     found = bench_steps(checked, steps=steps, say=lambda text: echo(text, err=True))

@@ -8,24 +8,23 @@ from pathlib import Path
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
-from runners.commands.options import flag, option, options
+from runners.commands.base import command, flag, option
 from runners.errors import UserError, gigabytes
 from runners.machine.terminal import echo
 
-_EXAMPLES = """\
+
+@command(
+    "report",
+    click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]"),
+    option("--out=FILE", "The page [RUN/report.html; of several report.html].", default=""),
+    flag("--all as everything", "All completions, even if the page becomes large."),
+    notes="""\
 \b
 Examples:
   grpo report outputs/my-first                           writes outputs/my-first/report.html
   grpo report outputs/a outputs/b --out compared.html    two runs in one page
-"""
-
-
-@click.command("report", context_settings=HELP, epilog=_EXAMPLES)
-@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
-@option("--out=FILE", "The page [RUN/report.html; of several report.html].", default="")
-@flag("--all as everything", "All completions, even if the page becomes large.")
-@ends_with_a_line
+""",
+)
 def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     """Write the page of a run, or of several.
 
@@ -49,21 +48,18 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")
 
 
-_WATCH_EXAMPLES = """\
+@command(
+    "watch",
+    click.argument("run"),
+    option("--port", "The port; a free one if it is taken [8517].", click.IntRange(0, 65535), 8517),
+    flag("--open as show", "Open the page in a browser."),
+    notes="""\
 \b
 Examples:
   grpo watch outputs/my-first           a run, while it trains or later
   ssh -L 8517:127.0.0.1:8517 HOST       from another machine: a tunnel, then open http://127.0.0.1:8517/
-"""
-
-
-@click.command("watch", context_settings=HELP, epilog=_WATCH_EXAMPLES)
-@click.argument("run")
-@options(
-    option("--port", "The port; a free one if it is taken [8517].", click.IntRange(0, 65535), 8517),
-    flag("--open as show", "Open the page in a browser."),
+""",
 )
-@ends_with_a_line
 def watch_command(run: str, port: int, show: bool) -> None:
     """Serve a run's page and keep it current.
 

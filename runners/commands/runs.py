@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 
 import click
 
-from runners.commands.base import HELP, ends_with_a_line
+from runners.commands.base import command
 from runners.machine.terminal import aligned, echo
 
 if TYPE_CHECKING:
     from runners.checkpoints.run_list import RunSummary
 
-_NOTES = """\
+
+@command(
+    "runs",
+    click.argument("folder", default="outputs"),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object a line."),
+    notes="""\
 \b
 States: running; finished (has a final model); interrupted (has a checkpoint to resume from); stopped (before
 its first checkpoint).
-"""
-
-
-@click.command("runs", context_settings=HELP, epilog=_NOTES)
-@click.argument("folder", default="outputs")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@ends_with_a_line
+""",
+)
 def runs_command(folder: str, as_json: bool) -> None:
     """List the runs of a folder [outputs].
 

@@ -1,4 +1,4 @@
-"""The keys as tables for docs/config.md, and as text for `grpo-run --explain KEY`."""
+"""What a key is, for docs/config.md and `grpo-run --explain KEY`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ from typing import Any
 import attrs
 
 from runners.config import rules
-from runners.config.loading import KEYS, SECTIONS
+from runners.config.loading import KEYS
 from runners.config.reading import key_hint
 from runners.errors import ConfigError, spell
-
-
-def tables() -> dict[str, str]:
-    """The Markdown table of each section, for docs/config.md."""
-    found = {}
-    for section in SECTIONS:
-        rows = ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
-        rows += [
-            f"| `{'.'.join(path[1:])}` | {' | '.join(_cells(field))} |"
-            for path, field in KEYS.items()
-            if path[0] == section
-        ]
-        found[section] = "\n".join(rows)
-    return found
 
 
 def explain(name: str) -> str:
@@ -37,14 +23,14 @@ def explain(name: str) -> str:
         raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
     parts = []
     for path, field in found.items():
-        kind, default, within, meaning = (cell.replace("`", "") for cell in _cells(field))
+        kind, default, within, meaning = (cell.replace("`", "") for cell in cells(field))
         limits = f"; {within}" if within not in ("any", "–") else ""
         parts.append(f"{'.'.join(path)}: {kind}, default {default}{limits}\n  {meaning}")
     return "\n".join(parts)
 
 
-def _cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
-    """Type, default, range and meaning of a key."""
+def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
+    """Type, default, range and meaning of a key, in Markdown."""
     choices, within = rules.choices_of(field), field.metadata["range"]
     kind = "choice" if choices else rules.words(field.type).removeprefix("an ").removeprefix("a ")
     if choices:
