@@ -8,11 +8,10 @@ from typing import Any
 
 import attrs
 
+from runners.checkpoints.checkpoint import STATE_FILE, TrainerState, read_trainer_state
 from runners.checkpoints.manifest import check_manifest, newest_whole
 from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
 from runners.checkpoints.run_inputs import HELD_OUT
-from runners.checkpoints.state_files import STATE_FILE
-from runners.checkpoints.trainer_state import TrainerState, read_trainer_state
 from runners.config.loading import Config
 from runners.config.names import EMBEDDED
 from runners.config.recorded import recorded_in

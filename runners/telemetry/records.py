@@ -1,67 +1,16 @@
-"""A run's header and summary for the display, and the records of completions.jsonl and evaluations.jsonl."""
+"""The records of completions.jsonl and evaluations.jsonl."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runners.config.loading import Config
 from runners.data.prompts import Example
-from runners.files.run_files import METRICS
-from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import mean_of
-
-
-def run_header(
-    config: Config, folder: Path, loaded: LoadedModel, train: int, held_out: int
-) -> dict[str, Any]:
-    """The header of a run in `folder`, with `train` and `held_out` examples: name -> value."""
-    overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
-    header = {
-        "run": config.run.name,
-        "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "
-        f"{loaded.num_trainable:,} trained, {config.model.tune})",
-        "data": f"{config.data.source} ({train:,} to train on, {held_out:,} held out)",
-        "each update": f"{config.optim.batch_size * config.optim.gradient_accumulation_steps} prompts × "
-        f"{config.rollout.num_generations} completions, {config.loss.preset}",
-    }
-    if overlong is not None and overlong.buffer:
-        header["length penalty"] = (
-            f"0 up to {limit - overlong.buffer:,} tokens, then down to -{overlong.penalty:g} at {limit:,} "
-            "(loss.overlong)"
-        )
-    return header | {"writes to": str(folder)}
-
-
-def run_summary(
-    config: Config,
-    final: Path,
-    *,
-    scores: Sequence[float],
-    rewards: Sequence[float],
-    held_out: int,
-    updates: int,
-    tokens: int,
-) -> dict[str, Any]:
-    """The summary at the end; exact match (`scores`) and the mean reward are those of its evaluations."""
-    shown: dict[str, Any] = {}
-    if scores:
-        before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
-        shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
-    elif rewards:
-        before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
-        shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
-    shown |= {"updates": updates, "tokens sampled": f"{tokens:,}", "model": str(final)}
-    if (log := final.parent / METRICS).is_file():  # not if it was deleted under the run
-        shown["log"] = str(log)
-    if config.log.report:
-        shown["report"] = str(final.parent / "report.html")
-    return shown
 
 
 def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:

@@ -18,11 +18,10 @@ from grpo_fn.images import ImageRows
 from grpo_fn.learner import Shape, share
 from grpo_fn.policy import Moments
 from grpo_fn.trees import named_leaves, on_host, structure_of
+from runners.checkpoints.checkpoint import DTYPES, STATE_FILE, from_table, load_trees, pack, unpack
 from runners.checkpoints.resume import Origin
 from runners.checkpoints.run_folder import TRAINER_STATE
 from runners.checkpoints.run_inputs import data_digest
-from runners.checkpoints.state_files import DTYPES, STATE_FILE, load_trees, pack, unpack
-from runners.checkpoints.trainer_state import from_table
 from runners.config import rules
 from runners.data.curriculum import Estimates
 from runners.errors import UserError

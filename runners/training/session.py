@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 import grpo_fn as g
-from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
+from runners.checkpoints.checkpoint import prune_checkpoints, write_checkpoint
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import attrs
 
 from grpo_fn.backends import disabled
+from runners.checkpoints.checkpoint import prune_checkpoints
 from runners.checkpoints.manifest import digest
 from runners.checkpoints.resume import (
     Origin,
@@ -26,7 +27,6 @@ from runners.checkpoints.resume import (
 )
 from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
-from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
 from runners.errors import UserError, gigabytes

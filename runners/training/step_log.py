@@ -11,10 +11,12 @@ import numpy as np
 import grpo_fn as g
 from runners.data.stream import gold_batch
 from runners.evaluation.completions import form_notice
+from runners.files.run_files import METRICS
 from runners.machine.memory_readings import memory_metrics
+from runners.report.page import REPORT
 from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
-from runners.telemetry.records import completion_records, run_header, run_summary
+from runners.telemetry.records import completion_records
 from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
 from runners.training.session import Session
 from runners.training.supervised import gold_stream, gold_update_metrics
@@ -22,29 +24,48 @@ from runners.training.supervised import gold_stream, gold_update_metrics
 
 def show_start(session: Session) -> None:
     """The run's header on the display."""
-    run, data, state = session.run, session.run.data, session.state
-    head = run_header(session.config, run.folder, run.loaded, len(data.train), len(data.evaluation))
-    if first := run.length.supervised_updates:
-        gold = gold_batch(session.config) * session.config.optim.gradient_accumulation_steps
-        head |= {"supervised": f"{first:,} update{'s' * (first > 1)} of {gold:,} gold completions"}
-        if session.config.sft.only:
-            head.pop("each update")
+    config, run, state = session.config, session.run, session.state
+    loaded, updates = run.loaded, run.length.supervised_updates
+    header = {
+        "run": config.run.name,
+        "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "
+        f"{loaded.num_trainable:,} trained, {config.model.tune})",
+        "data": f"{config.data.source} ({len(run.data.train):,} to train on, "
+        f"{len(run.data.evaluation):,} held out)",
+    }
+    if not config.sft.only:
+        prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
+        each = f"{prompts} prompts × {config.rollout.num_generations} completions, {config.loss.preset}"
+        header["each update"] = each
+    overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
+    if overlong is not None and overlong.buffer:
+        header["length penalty"] = (
+            f"0 up to {limit - overlong.buffer:,} tokens, then down to -{overlong.penalty:g} at {limit:,} "
+            "(loss.overlong)"
+        )
+    header["writes to"] = str(run.folder)
+    if updates:
+        gold = gold_batch(config) * config.optim.gradient_accumulation_steps
+        header["supervised"] = f"{updates:,} update{'s' * (updates > 1)} of {gold:,} gold completions"
     last = [values[-1] if values else None for values in (state.scores, state.eval_rewards)]
-    session.shown.handle(Started(run.length.updates, head, state.update, *last))
+    session.shown.handle(Started(run.length.updates, header, state.update, *last))
 
 
 def show_summary(session: Session, final: Path) -> None:
     """The run's result on the display: the final model, and what its evaluations found."""
-    state = session.state
-    shown = run_summary(
-        session.config,
-        final,
-        scores=state.scores,
-        rewards=state.eval_rewards,
-        held_out=len(session.run.data.evaluation),
-        updates=state.update,
-        tokens=state.sampled_tokens,
-    )
+    state, folder, held_out = session.state, final.parent, len(session.run.data.evaluation)
+    scores, rewards, shown = list(state.scores), list(state.eval_rewards), dict[str, Any]()
+    if scores:
+        before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
+        shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
+    elif rewards:
+        before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
+        shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
+    shown |= {"updates": state.update, "tokens sampled": f"{state.sampled_tokens:,}", "model": str(final)}
+    if (folder / METRICS).is_file():  # not if it was deleted under the run
+        shown["log"] = str(folder / METRICS)
+    if session.config.log.report:
+        shown["report"] = str(folder / REPORT)
     if state.seen.reached:
         shown["ended early"] = state.seen.reached
     if state.bad_updates:

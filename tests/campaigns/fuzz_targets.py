@@ -22,12 +22,17 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
+from runners.checkpoints.checkpoint import (
+    STATE_FILE,
+    VERSION,
+    load_trees,
+    pack_state,
+    prune_checkpoints,
+    read_trainer_state,
+)
 from runners.checkpoints.manifest import MANIFEST, write_manifest
 from runners.checkpoints.resume import find_origin
 from runners.checkpoints.run_folder import list_checkpoints
-from runners.checkpoints.state_files import STATE_FILE, load_trees, pack_state
-from runners.checkpoints.trainer_state import VERSION, read_trainer_state
-from runners.checkpoints.writing import prune_checkpoints
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig, LoraConfig
 from runners.conversion.nanochat import read_encoding

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints import writing
+from runners.checkpoints import checkpoint
+from runners.checkpoints.checkpoint import load_trees, write_checkpoint
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import list_checkpoints, locked
-from runners.checkpoints.state_files import load_trees
-from runners.checkpoints.writing import write_checkpoint
 from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
@@ -133,7 +132,7 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
     """
     settings = ["optim.max_steps=4"]
     straight = straight_run(*settings)
-    write, left = writing.write_trained, [2]
+    write, left = checkpoint.write_trained, [2]
 
     def full(*args):  # a checkpoint's weights; those of the final model are written elsewhere
         left[0] -= 1
@@ -141,7 +140,7 @@ def test_a_run_goes_on_over_a_full_disk_or_stops(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
-    monkeypatch.setattr(writing, "write_trained", full)
+    monkeypatch.setattr(checkpoint, "write_trained", full)
     notes = Notes()
     result = run_training(config_in(tmp_path / "b", *settings), report=notes)
     assert same_bits(result.state, straight.state) and outcome(result.folder) == outcome(straight.folder)

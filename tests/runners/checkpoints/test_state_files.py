@@ -12,8 +12,7 @@ from grpo_fn.learner.state import init_state, sync_old, zeros_like
 from grpo_fn.learner.update_step import make_update_step
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import arrays_of, map_arrays, structure_of
-from runners.checkpoints.state_files import load_trees, pack, unpack
-from runners.checkpoints.writing import write_checkpoint
+from runners.checkpoints.checkpoint import load_trees, pack, unpack, write_checkpoint
 from runners.config.sections import LoraConfig
 from runners.errors import UserError
 from runners.files.tensor_files import load_arrays, save_arrays

@@ -9,9 +9,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from grpo_fn.trees import named_leaves
+from runners.checkpoints.checkpoint import VERSION, prune_checkpoints, write_checkpoint
 from runners.checkpoints.run_folder import list_checkpoints
-from runners.checkpoints.trainer_state import VERSION
-from runners.checkpoints.writing import prune_checkpoints, write_checkpoint
 from runners.config.sections import LoraConfig
 from runners.models.model_writer import save_model
 from tests.support.tiny_models import make_model_folder

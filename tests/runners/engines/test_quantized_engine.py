@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 import grpo_fn as g
 from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
-from runners.checkpoints.state_files import load_trees
+from runners.checkpoints.checkpoint import load_trees
 from runners.config.loading import load_config
 from runners.engines import local
 from runners.engines.engine import Requests, Restart

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.checkpoints.trainer_state import from_table
+from runners.checkpoints.checkpoint import from_table
 from runners.config.conditions import Condition, condition_fault
 from runners.config.sections import WatchConfig
 from runners.telemetry.run_watch import Seen, Watch

@@ -8,7 +8,7 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
-from runners.checkpoints.state_files import load_trees
+from runners.checkpoints.checkpoint import load_trees
 from runners.config.conditions import condition_fault
 from runners.config.loading import load_config
 from runners.errors import NumbersError

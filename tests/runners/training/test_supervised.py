@@ -7,7 +7,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.trees import arrays_of, named_leaves
-from runners.checkpoints.state_files import load_trees
+from runners.checkpoints.checkpoint import load_trees
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.setup import build_run

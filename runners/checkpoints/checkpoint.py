@@ -1,0 +1,254 @@
+"""Checkpoints: folders that mlx-lm opens, written completely or not at all, and read back bit for bit.
+
+The weights are the masters (float32, exact). The rest of a TrainState and the trees that belong to it are
+flat named arrays: safetensors has names but no trees, so the structure of the trees (dict order, list or
+tuple, empty parts, None) is saved as JSON in the file's metadata. An array that roles share is written once
+and is shared again after loading. A broadcast zero, such as the accumulated gradients between updates, is not
+written at all. trainer_state.json has the plain values; it may come from anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import attrs
+import mlx.core as mx
+
+from runners.checkpoints.manifest import write_manifest
+from runners.checkpoints.run_folder import TRAINER_STATE, list_checkpoints
+from runners.config import rules
+from runners.config.sections import RolloutConfig
+from runners.errors import UserError, first_line, show
+from runners.files.durable import new_folder, remove_folder
+from runners.files.json_files import finite_number, read_json, to_json
+from runners.files.tensor_files import load_arrays, save_arrays
+from runners.models.loaded_model import LoadedModel
+from runners.models.model_reader import check_finite
+from runners.models.model_writer import trained, write_trained
+from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+
+if TYPE_CHECKING:
+    from grpo_fn.learner import TrainState
+
+STATE_FILE = "optimizer.safetensors"
+WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
+_MAY_BE_NAN = ("accum_grads", "loop.")
+VERSION = 5  # before it, moments for calibrated rounding were not saved
+
+_SCALARS = (bool, int, float, str, type(None))
+_KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
+DTYPES = {str(kind).removeprefix("mlx.core."): kind for kind in _KINDS}
+_Kind = TypeVar("_Kind")
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    state: TrainState,
+    loaded: LoadedModel,
+    trainer_state: Mapping[str, Any],
+    loop: Mapping[str, Any] | None = None,
+    *,
+    prompt: PromptSettings | None = None,
+) -> Path:
+    """Writes `run_dir/checkpoint-{step}` and returns it. A folder of that name is replaced.
+
+    Args:
+        run_dir: the run's folder.
+        step: the batch step.
+        state: the training state.
+        loaded: the model the state belongs to.
+        trainer_state: JSON values of the loop; "em" and "reward" rank the folder for `prune_checkpoints`.
+        loop: trees of arrays that belong to the state.
+        prompt: how the model is asked; written to a separate file.
+
+    Raises UserError if the disk refuses; then the existing files are unchanged.
+    """
+    weights = trained(state.params, loaded)
+    arrays, metadata = pack_state(state, weights, loop or {})
+    with new_folder(run_dir / f"checkpoint-{step}") as folder:
+        write_trained(folder, weights, loaded)
+        save_arrays(folder / STATE_FILE, arrays, metadata)
+        if prompt is not None:
+            write_prompt(folder, prompt)
+        line, _ = to_json({"version": VERSION, "step": step, **trainer_state})
+        (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
+        write_manifest(folder)
+    return run_dir / f"checkpoint-{step}"
+
+
+def pack_state(
+    state: TrainState, weights: Mapping[str, mx.array], loop: Mapping[str, Any]
+) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Arrays and metadata of the state's file; arrays of the `weights`' file are only referred to."""
+    arrays: dict[str, mx.array] = {}
+    known = {id(array): f"weights:{name}" for name, array in weights.items()}
+    names = [field.name for field in attrs.fields(type(state))]
+    shapes = {
+        "state": {name: pack(getattr(state, name), name, arrays, known) for name in names},
+        "loop": {name: pack(tree, f"loop.{name}", arrays, known) for name, tree in loop.items()},
+    }
+    return arrays, {"structure": json.dumps(shapes)}
+
+
+def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
+    """The TrainState of a checkpoint folder and the trees that were saved with it, bit for bit.
+
+    Shared arrays are shared again. Raises UserError if a file is missing, cut off, lacks an array, or has a
+    weight or moment that is not finite.
+    """
+    from grpo_fn.learner import TrainState
+
+    arrays, metadata = load_arrays(folder / STATE_FILE)
+    for file in WEIGHT_FILES:
+        if (folder / file).is_file():
+            arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
+    # A sum of gradients may hold NaN until its update is skipped.
+    check_finite({n: a for n, a in arrays.items() if a.size and not n.startswith(_MAY_BE_NAN)}, folder)
+    try:
+        shapes = json.loads(metadata["structure"])
+        state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})
+        return state, {name: unpack(shape, arrays) for name, shape in shapes["loop"].items()}
+    except (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UserError(
+            f"{folder / STATE_FILE}: its structure is damaged ({type(error).__name__}: {first_line(error)})"
+        ) from error
+
+
+def pack(tree: Any, name: str, arrays: dict[str, mx.array], known: dict[int, str]) -> Any:
+    """Adds the tree's arrays to `arrays` under names that start with `name`; returns its shape as JSON.
+
+    Args:
+        tree: dicts with string keys, lists, tuples, arrays, and plain scalars.
+        name: the prefix of the tree, such as "opt_state".
+        arrays: flat name -> array; grows.
+        known: id -> name of the arrays seen so far; grows. A known array is referred to, not added again.
+
+    Raises TypeError for anything else, ValueError if two leaves get the same name.
+    """
+    if isinstance(tree, mx.array):
+        if id(tree) not in known and _is_spread_zero(tree):
+            return {"zeros": [list(tree.shape), str(tree.dtype).removeprefix("mlx.core.")]}
+        if id(tree) not in known:
+            if name in arrays:  # a key with a dot in it collides with a nested one
+                raise ValueError(f"two arrays are named {name}")
+            arrays[name], known[id(tree)] = tree, name
+        return {"array": known[id(tree)]}
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {"dict": {key: pack(value, f"{name}.{key}", arrays, known) for key, value in tree.items()}}
+    if type(tree) in (list, tuple):
+        kind = type(tree).__name__
+        return {kind: [pack(value, f"{name}.{i}", arrays, known) for i, value in enumerate(tree)]}
+    if isinstance(tree, _SCALARS):
+        return {"value": tree}
+    raise TypeError(f"{name}: expected a dict, list, tuple, array or scalar, found a {type(tree).__name__}")
+
+
+def unpack(shape: Any, arrays: dict[str, mx.array]) -> Any:
+    """The tree that `pack` described. KeyError if an array is missing, and others for a damaged shape."""
+    ((kind, content),) = shape.items()
+    if kind == "array":
+        return arrays[content]
+    if kind == "zeros":
+        size, dtype = content
+        return mx.broadcast_to(mx.array(0, DTYPES[dtype]), size)  # takes no memory
+    if kind == "dict":
+        return {key: unpack(value, arrays) for key, value in content.items()}
+    if kind == "value":
+        return content
+    return {"list": list, "tuple": tuple}[kind](unpack(value, arrays) for value in content)
+
+
+def _is_spread_zero(array: mx.array) -> bool:
+    """Whether this is a broadcast zero. Strides cost nothing to read; contents would."""
+    if array.ndim == 0 or array.size == 0 or any(memoryview(cast(Any, array)).strides or ()):
+        return False
+    # Compares bits, not values, so that -0.0 is restored exactly.
+    first = array[tuple([slice(0, 1)] * array.ndim)]
+    return not mx.any(first.view(mx.uint8)).item()
+
+
+@attrs.frozen(kw_only=True)
+class Decided:
+    """Keys of [rollout] that the config left to the machine, as the run's first process found them."""
+
+    launch: str = attrs.field(
+        validator=lambda _, __, value: rules.check(value, attrs.fields_dict(RolloutConfig)["launch"])
+    )
+    max_batch: int = rules.key(attrs.NOTHING, "rows at a time", ">= 0")
+
+
+@attrs.frozen(kw_only=True)
+class TrainerState:
+    """What trainer_state.json holds: the run's own state (`loop`), and what a resumed run compares."""
+
+    step: int = rules.key(attrs.NOTHING, "batch steps", ">= 0")
+    em: float | None  # of the last evaluation; with the next two it ranks checkpoints
+    eval_reward: float | None  # of the last evaluation
+    reward: float | None
+    config: dict
+    decided: Decided
+    data: str  # digest of the training data
+    inputs: dict  # see `run_inputs`
+    arithmetic: dict  # see `Platform.arithmetic`
+    logs: dict[str, int]  # bytes of each log
+    loop: dict  # the plain fields of `RunState`
+
+
+def read_trainer_state(folder: Path) -> TrainerState:
+    """A checkpoint's trainer_state.json. Raises UserError for anything that no run has saved."""
+    file = folder / TRAINER_STATE
+    content = read_json(file)
+    if content.get("version") != VERSION:
+        raise UserError(
+            f"{file}: expected version {VERSION}, found {show(content.get('version'))}: another grpo_fn "
+            "saved it; finish the run with that one, or start again with --overwrite"
+        )
+    return from_table(content, TrainerState, str(file))
+
+
+def from_table(table: object, kind: type[_Kind], where: str) -> _Kind:
+    """An attrs value from a JSON object with its fields. UserError, which names the field, for others."""
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: expected a JSON object, found {show(table)}")
+    values: dict[str, Any] = {}
+    for field in attrs.fields(attrs.resolve_types(kind)):
+        path = f"{where}: {field.name}"
+        if field.name not in table:
+            raise UserError(f"{path} is missing")
+        value = table[field.name]
+        if attrs.has(field.type):
+            values[field.name] = from_table(value, field.type, path)
+            continue
+        try:
+            values[field.name] = rules.check(value, field)
+        except rules.Mismatch as error:
+            raise UserError(f"{path}: {error.reason(value)}") from error
+    return kind(**values)
+
+
+def prune_checkpoints(run_dir: Path, *, keep_last: int = 0, keep_best: int = 0) -> None:
+    """Deletes checkpoints beyond the last `keep_last` and the best `keep_best`; with `keep_last` 0 none.
+
+    Best is the highest "em" in trainer_state.json, then the highest "eval_reward", then "reward", then the
+    newest; a missing or null number ranks lowest.
+    """
+    folders = list_checkpoints(run_dir)
+    if keep_last <= 0:
+        return
+    ranked = sorted(folders, key=lambda folder: (_score(folder), folders.index(folder)), reverse=True)
+    for folder in {*folders} - {*folders[-keep_last:], *ranked[:keep_best]}:
+        remove_folder(folder)
+
+
+def _score(folder: Path) -> list[float]:
+    try:
+        state = read_json(folder / TRAINER_STATE)
+    except UserError:  # a damaged one is deleted first
+        state = {}
+    numbers = [finite_number(state.get(name)) for name in ("em", "eval_reward", "reward")]
+    return [-math.inf if number is None else number for number in numbers]
