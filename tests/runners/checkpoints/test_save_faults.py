@@ -18,9 +18,8 @@ from runners.errors import UserError
 from runners.files.json_lines import JsonLines
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, Killer, config_in, lines_of, outcome, straight_run
-from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import Notes
-from tests.support.tiny_states import load, make_state, same_bits
+from tests.support.tiny_states import make_state, same_bits
 
 # Everything that a save asks of the disk.
 CALLS = (
@@ -33,12 +32,6 @@ CALLS = (
     (shutil, "copyfile"),
     (pathlib.Path, "write_text"),
 )
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A loaded llama."""
-    return load(make_model_folder(tmp_path_factory.mktemp("models") / "llama"))
 
 
 @contextlib.contextmanager

@@ -53,12 +53,6 @@ def start(*arguments, **options):
     )
 
 
-def ended(process):
-    """Its exit code and what it said on standard error, without the BLAS's notice."""
-    error = process.communicate(input="hello\n", timeout=600)[1]
-    return process.returncode, [line for line in error.splitlines() if "BLAS" not in line]
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch, capsys):
     """Of every command: code 2, and the line is the last thing said."""

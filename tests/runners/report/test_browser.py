@@ -41,9 +41,6 @@ def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
     assert quiet(tab)
 
 
-ODD_NAMES = ("__proto__", "constructor", "toString", "hasOwnProperty")
-
-
 def test_completions_are_filtered_and_searched(tab, tmp_path):
     """By a reward's number, the length limit, a format, a text; groups stand side by side."""
     opened(tab, write_report([make_run(tmp_path / "run")], tmp_path / "page.html").path, "completions")
