@@ -4,11 +4,10 @@ import os
 import resource
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.files.decoys import look, plant
 from tests.support.resuming import SHORT, config_in, outcome, straight_run
 from tests.support.tiny_models import make_model_folder
@@ -26,22 +25,17 @@ def sources(tmp_path_factory):
     }
 
 
-def grpo(*arguments):
-    """A command in this process."""
-    return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
-
-
 @pytest.mark.parametrize("command", ["convert", "export"])
 def test_files_of_the_users_beside_a_new_model_are_untouched(sources, tmp_path, command):
     """Whatever they are called; with a new target, one that is refused, one that fails and one replaced."""
     folder = tmp_path / "models"
     decoys = plant(folder, "out")
     before = look(decoys)
-    assert grpo(*sources[command], folder / "out").exit_code == 0
-    assert grpo(*sources[command], folder / "out").exit_code == 2
+    grpo(*sources[command], folder / "out")
+    grpo(*sources[command], folder / "out", code=2)
     bad = ["--force", "--bits", "2", "--group-size", "128"]  # no layer is as wide
-    assert "nothing was quantized" in grpo(*sources[command], folder / "out", *bad).stderr
-    assert grpo(*sources[command], folder / "out", "--force").exit_code == 0
+    assert "nothing was quantized" in grpo(*sources[command], folder / "out", *bad, code=2).stderr
+    grpo(*sources[command], folder / "out", "--force")
     assert look(decoys) == before
     inside = {path.name for path in folder.iterdir()} - {path.name for path in decoys}
     assert inside == {"out"}
@@ -69,10 +63,9 @@ def test_a_disk_that_refuses_is_one_line_and_leaves_the_target_as_it_was(sources
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        result = grpo(*sources[command], tmp_path / "out", "--force")
+        result = grpo(*sources[command], tmp_path / "out", "--force", code=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert result.exit_code == 2, result.output
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[INFO]")]
     assert line == f"{tmp_path / 'out'}: cannot be written: File too large"
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["old"]

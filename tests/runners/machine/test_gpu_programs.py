@@ -10,12 +10,7 @@ from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
 from runners.config.loading import load_config
 from runners.machine.programs import gpu_programs
-from runners.machine.programs.gpu_programs import (
-    Compilation,
-    compile_ahead,
-    compile_early,
-    keep_programs,
-)
+from runners.machine.programs.gpu_programs import Compilation, compile_ahead, compile_early, keep_programs
 
 # In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.
 WRITES = """
@@ -25,6 +20,17 @@ for name in sys.argv[1:]:
     (folder / f"{name}.txt").write_text(str(os.getpid()))
     (folder / f"{name}.ptx").write_text("code")
 """
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """The folder of programs in a user's cache of its own, on the only rank."""
+    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
+    for name in ("MLX_PTX_CACHE_DIR", "MLX_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "")  # and what it was afterwards
+        monkeypatch.delenv(name)
+    (tmp_path / "gpu-programs").mkdir()
+    return tmp_path / "gpu-programs"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -37,32 +43,26 @@ def test_every_name_is_a_computation(dtype):
     assert f"gather_{dtype}_uint32_1" in wanted
 
 
-def test_programs_are_kept_by_version_gpu_and_rank(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [({}, 0), ({"OMPI_COMM_WORLD_RANK": "1"}, 1), ({"MLX_RANK": "2", "OMPI_COMM_WORLD_RANK": "3"}, 2)],
+)
+def test_programs_are_kept_by_version_gpu_and_rank(cache, monkeypatch, environment, rank):
     """In the user's cache, unless the user names another folder; one that cannot be made is no fault."""
-    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")  # and what it was afterwards
-    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    kept = cache / f"mlx-0.32.4-sm_90-rank-{rank}"
+    if rank == 1:
+        kept.touch()
     keep_programs("0.32.4", "sm_90")
-    kept = tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-0"
-    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept) and kept.is_dir()
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept) and kept.is_dir() == (rank != 1)
     keep_programs("9", "sm_100")
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept)
-    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")  # mpirun's
-    (tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-1").touch()
-    keep_programs("0.32.4", "sm_90")
-    assert os.environ["MLX_PTX_CACHE_DIR"].endswith("rank-1")
-    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
-    monkeypatch.setenv("MLX_RANK", "2")  # mlx.launch's
-    keep_programs("0.32.4", "sm_90")
-    assert os.environ["MLX_PTX_CACHE_DIR"].endswith("rank-2")
 
 
-def test_half_written_programs_are_compiled_again(monkeypatch, tmp_path):
+def test_half_written_programs_are_compiled_again(cache):
     """MLX writes code, names and source, in this order, and takes any code that it finds."""
-    monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")
-    kept = tmp_path / "gpu-programs" / "mlx-0.32.4-sm_90-rank-0"
+    kept = cache / "mlx-0.32.4-sm_90-rank-0"
     (kept / "long").mkdir(parents=True)
     for name, source in (("whole", "source"), ("long/whole", "source"), ("killed", None), ("full_disk", "")):
         (kept / f"{name}.ptx").write_text("code")

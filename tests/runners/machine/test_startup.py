@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,18 +11,10 @@ import pytest
 from grpo_fn.backends.cpu import blas
 from runners.machine import startup
 from runners.machine.memory_readings import read_memory
+from tests.support.processes.new_process import ROOT, in_new_process
 
-ROOT = Path(__file__).resolve().parents[3]
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
 linux_cpu = pytest.mark.skipif(not ON_LINUX_CPU, reason="Linux without a GPU only")
-
-
-def in_new_process(code: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs code in a Python of its own, since a BLAS is loaded once in a process."""
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.skipif(not ON_LINUX_CPU, reason="MLX for a CPU")
@@ -33,7 +24,7 @@ def test_a_rank_compiles_in_its_own_folder_and_leaves_temporary_files_where_they
         "separate_programs(2, os.environ)\nimport mlx.core as mx\n"
         "mx.eval(mx.compile(lambda x: mx.exp(x) + x)(mx.ones(3)))\nprint(tempfile.mkdtemp())"
     )
-    made = in_new_process(code, TMPDIR=str(tmp_path)).stdout.strip()
+    made = in_new_process(code, TMPDIR=str(tmp_path)).strip()
     assert Path(made).parent == tmp_path
     assert {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*.so")} == {
         f"grpo-{os.getuid()}-rank-2"
@@ -75,10 +66,10 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
     lonely.mkdir()
     (lonely / "__init__.py").write_text("")
     shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
-    result = in_new_process(
-        "from runners.machine.startup import prepare; prepare()", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
+    code = (
+        "from runners.machine.startup import prepare\ntry: prepare()\nexcept Exception as e: print([e])"
     )
-    message = result.stderr.splitlines()[-1]
+    message = in_new_process(code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert "UserError" in message and "libmlx" in message
     assert all(f"'.[{extra}]'" in message for extra in ("cpu", "cuda12", "cuda13"))
 
@@ -111,10 +102,8 @@ def test_transformers_is_imported_without_pytorch(tmp_path, left):
     (tmp_path / "torch-2.99.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.99.0\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from runners.machine import startup; startup.prepare()\n"
+        "from runners.machine import startup; startup.prepare(); sys.stderr = sys.stdout\n"
         "from transformers.utils import is_torch_available\n"
         "found = is_torch_available(); import torch; print(found, torch.__version__)"
     )
-    done = in_new_process(code, GRPO_FN_TORCH=left)
-    assert done.stdout.split() == [str(bool(left)), "2.99.0"], done.stderr
-    assert "PyTorch" not in done.stderr
+    assert in_new_process(code, GRPO_FN_TORCH=left).split() == [str(bool(left)), "2.99.0"]
