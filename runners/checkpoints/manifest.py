@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError, show
@@ -44,7 +43,15 @@ def check_manifest(folder: Path, wanted: tuple[str, ...] = ()) -> None:
     }
     if MANIFEST not in present:
         raise Damaged(f"{folder}: {MANIFEST} is missing, so it cannot be checked")
-    files = _read(folder / MANIFEST)
+    try:
+        content = read_json(folder / MANIFEST)
+    except UserError as error:
+        raise Damaged(str(error)) from error
+    found, files = content.get("format"), content.get("files")
+    if found != MANIFEST_FORMAT:
+        raise Damaged(f"{folder / MANIFEST}: expected the format {MANIFEST_FORMAT}, found {show(found)}")
+    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
+        raise Damaged(f"{folder / MANIFEST}: its table of files is damaged")
     if lacking := [name for name in wanted if name not in files]:
         raise Damaged(f"{folder / MANIFEST}: {lacking[0]} is not among its files")
     for name, facts in files.items():
@@ -98,16 +105,3 @@ def digest(path: Path) -> str:
     """A file's SHA-256, in hexadecimal digits."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except UserError as error:
-        raise Damaged(str(error)) from error
-    files = content.get("files")
-    if content.get("format") != MANIFEST_FORMAT:
-        raise Damaged(f"{file}: expected the format {MANIFEST_FORMAT}, found {show(content.get('format'))}")
-    if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise Damaged(f"{file}: its table of files is damaged")
-    return files

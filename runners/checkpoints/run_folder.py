@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile
 from runners.files.run_files import EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"

@@ -17,8 +17,7 @@ from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
 from runners.errors import spell, spell_tables
 from runners.evaluation.estimators import wilson
-from runners.files.json_files import finite_number, read_json, whole_number
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile, finite_number, read_json, whole_number
 from runners.files.run_files import METRICS, RESOLVED
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings

@@ -25,7 +25,7 @@ from runners.config.names import REWARD_NAMES
 from runners.config.sections import DataConfig
 from runners.data.prompts import Example
 from runners.errors import UserError
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile
 
 NEVER = -1  # in place of a step or a rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number

@@ -21,7 +21,7 @@ from runners.environments.environments import all_rewards, load_code, start_work
 from runners.errors import UserError
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.measurement import evaluation_key, evaluator_of, open_model
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines
 from runners.machine.startup import Platform
 
 Progress = Callable[[int, int, float], None]  # prompts done, those in all, and seconds that are left

@@ -6,8 +6,7 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import attrs
 
-from runners.config.sections import LogConfig
 from runners.errors import UserError
 from runners.files.durable import save_text
 from runners.metrics import METRICS
@@ -57,22 +55,12 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     return Written(out, len(content), rows, left_out)
 
 
-@contextmanager
-def final_report(folder: Path, settings: LogConfig, note: Callable[[str], None]) -> Iterator[list[bool]]:
-    """After the block, also after an error, writes report.html into a run's folder if log.report asks for it.
-
-    The block gets a list, and appends True when there is something to report; otherwise nothing is written.
-    If the report cannot be written, a line says so; the run is not affected.
-    """
-    begun: list[bool] = []
+def final_report(folder: Path, note: Callable[[str], None]) -> None:
+    """Writes report.html into a run's folder. If that fails, a line says so; the run is not affected."""
     try:
-        yield begun
-    finally:
-        if begun and settings.report:
-            try:
-                write_report([folder], folder / REPORT)
-            except (UserError, OSError, MemoryError) as error:
-                note(f"no report was written: {error}; `grpo report RUN` tries again")
+        write_report([folder], folder / REPORT)
+    except (UserError, OSError, MemoryError) as error:
+        note(f"no report was written: {error}; `grpo report RUN` tries again")
 
 
 def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
@@ -82,11 +70,13 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     a file, makes no connections.
     """
     script, style = _assets()
+    digest = _base64(hashlib.sha256(script.encode()).digest())
     connect = "'self'" if start["mode"] == "live" else "'none'"
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        f"script-src {_digest(script)}; connect-src {connect}; form-action 'none'"
+        f"script-src 'sha256-{digest}'; connect-src {connect}; form-action 'none'"
     )
+    printable = "".join(c if c.isprintable() else "\ufffd" for c in title)
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}
     begin = json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c")
     parts = [
@@ -96,7 +86,7 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="referrer" content="no-referrer">',
         '<meta name="color-scheme" content="light dark">',
-        f"<title>{html.escape(_printable(title))} – training report</title>",
+        f"<title>{html.escape(printable)} – training report</title>",
         f'<link rel="icon" href="{_ICON}">',
         f"<style>{style}</style></head><body>",
         _asset("page.html"),
@@ -109,10 +99,6 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 @cache
@@ -129,10 +115,6 @@ def _asset(name: str) -> str:
 
 def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-def _digest(script: str) -> str:
-    return f"'sha256-{_base64(hashlib.sha256(script.encode()).digest())}'"
 
 
 _ICON = (

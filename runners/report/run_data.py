@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
 

@@ -10,8 +10,7 @@ from typing import Any
 from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.files.json_files import finite_number, open_file
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile, finite_number, open_file
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 
 _MOST_EVENTS = 2000  # in a page

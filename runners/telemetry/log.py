@@ -15,8 +15,7 @@ import attrs
 from runners.config.loading import Config
 from runners.errors import UserError, first_line
 from runners.files.durable import disk_errors
-from runners.files.json_files import plain_value
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines, plain_value
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
 from runners.telemetry.events import Completions, Evaluated, Event, Updated
 

@@ -75,7 +75,6 @@ def start_or_resume(
         shown = stack.enter_context(Diary(report, whole=signals.deferred))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         stack.enter_context(locked(folder, config.where("run.name")))
-        wanted = stack.enter_context(final_report(folder, config.log, shown.note))
         origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
         known = earlier_decisions(config, origin) if origin is not None else None
         how = {"ranks": ranks, "worker": worker, "advance": shown.advanced}
@@ -97,7 +96,7 @@ def start_or_resume(
             formats = None if state.sampler_format else state.formats
             run.learner.engine.round_as(state.sampler_format, state.moments, formats)
         run.learner.engine.load(state.train.old_params, state.version)
-        log = stack.enter_context(_files(run, state, folder, origin, shown, wanted))
+        log = stack.enter_context(_files(run, state, folder, origin, shown, stack))
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
@@ -143,7 +142,7 @@ def _state(
 
 
 def _files(
-    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary, wanted: list[bool]
+    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary, stack: ExitStack
 ) -> MetricsLog:
     """The log, in a folder that has only files of this run; the run's notices."""
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
@@ -169,7 +168,8 @@ def _files(
         remember(OWN_RUNS, digest(write_resolved(config)))
     for notice in run.notices:
         shown.note(notice)
-    wanted.append(True)  # from now on there is something to report
+    if config.log.report:  # from now on there is something to report
+        stack.callback(final_report, folder, shown.note)
     with suppress(OSError):  # a run that was killed before it pruned may have nothing left to save
         prune_checkpoints(
             folder, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best

@@ -32,8 +32,7 @@ from runners.models.role_quantization import formats_line, is_calibrated
 from runners.rewards.calls import TrainerState
 from runners.rewards.experience import Experience
 from runners.telemetry.diary import Diary
-from runners.telemetry.part_times import PartTimes
-from runners.telemetry.run_statistics import Tally
+from runners.telemetry.run_statistics import PartTimes, Tally
 from runners.training.gradients import MicroBatches
 from runners.training.run_state import Pieces, RunState
 from runners.training.setup import Run

@@ -15,7 +15,7 @@ from runners.checkpoints.checkpoint import load_trees, write_checkpoint
 from runners.checkpoints.manifest import check_manifest
 from runners.checkpoints.run_folder import list_checkpoints, locked
 from runners.errors import UserError
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines
 from runners.training.train import run_training
 from tests.support.resuming import SHORT, Killer, config_in, lines_of, outcome, straight_run
 from tests.support.tiny_runs import Notes

@@ -66,9 +66,7 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
     lonely.mkdir()
     (lonely / "__init__.py").write_text("")
     shutil.copyfile(core, lonely / core.name)  # without mlx/lib, which the backend's wheel brings
-    code = (
-        "from runners.machine.startup import prepare\ntry: prepare()\nexcept Exception as e: print([e])"
-    )
+    code = "from runners.machine.startup import prepare\ntry: prepare()\nexcept Exception as e: print([e])"
     message = in_new_process(code, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert "UserError" in message and "libmlx" in message
     assert all(f"'.[{extra}]'" in message for extra in ("cpu", "cuda12", "cuda13"))

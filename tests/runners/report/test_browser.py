@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines
 from runners.report import write_report
 from runners.report.server import Server
 from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update

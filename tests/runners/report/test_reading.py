@@ -3,7 +3,7 @@
 import pytest
 
 from runners.config.loading import load_config
-from runners.files.json_lines import LineFile
+from runners.files.json_files import LineFile
 from runners.report.run_data import completion_parts
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running

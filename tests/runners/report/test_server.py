@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines
 from runners.report.server import LivePage, Server
 from tests.support.commands import grpo
 from tests.support.runs.report_runs import make_run, write_update

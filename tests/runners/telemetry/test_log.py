@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from runners.config.loading import Config
 from runners.config.sections import LogConfig, ModelConfig
 from runners.errors import UserError
-from runners.files.json_files import to_json
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines, to_json
 from runners.telemetry.events import Completions
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.report import Quiet

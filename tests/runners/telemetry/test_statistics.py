@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from runners.telemetry.run_statistics import Tally, loss_metrics, rollout_metrics
+from runners.telemetry.run_statistics import PARTS, PartTimes, Tally, loss_metrics, rollout_metrics
 
 
 def tally_of(rewards_pg: list[list[float]]) -> Tally:
@@ -74,3 +74,23 @@ def test_clipping_is_reported_where_the_surrogate_clips(fields: dict, names: set
     assert stats.clip_high.item() == pytest.approx(high) and stats.clip_low.item() == 0.0
     for name in names & {"clip_ratio/high_mean", "cispo_clip_ratio"}:
         assert metrics[name] == pytest.approx(high)
+
+
+def test_the_parts_of_a_step_and_the_rest_add_up():
+    """By a clock that is turned by hand."""
+    now = [10.0]
+    times = PartTimes(lambda: now[0])
+    times.add("rollout", 2.0)
+    now[0] += 2.5
+    with times.timing("learner"):
+        now[0] += 4
+    found = times.take()
+    assert found["step_time"] == 6.5 and found["time/rollout"] == 2 and found["time/learner"] == 4
+    assert found["time/rest"] == 0.5 and found["time/sync"] == 0
+    with times.timing("sync"):
+        now[0] += 1
+    with times.stopped():
+        now[0] += 100  # an evaluation
+    assert times.take() == {
+        "step_time": 1.0, "time/rest": 0.0, **{f"time/{part}": float(part == "sync") for part in PARTS}
+    }  # fmt: skip

@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from runners.files.json_lines import JsonLines
+from runners.files.json_files import JsonLines
 
 HOSTILE = (
     "<script>window.ran = true</script>",
