@@ -37,7 +37,7 @@ from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import sample_batches
 from runners.machine.startup import prepare
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 
 DTYPES = ("float32", "bfloat16")
 RANK, TARGET = 8, 1.5
@@ -186,7 +186,7 @@ def main(quick: bool, repeats: int) -> Iterator[list[Figure]]:
         path = str(Path(name) / "model") if quick else os.environ[REAL_MODEL]
         own = (f"data.source={name}/rows.jsonl", f"run.output_dir={name}/out")
         reward = f'reward.functions=["{name}/letters.py:letters"]'
-        run = build_run(load_config(f"{name}/train.toml", [*LORA, *own, reward]).check(), prepare(), say)
+        run = SetUp(load_config(f"{name}/train.toml", [*LORA, *own, reward]).check(), prepare(), say).build()
         examples = run.stream.take(8)
         for title, temperature in (("generate", 1.0), ("eval", 0.0)):
             calls = sampling_calls(path, examples, new, temperature=temperature)

@@ -32,7 +32,7 @@ from benchmarks.harness.record import Figure
 from runners.config.loading import load_config
 from runners.machine.startup import prepare
 from runners.profiling import Stepping
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 
 FALL = (175, 175, 175, 120, 80, 55, 37, 25, 17, 17)  # tokens; then they rise again
 SCHEDULE = (*FALL, *FALL[-3::-1][:-2])
@@ -65,7 +65,7 @@ def measure(title: str, case: Case, schedule: Sequence[int], folder: Path) -> li
     config = load_config(
         str(folder / "train.toml"), [*case.settings, f"run.output_dir={folder / 'out'}"]
     ).check()
-    run, ends = build_run(config, prepare(0.0, config), say), Forced()
+    run, ends = SetUp(config, prepare(0.0, config), say).build(), Forced()
     sampling = attrs.evolve(run.collector.sampling, eos_ids=(), find_stop=ends)
     stepping = Stepping(attrs.evolve(run, collector=attrs.evolve(run.collector, sampling=sampling)))
     del run

@@ -24,7 +24,7 @@ from grpo_fn.trees import nbytes
 from runners.config.loading import load_config
 from runners.data.prompts import Example
 from runners.machine.startup import prepare
-from runners.training.setup import Run, build_run
+from runners.training.setup import Run, SetUp
 
 PARTS = ("rollout", "reward", "batch", "grad", "update", "sync")
 
@@ -109,7 +109,7 @@ def main(quick: bool, repeats: int, overrides: Sequence[str]) -> Sequence[Figure
     small = ["optim.batch_size=4", "rollout.num_generations=4", "data.max_samples=16", "eval.samples=8"]
     repeats = min(repeats, 2) if quick else repeats
     config = load_config("quickstart", [*(small if quick else []), *overrides])
-    run = build_run(config.check(), prepare(), say)
+    run = SetUp(config.check(), prepare(), say).build()
     state = run.learner.state
     assert state is not None
     examples = run.stream.take(run.config.optim.batch_size)

@@ -26,7 +26,7 @@ from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
 from runners.telemetry.report import Report, duration_text
 from runners.training.run_state import RunState
-from runners.training.setup import Run, build_run
+from runners.training.setup import Run, SetUp
 from runners.training.steps import TrainSteps
 
 ADVICE = {
@@ -86,7 +86,7 @@ def bench_steps(
     machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
     config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
-    stepping = Stepping(build_run(config, machine, say))
+    stepping = Stepping(SetUp(config, machine, say).build())
     run, loading = stepping.run, time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []

@@ -131,7 +131,8 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
     from runners.config.loading import load_config
-    from runners.training import start, train
+    from runners.training import train
+    from runners.training.setup import SetUp
 
     work = Path(settings.work)
     config = settings.config or str(work / "train.toml")
@@ -167,10 +168,10 @@ def ours(settings: Settings, out: int) -> None:
         every = 0
         """
     )
-    build = start.build_run
+    build = SetUp.build
 
-    def gated(*args: Any) -> Any:
-        run = build(*args)
+    def gated(setup: SetUp) -> Any:
+        run = build(setup)
         prompts = [list(example.tokens) for example in run.stream.examples]
         answers = [example.answer for example in run.stream.examples]
         gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})
@@ -178,7 +179,7 @@ def ours(settings: Settings, out: int) -> None:
         engine.generate = gate.timed(engine.generate, lambda rollout: rollout.lengths_b.tolist())
         return attrs.evolve(run, stream=_Gated(run.stream, gate))
 
-    start.build_run = gated
+    SetUp.build = gated
     train.run_training(load_config(config, settings.overrides))
 
 

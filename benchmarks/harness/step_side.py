@@ -91,11 +91,11 @@ def main(path: str) -> None:
     from benchmarks.step import one_step
     from grpo_fn.backends import disabled
     from runners.config.loading import load_config
-    from runners.training.setup import build_run
+    from runners.training.setup import SetUp
 
     config = load_config(side.config, side.overrides).check()
     with disabled(*side.disable):
-        run = build_run(config, platform)
+        run = SetUp(config, platform).build()
         examples = run.stream.take(config.optim.batch_size)
         # Each step has arrays of its own, whose memory the new ones may take, as in a run.
         first = HostCopy(run.learner.state)

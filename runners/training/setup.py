@@ -78,168 +78,172 @@ class Run:
     ranks: Ranks  # those that share the run
 
 
-def build_run(
-    config: Config,
-    platform: Platform,
-    say: Say = lambda text: None,
-    decided: Mapping[str, Any] | None = None,
-    *,
-    ranks: Ranks | None = None,
-    worker: Worker | None = None,
-    advance: Advance | None = None,
-) -> Run:
-    """Everything that `train` needs, from a checked config.
+@attrs.define(eq=False)
+class SetUp:
+    """What a run is built from.
 
-    Rewards come first, then data, then the model, so that a misspelt name fails quickly. `say` shows the
-    current activity. `decided` holds the keys of [rollout] as an earlier process resolved them. `ranks`:
-    those that share the run; None: this process alone. `worker`: of `start_worker`.
-
-    Raises UserError or ConfigError, in one line, for any fault.
+    Rewards come first, then data, then the model, so that a misspelt name fails quickly.
     """
-    ranks, worker = ranks or Ranks(), worker or start_worker(config)
-    if config.data.image and not ranks.is_alone:
-        raise UserError(
-            f"{config.where('data.image')}: prompts with images are trained on one rank, found {ranks.count}"
-        )
-    spec = config.loss_spec()
-    rewards = load_code(config, worker)
-    say("reading the data")
-    rows = load_rows(config.data, config.folders)
-    config = with_answers_of(config, *rows)
-    if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
-        rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
-    columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
-    check_columns(rewards, columns, environments=config.env.answers)
-    sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-    dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
-    loaded, uncompiled = _loaded(config, platform, dtype, say)
-    template = use_template(loaded.tokenizer, config.data.chat_template)
-    loaded = attrs.evolve(loaded, chat_template=template)
-    decoder = TextDecoder(loaded.tokenizer)
-    environments = build_environments(
-        config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
-    )
-    if environments is not None:
-        environments.check_columns(columns)
-    if rewards or not config.sft.only:
-        rewards = all_rewards(rewards, environments)
-    if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
-        where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
-        raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
-    find_stop = decoder.find_stop(config.rollout.stop)
-    reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
-    data = _examples(config, rows, loaded, environments, reader)
-    train, curriculum, left_out = with_difficulty(data.train, config.data)
-    data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
-    longest = max(len(example.tokens) for example in (*data.train, *data.gold))
-    config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
-    if config.rollout.launch == "auto":
-        config = with_keys(config, "rollout", launch=usual_launch(platform))
-    # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
-    own = [decided or decisions(config), config.system.micro_batch_tokens]
-    agreed = [message.value for message in ranks.all_gather_object("the decisions", own)]
-    config = with_keys(config, "rollout", **agreed[0][0])
-    config = with_keys(config, "system", micro_batch_tokens=min(tokens for _, tokens in agreed))
-    length = RunLength.of(config, len(data.train), len(data.gold))
-    rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
-    stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
-    first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-    learner = build_learner(config, spec, loaded, length, platform, ranks, first, say, advance)
-    if learner.grader is not None:
-        prompts = [example.tokens for example in (*data.train, *data.gold)]
-        limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
-        check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
-    if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
-        raise UserError(
-            f"{loaded.path}: completions of prompts with images are decoded over one copy of their prompt, "
-            "which gives other numbers with this model on this machine"
-        )
-    return Run(
-        config=config,
-        folder=Path(config.run.output_dir) / config.run.name,
-        loaded=loaded,
-        data=data,
-        length=length,
-        stream=stream,
-        curriculum=curriculum,
-        learner=learner,
-        collector=Collector(
-            learner.engine,
-            sampling_of(config, loaded.eos_ids, find_stop),
-            Scorer(rewards, config.reward.timeout, config.reward.on_error),
-            decoder,
-            config,
-            ranks,
-            environments,
-            loaded.vision,
-        ),
-        environments=environments,
-        decoder=decoder,
-        notices=(
-            *data.notices,
-            *loaded.notices,
-            *uncompiled,
-            *learner.notices,
-            *_setting_warnings(config, learner),
-            *expected,
-        ),
-        ranks=ranks,
-    )
 
+    config: Config  # checked; `build` resolves what it leaves open
+    platform: Platform
+    say: Say = lambda text: None  # shows the current activity
+    decided: Mapping[str, Any] | None = None  # the keys of [rollout] as an earlier process resolved them
+    ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
+    worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
+    advance: Advance | None = attrs.field(default=None, kw_only=True)
 
-def _loaded(config: Config, platform: Platform, dtype: str, say: Say) -> tuple[LoadedModel, list[str]]:
-    """The model, while programs are compiled that every run needs; lines on those that could not be."""
-    compile_header(platform)
-    memory, cores = read_memory().total, platform.cores
-    with platform.programs or compile_ahead(platform.backend, dtype, memory, cores) as programs:
-        say(f"loading the model {config.model.path}")
-        loaded = load_model(
-            config.model,
-            platform,
-            seed=config.run.seed,
-            folders=config.folders,
-            images=bool(config.data.image),
-            image_max_pixels=config.data.image_max_pixels,
+    def build(self) -> Run:
+        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any fault."""
+        config, platform, ranks = self.config, self.platform, self.ranks
+        worker = self.worker or start_worker(config)
+        if config.data.image and not ranks.is_alone:
+            raise UserError(
+                f"{config.where('data.image')}: prompts with images are trained on one rank, found "
+                f"{ranks.count}"
+            )
+        spec = config.loss_spec()
+        rewards = load_code(config, worker)
+        self.say("reading the data")
+        rows = load_rows(config.data, config.folders)
+        config = self.config = with_answers_of(config, *rows)
+        if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
+            rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
+        columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
+        check_columns(rewards, columns, environments=config.env.answers)
+        sizes = sizes_if_it_can_fit(config, platform, ranks.count)
+        dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
+        loaded, uncompiled = self._loaded(dtype)
+        template = use_template(loaded.tokenizer, config.data.chat_template)
+        loaded = attrs.evolve(loaded, chat_template=template)
+        decoder = TextDecoder(loaded.tokenizer)
+        environments = build_environments(
+            config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
         )
-        if programs.names:
-            say("compiling GPU programs")
-        return loaded, programs.wait()
-
-
-def _examples(
-    config: Config,
-    rows: tuple,
-    loaded: LoadedModel,
-    environments: Environments | None,
-    reader: GoldReader | None,
-) -> Data:
-    notices, built, gold = [], [], [list[Example](), list[Example]()]
-    vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
-    positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
-    for name, part in zip(("train", "eval"), rows, strict=True):
-        schemas = environments.chat.schemas if environments else ()
-        processor = loaded.vision.processor if loaded.vision else None
-        examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
-        limit = config.eval.max_new_tokens or limit if name == "eval" else limit
-        where, prompts = f"{name} data, {loaded.path}", [example.tokens for example in examples]
-        check_prompts(where, prompts, limit, vocabulary, positions)
-        built.append(examples)
-        notices += part.notices(name, too_long, config.data.max_prompt_length)
-        if reader and (name == "train" or config.data.completion or not config.sft.completions):
-            from_file = name == "train" and bool(config.sft.completions)
-            found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
-            whole = [example.tokens + example.gold for example in found]
-            where = f"gold completions of the {name} data with their prompts, {loaded.path}"
-            check_prompts(where, whole, 0, vocabulary, positions)
-            gold[name == "eval"], notices = found, [*notices, *lines]
-    notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
-    if config.data.answer and config.answer_form is None:
-        notices.append(
-            "answer.form is not set, and all rewards are your own: they alone measure; a form such as "
-            '"last_number" adds exact match'
+        if environments is not None:
+            environments.check_columns(columns)
+        if rewards or not config.sft.only:
+            rewards = all_rewards(rewards, environments)
+        if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
+            where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
+            raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
+        find_stop = decoder.find_stop(config.rollout.stop)
+        reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
+        data = self._examples(rows, loaded, environments, reader)
+        train, curriculum, left_out = with_difficulty(data.train, config.data)
+        data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
+        longest = max(len(example.tokens) for example in (*data.train, *data.gold))
+        config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
+        if config.rollout.launch == "auto":
+            config = with_keys(config, "rollout", launch=usual_launch(platform))
+        # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
+        own = [self.decided or decisions(config), config.system.micro_batch_tokens]
+        agreed = [message.value for message in ranks.all_gather_object("the decisions", own)]
+        config = with_keys(config, "rollout", **agreed[0][0])
+        tokens = min(tokens for _, tokens in agreed)
+        self.config = config = with_keys(config, "system", micro_batch_tokens=tokens)
+        length = RunLength.of(config, len(data.train), len(data.gold))
+        rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
+        stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
+        first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
+        learner = build_learner(config, spec, loaded, length, platform, ranks, first, self.say, self.advance)
+        if learner.grader is not None:
+            prompts = [example.tokens for example in (*data.train, *data.gold)]
+            limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
+            check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
+        if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
+            raise UserError(
+                f"{loaded.path}: completions of prompts with images are decoded over one copy of their "
+                "prompt, which gives other numbers with this model on this machine"
+            )
+        return Run(
+            config=config,
+            folder=Path(config.run.output_dir) / config.run.name,
+            loaded=loaded,
+            data=data,
+            length=length,
+            stream=stream,
+            curriculum=curriculum,
+            learner=learner,
+            collector=Collector(
+                learner.engine,
+                sampling_of(config, loaded.eos_ids, find_stop),
+                Scorer(rewards, config.reward.timeout, config.reward.on_error),
+                decoder,
+                config,
+                ranks,
+                environments,
+                loaded.vision,
+            ),
+            environments=environments,
+            decoder=decoder,
+            notices=(
+                *data.notices,
+                *loaded.notices,
+                *uncompiled,
+                *learner.notices,
+                *_setting_warnings(config, learner),
+                *expected,
+            ),
+            ranks=ranks,
         )
-    samples = config.eval.samples
-    return Data(built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices))
+
+    def _loaded(self, dtype: str) -> tuple[LoadedModel, list[str]]:
+        """The model, while programs are compiled that every run needs; lines on those that could not be."""
+        config, platform = self.config, self.platform
+        compile_header(platform)
+        memory, cores = read_memory().total, platform.cores
+        with platform.programs or compile_ahead(platform.backend, dtype, memory, cores) as programs:
+            self.say(f"loading the model {config.model.path}")
+            loaded = load_model(
+                config.model,
+                platform,
+                seed=config.run.seed,
+                folders=config.folders,
+                images=bool(config.data.image),
+                image_max_pixels=config.data.image_max_pixels,
+            )
+            if programs.names:
+                self.say("compiling GPU programs")
+            return loaded, programs.wait()
+
+    def _examples(
+        self,
+        rows: tuple,
+        loaded: LoadedModel,
+        environments: Environments | None,
+        reader: GoldReader | None,
+    ) -> Data:
+        config = self.config
+        notices, built, gold = [], [], [list[Example](), list[Example]()]
+        vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
+        positions, limit = bound_positions(loaded.module), config.rollout.max_new_tokens
+        for name, part in zip(("train", "eval"), rows, strict=True):
+            schemas = environments.chat.schemas if environments else ()
+            processor = loaded.vision.processor if loaded.vision else None
+            examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
+            limit = config.eval.max_new_tokens or limit if name == "eval" else limit
+            where, prompts = f"{name} data, {loaded.path}", [example.tokens for example in examples]
+            check_prompts(where, prompts, limit, vocabulary, positions)
+            built.append(examples)
+            notices += part.notices(name, too_long, config.data.max_prompt_length)
+            if reader and (name == "train" or config.data.completion or not config.sft.completions):
+                from_file = name == "train" and bool(config.sft.completions)
+                found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
+                whole = [example.tokens + example.gold for example in found]
+                where = f"gold completions of the {name} data with their prompts, {loaded.path}"
+                check_prompts(where, whole, 0, vocabulary, positions)
+                gold[name == "eval"], notices = found, [*notices, *lines]
+        notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
+        if config.data.answer and config.answer_form is None:
+            notices.append(
+                "answer.form is not set, and all rewards are your own: they alone measure; a form such as "
+                '"last_number" adds exact match'
+            )
+        samples = config.eval.samples
+        return Data(
+            built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices)
+        )
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:

@@ -6,10 +6,10 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import attrs
 
@@ -41,7 +41,7 @@ from runners.telemetry.log import MetricsLog, check_dashboards_installed
 from runners.telemetry.report import PlainReport, Quiet, Report
 from runners.training.run_state import RunState, check_alike, restore, share_start
 from runners.training.session import Session
-from runners.training.setup import Run, build_run
+from runners.training.setup import Run, SetUp
 from runners.user_code.worker import Worker
 
 
@@ -75,10 +75,18 @@ def start_or_resume(
         shown = stack.enter_context(Diary(report, whole=signals.deferred))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         stack.enter_context(locked(folder, config.where("run.name")))
-        origin = _origin(config, folder, shown, resume, overwrite, changed=allow_config_change)
-        known = earlier_decisions(config, origin) if origin is not None else None
+        origin, known = None, None
+        if resume is not False:
+            origin = find_origin(folder, None if resume is True else resume, shown.note)
+        # Whether the run continues what is in its folder; otherwise it replaces that.
+        continues = origin is not None and origin.folder.resolve().parent == folder.resolve()
+        if not overwrite and (resume is False or (origin is not None and not continues)):
+            check_free(folder, config.where("run.name"), replace_finished=config.run.overwrite)
+        if origin is not None:
+            compare_config(config, origin, shown.note, allowed=allow_config_change)
+            known = earlier_decisions(config, origin)
         how = {"ranks": ranks, "worker": worker, "advance": shown.advanced}
-        run = build_run(config, machine, shown.status, known, **how)
+        run = SetUp(config, machine, shown.status, known, **how).build()
         data, rewards = run.data, run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
@@ -88,7 +96,14 @@ def start_or_resume(
             "inputs": inputs,
             "arithmetic": machine.arithmetic(),
         }
-        state = _state(run, origin, facts, shown, changed=allow_config_change)
+        assert run.learner.state is not None
+        budget = run.config.system.micro_batch_tokens
+        state = RunState(train=run.learner.state, micro_batch_tokens=budget, curriculum=run.curriculum)
+        if origin is not None:
+            compare_inputs(inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change)
+            shown.status("loading the checkpoint")
+            state = restore(run, origin, changed=allow_config_change)
+            shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
         run.stream.position, run.learner.engine.fallback = state.position, state.fallback
@@ -96,7 +111,11 @@ def start_or_resume(
             formats = None if state.sampler_format else state.formats
             run.learner.engine.round_as(state.sampler_format, state.moments, formats)
         run.learner.engine.load(state.train.old_params, state.version)
-        log = stack.enter_context(_files(run, state, folder, origin, shown, stack))
+        keeps = origin if continues else None
+        log = _files(run, state, folder, keeps, shown)
+        if config.log.report:  # from now on there is something to report
+            stack.callback(final_report, folder, shown.note)
+        stack.enter_context(log)
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
         shown.open(log, start_facts(run.config, machine))
@@ -107,58 +126,21 @@ def start_or_resume(
             yield session
 
 
-def _replaces(folder: Path, origin: Origin | None) -> bool:
-    """Whether the run replaces what is in its folder, and does not continue it."""
-    return origin is None or origin.folder.resolve().parent != folder.resolve()
-
-
-def _origin(
-    config: Config, folder: Path, shown: Diary, resume: Path | bool, overwrite: bool, *, changed: bool
-) -> Origin | None:
-    """The checkpoint to resume from; None: the run starts. UserError if folder or config forbid it."""
-    origin = None
-    if resume is not False:
-        origin = find_origin(folder, None if resume is True else resume, shown.note)
-    if not overwrite and (resume is False or (origin is not None and _replaces(folder, origin))):
-        check_free(folder, config.where("run.name"), replace_finished=config.run.overwrite)
-    if origin is not None:
-        compare_config(config, origin, shown.note, allowed=changed)
-    return origin
-
-
-def _state(
-    run: Run, origin: Origin | None, facts: Mapping[str, Any], shown: Diary, *, changed: bool
-) -> RunState:
-    """The first state, or the checkpoint's. UserError if the run's inputs are not the checkpoint's."""
-    if origin is None:
-        assert run.learner.state is not None
-        budget = run.config.system.micro_batch_tokens
-        return RunState(train=run.learner.state, micro_batch_tokens=budget, curriculum=run.curriculum)
-    compare_inputs(facts["inputs"], facts["arithmetic"], origin, shown.note, allowed=changed)
-    shown.status("loading the checkpoint")
-    state = restore(run, origin, changed=changed)
-    shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
-    return state
-
-
-def _files(
-    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary, stack: ExitStack
-) -> MetricsLog:
-    """The log, in a folder that has only files of this run; the run's notices."""
+def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary) -> MetricsLog:
+    """The log, in a folder that has only files of this run, those before `origin` included; the notices."""
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
     # Every parameter, unpacked, in the dtype of the source's files.
     final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
-    where = config.where("run.name")
     free = shutil.disk_usage(folder).free
-    if origin is None or _replaces(folder, origin):  # these are removed
+    if origin is None:  # these are removed
         old = [*checkpoint_folders(folder).values(), folder / "final"]
         free += sum(file.stat().st_size for each in old for file in each.rglob("*") if file.is_file())
     if free < final:
         raise UserError(
-            f"{where}: {folder}: the final model takes {gigabytes(final)}, and the disk has "
-            f"{gigabytes(free)} free; make room, or choose another run.output_dir"
+            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and the disk "
+            f"has {gigabytes(free)} free; make room, or choose another run.output_dir"
         )
-    if origin is None or _replaces(folder, origin):
+    if origin is None:
         clear(folder)
     else:
         for name, aside in set_aside(folder, origin.facts.step):
@@ -168,8 +150,6 @@ def _files(
         remember(OWN_RUNS, digest(write_resolved(config)))
     for notice in run.notices:
         shown.note(notice)
-    if config.log.report:  # from now on there is something to report
-        stack.callback(final_report, folder, shown.note)
     with suppress(OSError):  # a run that was killed before it pruned may have nothing left to save
         prune_checkpoints(
             folder, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best

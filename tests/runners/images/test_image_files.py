@@ -13,7 +13,7 @@ from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_fault, image_files, image_size, read_image
 from runners.images.processor import check_family
 from runners.machine.startup import Platform
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.vision_models import vision_settings
@@ -195,4 +195,4 @@ def test_several_ranks_are_refused(tmp_path):
     make_model_folder(tmp_path / "model")
     config = load_config(str(write_vision_run(tmp_path)))
     with pytest.raises(UserError, match=r"data\.image: prompts with images are trained on one rank, found 2"):
-        build_run(config.check(), Platform("cpu"), ranks=Two())
+        SetUp(config.check(), Platform("cpu"), ranks=Two()).build()

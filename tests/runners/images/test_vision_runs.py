@@ -19,7 +19,7 @@ from runners.machine.startup import Platform
 from runners.models.model_reader import load_module
 from runners.models.model_writer import save_model
 from runners.telemetry.report import Quiet
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.commands import grpo
 from tests.support.resuming import killed, outcome
@@ -43,7 +43,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder):
     """A run as it is before its first step."""
-    return build_run(load_config(str(folder / "seeing.toml")).check(), CPU)
+    return SetUp(load_config(str(folder / "seeing.toml")).check(), CPU).build()
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
     whole = {"model_type": stated["model_type"], **outer, "text_config": text}
     (other / "config.json").write_text(json.dumps(whole))
     config = load_config(str(write_vision_run(folder, run={"name": "renamed"})), [f"model.path={other}"])
-    found = build_run(config.check(), CPU)
+    found = SetUp(config.check(), CPU).build()
     examples = run.data.train[:3]
     both = [sampled(each, examples, 1) for each in (run, found)]
     assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
@@ -280,7 +280,7 @@ def test_the_processor_s_template_is_used(folder, run, tmp_path):
         settings |= {"chat_template": own} if own else {}
         (model / "tokenizer_config.json").write_text(json.dumps(settings))
         config = load_config(str(folder / "seeing.toml"), [f"model.path={model}"])
-        found = build_run(config.check(), CPU)
+        found = SetUp(config.check(), CPU).build()
         processor = mlx_vlm.utils.load_processor(model)
         for example, before in zip(found.data.train, run.data.train, strict=True):
             assert list(example.tokens) == inputs_of(example, processor)[0]

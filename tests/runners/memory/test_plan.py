@@ -247,7 +247,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grp
     monkeypatch.setattr(setup, "load_model", lambda *a, **k: pytest.fail("loaded"))
     checked = config("system.memory_limit_gb=0.0001")
     with pytest.raises(UserError, match=r"needs .* for weights, moments and gradients") as caught:
-        setup.build_run(checked, CPU)
+        setup.SetUp(checked, CPU).build()
     assert "(system.memory_limit_gb)" in str(caught.value) and "\n" not in str(caught.value)
     result = grpo_plan("system.memory_limit_gb=0.0001")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "gradients alone" in result.stderr

@@ -12,7 +12,7 @@ from runners.config.loading import load_config
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
 from runners.telemetry.report import Quiet
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
@@ -91,7 +91,7 @@ def test_the_reference_is_the_base_at_no_cost(tmp_path, tune, quantize):
     from mlx_lm import load
 
     config, folder = config_of(tmp_path, tune, quantize)
-    run = build_run(config.check(), CPU)
+    run = SetUp(config.check(), CPU).build()
     learner, state = run.learner, run.learner.state
     for role in (state.ref_params, state.old_params):
         assert [id(a) for a in arrays_of(role)] == [id(a) for a in arrays_of(state.params)]
@@ -113,7 +113,7 @@ def test_a_run_goes_on_from_the_adapters_of_another(trained, tmp_path, tune):
     config, folder, first = trained(tune, None)
     more = [f"model.adapters={first.folder / 'final'}", "model.lora.rank=2", "run.name=second"]
     second = load_config(str(first.folder.parents[1] / "train.toml"), [*overrides(config), *more])
-    run = build_run(second.check(), CPU)
+    run = SetUp(second.check(), CPU).build()
     saved = named_leaves(first.state.params)
     for role in (run.learner.state.params, run.learner.state.ref_params):
         assert all(mx.array_equal(leaf, saved[name]) for name, leaf in named_leaves(role).items())

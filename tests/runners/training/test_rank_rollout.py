@@ -12,7 +12,7 @@ from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.tiny_runs import small
 
@@ -104,7 +104,7 @@ def write(tmp_path, monkeypatch) -> Path:
 
 def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
     """The first batch step on one of these ranks: all that no rounding changes, and the log-probs."""
-    run = build_run(load_config(str(path)).check(), startup.prepare(), ranks=ranks)
+    run = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks).build()
     assert run.learner.state is not None
     run.learner.engine.load(run.learner.state.old_params, 0)
     found = run.collector.collect(run.stream.take, mx.random.key(3))

@@ -9,7 +9,7 @@ from runners.data.curriculum import updated
 from runners.machine import startup
 from runners.ranks.ranks import Ranks
 from runners.telemetry.report import Quiet
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.resuming import config_in, lines_of
@@ -85,7 +85,7 @@ def test_completions_are_those_of_a_single_stage(tmp_path, name):
 
 def collected(config, ranks):
     """Three batch steps on one of these ranks: prompts, completions, rewards, and what is known then."""
-    run, facts = build_run(config.check(), startup.prepare(), ranks=ranks), []
+    run, facts = SetUp(config.check(), startup.prepare(), ranks=ranks).build(), []
     run.learner.engine.load(run.learner.state.old_params, 0)
     known = run.curriculum
     for step in range(3):

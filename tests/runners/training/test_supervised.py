@@ -10,7 +10,7 @@ from grpo_fn.trees import arrays_of, named_leaves
 from runners.checkpoints.checkpoint import load_trees
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.commands import grpo
 from tests.support.resuming import config_in, lines_of, straight_run
@@ -34,7 +34,7 @@ def cross_entropy(module, examples):
 def test_losses_in_the_log_are_cross_entropies(tmp_path):
     """Of the first batch step and of the held-out gold completions, by the model as it is at the start."""
     config = config_in(tmp_path / "a", *SUPERVISED, "sft.only=true", "rollout.temperature=0.7")
-    run = build_run(config.check(), Platform(backend="cpu"))
+    run = SetUp(config.check(), Platform(backend="cpu")).build()
     from mlx_lm import load
 
     module, _ = load(config.model.path)[:2]

@@ -13,7 +13,7 @@ from runners.errors import ConfigError, UserError
 from runners.machine import startup
 from runners.ranks.ranks import Ranks
 from runners.training.run_state import RunState
-from runners.training.setup import build_run
+from runners.training.setup import SetUp
 from runners.training.steps import TrainSteps
 from runners.training.train import run_training
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
@@ -76,7 +76,7 @@ def test_a_student_approaches_its_teacher(write, form, task):
 
 def first_batch(path: Path, ranks: Ranks | None = None):
     """A run's first experience, its batch as it is cut, and the run."""
-    run = build_run(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks())
+    run = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks()).build()
     run.learner.engine.load(run.learner.state.old_params, 0)
     steps = TrainSteps(run, Silent())
     state = RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
