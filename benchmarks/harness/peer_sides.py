@@ -170,8 +170,8 @@ def ours(settings: Settings, out: int) -> None:
     )
     build = SetUp.build
 
-    def gated(setup: SetUp) -> Any:
-        run = build(setup)
+    def gated(self: SetUp) -> Any:
+        run = build(self)
         prompts = [list(example.tokens) for example in run.stream.examples]
         answers = [example.answer for example in run.stream.examples]
         gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})

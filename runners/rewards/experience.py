@@ -18,7 +18,7 @@ from runners.data.curriculum import Outcome
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.rewards.calls import TURN_REWARDS
-from runners.rewards.scoring import Scores
+from runners.rewards.scoring import Failed, Scores
 
 COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """What is counted of a conversation; "cut" are shortened results."""
@@ -85,6 +85,7 @@ class Experience:
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
+    failed: Mapping[int, Failed] = attrs.field(factory=dict)  # by row of values_kb: at all completions
 
     @property
     def sampled_lengths(self) -> np.ndarray:
@@ -143,6 +144,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
         },
         played=_joined([part.played for part in parts], FinishedEpisodes.concatenated),
         penalty_b=_joined([part.penalty_b for part in parts], np.concatenate),
+        failed={k: fault for k, fault in parts[0].failed.items() if all(k in part.failed for part in parts)},
     )
 
 

@@ -1,10 +1,15 @@
-"""From prompts to an experience: sample completions, score them, turn rewards into advantages."""
+"""From prompts to an experience: sample completions, score them, turn rewards into advantages.
+
+Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get the whole.
+A completion's random draws depend on its prompt's number, so that N ranks draw the same as one rank.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -34,8 +39,9 @@ from runners.rewards.experience import (
 )
 from runners.rewards.scoring import Failed, Scorer
 from runners.tokenization.text import TextDecoder
-from runners.training.rank_rollout import RankExperience, gather_rollout
 
+_TUPLES = ("texts", "problems", "reward_names")  # which JSON makes lists
+_ELSEWHERE = ("rollout", "examples", "played")  # fields of their own
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
 
@@ -77,8 +83,8 @@ class Collector:
         failed: dict[int, Failed] | None = None  # rewards that failed for every completion of every round
         missing, spent, replaced = wanted, 0, 0
         for number in range(rounds + 1):
-            part, failed_now = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
-            failed = failed_now if failed is None else {k: failed[k] for k in failed if k in failed_now}
+            part = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
+            failed = {k: fault for k, fault in part.failed.items() if failed is None or k in failed}
             spent += part.sampled_tokens
             outcomes += self._outcomes(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
@@ -125,15 +131,15 @@ class Collector:
 
     def _on_all_ranks(
         self, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> RankExperience:
-        """One round, and the rewards that failed for all its completions; each rank does its share."""
+    ) -> Experience:
+        """One round; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
         size, begun = self.sampling.num_generations, self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
         part, fault = self._stage(own, numbers, sampling, key, trainer_state)
         if begun:  # all ranks sample equally often
-            varied = np.flatnonzero(is_varied(part[0].rewards_pg)).tolist() if part else []
+            varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist() if part else []
             again = [own[p] for p in varied], [numbers[p] for p in varied]
             sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
             rest, late = self._stage(*again, sampling, key, trainer_state)
@@ -151,7 +157,7 @@ class Collector:
         sampling: g.Sampling,
         key: mx.array,
         trainer_state: TrainerState,
-    ) -> tuple[RankExperience | None, str | None]:
+    ) -> tuple[Experience | None, str | None]:
         """This rank's completions with their rewards, None without examples; or why a reward ends the run."""
         started = time.perf_counter()
         try:
@@ -167,15 +173,12 @@ class Collector:
                 raise
             return None, str(error)
 
-    def _whole(
-        self, first: RankExperience, rest: RankExperience | None, groups: Sequence[int]
-    ) -> RankExperience:
+    def _whole(self, first: Experience, rest: Experience | None, groups: Sequence[int]) -> Experience:
         """Both stages as one; the rest is of these groups."""
         size = self.sampling.num_generations
-        whole = join_stages(first[0], rest and rest[0], groups, size)
+        whole = join_stages(first, rest, groups, size)
         rewards_pg = self._combined(whole.values_kb, whole.penalty_b).reshape(-1, size)
-        failed = {k: fault for k, fault in first[1].items() if rest is None or k in rest[1]}
-        return attrs.evolve(whole, rewards_pg=rewards_pg), failed
+        return attrs.evolve(whole, rewards_pg=rewards_pg)
 
     def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int = 0) -> np.ndarray:
         """The rewards of completions, float64 [B], in groups of `size`, with the penalty on their lengths."""
@@ -204,8 +207,8 @@ class Collector:
         played: FinishedEpisodes | None,
         trainer_state: TrainerState,
         started: float,
-    ) -> RankExperience:
-        """The rollout that began at `started`, with its rewards; and those that failed for all of it."""
+    ) -> Experience:
+        """The rollout that began at `started`, with its rewards."""
         sampled, size = time.perf_counter(), rollout.num_generations
         completions = rollout.completions()
         texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
@@ -226,7 +229,7 @@ class Collector:
         penalty_b = None if penalty_b is None else np.array(penalty_b)
         rewards_b = self._combined(scores.values_kb, penalty_b, size)
         rewards_pg = rewards_b.reshape(len(rollout.prompts), size)
-        experience = Experience(
+        return Experience(
             rollout=rollout,
             examples=tuple(examples),
             texts=tuple(texts),
@@ -242,5 +245,74 @@ class Collector:
             reward_names=tuple(reward.name for reward in self.scorer.rewards),
             penalty_b=penalty_b,
             played=played,
+            failed=scores.failed,
         )
-        return experience, scores.failed
+
+
+def gather_rollout(
+    ranks: Ranks, examples: Sequence[Example], part: Experience | None, fault: str | None
+) -> Experience:
+    """The whole experience of these examples of all ranks, from every rank's part; the same on all ranks.
+
+    `part` is this rank's, None if it has no example or a `fault`: why its rewards end the run. Raises
+    RewardError, on all ranks, if one rank has a fault.
+    """
+    messages = ranks.all_gather_object("the rollout", [part and _packed(part), fault])
+    found = [message.value for message in messages]
+    for rank, (_, line) in enumerate(found):
+        if line:
+            raise RewardError(f"{ranks.name(rank)}: {line}")
+    parts = {
+        rank: _unpacked(value, examples[rank :: ranks.count])
+        for rank, (value, _) in enumerate(found)
+        if value
+    }
+    experiences = list(parts.values())
+    # Where each example's group is among those of the parts, one after the other.
+    numbers = [number for rank in parts for number in range(rank, len(examples), ranks.count)]
+    whole = select_groups(join_experiences(experiences), np.argsort(numbers).tolist())
+    spent = {rank: experience.seconds for rank, experience in parts.items()}
+    longest = max(each["rollout"] for each in spent.values())
+    scored = max(each["rollout"] + each["reward"] for each in spent.values())
+    seconds = {"rollout": longest, "reward": scored - longest}
+    for rank in range(ranks.count):
+        seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
+    sampled = sum(experience.sampled_tokens for experience in experiences)
+    # Environments' faults are counted over the whole batch; other lines are not repeated.
+    lines = [] if whole.played is None else list(whole.played.problems)
+    for each in experiences:
+        counted = () if each.played is None else each.played.problems
+        lines += [line for line in each.problems if line not in counted]
+    problems = tuple(dict.fromkeys(lines))
+    return attrs.evolve(whole, sampled_tokens=sampled, problems=problems, seconds=seconds)
+
+
+def _packed(experience: Experience) -> dict[str, Any]:
+    """Plain values and arrays. An environment stays on its rank: only its rewards need it."""
+    played = experience.played and attrs.evolve(experience.played, environments=())
+    return {
+        **_fields(experience, *_ELSEWHERE),
+        "rollout": _fields(experience.rollout, "images"),
+        "played": played and {**_fields(played), "counted": list(map(dict, played.counted))},
+        "failed": [(k, *attrs.astuple(fault)) for k, fault in experience.failed.items()],
+    }
+
+
+def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
+    rollout, played = value["rollout"], value["played"]
+    drawn: dict[str, Any] = {
+        name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
+    }
+    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
+    if played is not None:
+        rows = {name: tuple(played[name]) for name in ("counted", "faults", "seconds")}
+        rows |= {name: tuple(map(tuple, played[name])) for name in ("messages", "sampled")}
+        played = FinishedEpisodes(environments=(None,) * len(rows["faults"]), **rows)
+    fields = value | {name: tuple(value[name]) for name in _TUPLES}
+    fields |= {"rollout": g.Rollout(**drawn), "examples": tuple(examples), "played": played}
+    fields["failed"] = {k: Failed(*fault) for k, *fault in value["failed"]}
+    return Experience(**{**fields, "advantages_pg": mx.array(value["advantages_pg"])})
+
+
+def _fields(value: Any, *left: str) -> dict[str, Any]:
+    return {name: x for name, x in attrs.asdict(value, recurse=False).items() if name not in left}
