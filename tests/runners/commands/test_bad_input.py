@@ -26,9 +26,8 @@ FOR_A_RUN = (["report", "nope"], ["watch", "nope"], ["runs", "nope"])
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(tmp_path):
     """A fresh current folder with rows, a reward and a config of the embedded model."""
-    monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("mine.py").write_text("def good(completions, **_):\n    return [0.0] * len(completions)\n")
     write_config()

@@ -21,9 +21,8 @@ def _train(tmp_path):
     return file
 
 
-def test_steps_are_measured_in_parts_that_add_up(train, tmp_path, monkeypatch):
+def test_steps_are_measured_in_parts_that_add_up(train, tmp_path):
     """The first update apart, the medians of the others, tokens, and a peak beside the forecast's."""
-    monkeypatch.chdir(tmp_path)
     before = sorted(os.listdir(tmp_path))
     said = []
     found = bench_steps(load_config(str(train)).check(), steps=1, say=said.append)

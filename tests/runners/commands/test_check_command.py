@@ -3,20 +3,12 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_runs import Notes, small
-
-
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    """Runs `grpo check CONFIG …` in this process, in a fresh folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(cli.main, ["check", *arguments])
 
 
 def write_data(path, answers, **columns):
@@ -25,10 +17,9 @@ def write_data(path, answers, **columns):
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_a_good_config_has_nothing_to_warn_of(check):
+def test_a_good_config_has_nothing_to_warn_of():
     """The quickstart: the data, the first prompt with its nudge, a row for each reward."""
-    result = check("quickstart")
-    assert result.exit_code == 0, result.stderr
+    result = grpo("check", "quickstart")
     lines = result.stdout.splitlines()
     assert "4,000 problems to train on, 200 of 400 held out" in lines[0]
     assert any(line.startswith("  | <|user|>") and line.endswith("<reasoning>") for line in lines)
@@ -38,7 +29,7 @@ def test_a_good_config_has_nothing_to_warn_of(check):
     assert "warning" not in result.stdout
 
 
-def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
+def test_rewards_that_cannot_tell_are_pointed_out(tmp_path):
     """A constant one, one that never speaks, one that fails, and a whole that prefers wrong answers."""
     write_data(tmp_path / "d.jsonl", range(20))
     (tmp_path / "mine.py").write_text(
@@ -51,8 +42,7 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
         '[model]\npath = "embedded"\n[data]\nsource = "d.jsonl"\n[answer]\nform = "xml"\n[reward]\n'
         'functions = ["mine.py:constant", "mine.py:silent", "mine.py:broken", "mine.py:likes_nothing"]\n'
     )
-    result = check("t.toml", "--problems", "3")
-    assert result.exit_code == 0, result.stderr
+    result = grpo("check", "t.toml", "--problems", "3")
     warnings = [line for line in result.stdout.splitlines() if line.startswith("warning: ")]
     text = "\n".join(warnings)
     assert "\nwarning: constant gave 0.25 to every answer, good or bad" in text
@@ -60,15 +50,14 @@ def test_rewards_that_cannot_tell_are_pointed_out(check, tmp_path):
     assert 'reward "broken" failed' in text and "RuntimeError: oh (gold answer)" in text
     assert "the gold answer's total reward is not above: gold without form, form without answer" in text
     assert "likes_nothing gave" not in text
-    free = check("t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
+    free = grpo("check", "t.toml", "--set", "answer.form=none").stdout  # nothing says that one text is better
     assert "  gold answer  wrong answer  empty\n" in free and "silent gave no reward" in free
     assert "constant gave" not in free and "the gold answer" not in free
 
 
-def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check, tmp_path):
+def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_path):
     """Real completions: an answer that is read as right has the reward of a right one, another has not."""
-    shown = check("quickstart", "--sample", "6", "--set", "rollout.temperature=0.01")
-    assert shown.exit_code == 0, shown.stderr
+    shown = grpo("check", "quickstart", "--sample", "6", "--set", "rollout.temperature=0.01")
     parts = shown.stdout.split("\ncompletion ")[1:]
     assert len(parts) == 6 and all("\n  + <reasoning>" in part for part in parts)
     verdicts = []
@@ -83,7 +72,7 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(check
     (tmp_path / "t.toml").write_text(
         small(reward={"functions": ["mine.py:broken"]}, data={"source": "d.jsonl"})
     )
-    own = check("t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
+    own = grpo("check", "t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
     assert own.count("  broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
 
 
@@ -91,7 +80,7 @@ OWN = "def long(completions, **_): return [float(len(c[0]['content'])) for c in 
 
 
 @pytest.mark.parametrize("form", ["last_number", "boxed", "gsm8k", "exact", "regex:is ([0-9]+)", "none"])
-def test_a_right_completion_has_the_form_of_the_task(check, tmp_path, form):
+def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
     """The form's own reward prefers it; a reward of one's own that does not look at answers is no fault."""
     write_data(tmp_path / "d.jsonl", range(20))
     (tmp_path / "mine.py").write_text(OWN)
@@ -99,8 +88,8 @@ def test_a_right_completion_has_the_form_of_the_task(check, tmp_path, form):
     (tmp_path / "t.toml").write_text(
         small(data={"source": "d.jsonl"}, answer={"form": form}, reward={"functions": functions})
     )
-    result = check("t.toml")
-    assert result.exit_code == 0 and "warning: " not in result.stdout, result.output
+    result = grpo("check", "t.toml")
+    assert "warning: " not in result.stdout, result.output
     rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith("  ")}
     assert form.startswith(("none", "regex")) or rows["correctness_reward_func"][:2] == ["2", "0"]
 
@@ -115,7 +104,7 @@ def test_a_right_completion_has_the_form_of_the_task(check, tmp_path, form):
         ),
     ],
 )
-def test_what_has_no_right_completion_is_not_scored_as_one(check, tmp_path, row, table):
+def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table):
     """Prompts alone have neutral texts, and of a program's tests no completion is made; failures are told."""
     (tmp_path / "d.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     (tmp_path / "mine.py").write_text("def reward(prompts, **_): return [0.0] * len(prompts)\n")
@@ -124,10 +113,10 @@ def test_what_has_no_right_completion_is_not_scored_as_one(check, tmp_path, row,
     form = {"form": "code"} if "answer" in row else {}
     data = {"source": "d.jsonl", "eval_split": "train"}
     (tmp_path / "t.toml").write_text(small(data=data, answer=form, reward={"functions": functions}))
-    shown = check("t.toml").stdout
+    shown = grpo("check", "t.toml").stdout
     assert table in shown and "RuntimeError: oh (one sentence)" in shown, shown
     assert "gold" not in shown and "wrong" not in shown and "reward gave" not in shown
-    real = check("t.toml", "--sample", "1", "--set", "rollout.max_new_tokens=4").stdout
+    real = grpo("check", "t.toml", "--sample", "1", "--set", "rollout.max_new_tokens=4").stdout
     assert "--sample" not in real and "  reward  0\n" in real
 
 
@@ -172,13 +161,12 @@ def env_config(name, **env):
         ("Picky", "its signature is reset(city), and it is called with the data's columns question, answer"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_a_line(check, tmp_path, name, line):
+def test_what_is_wrong_with_an_environment_is_a_line(tmp_path, name, line):
     """One warning that names it; the rest of the check is there."""
     write_data(tmp_path / "rows.jsonl", ["12"] * 8)
     (tmp_path / "guess.py").write_text(ENVIRONMENT)
     (tmp_path / "t.toml").write_text(env_config(name))
-    result = check("t.toml")
-    assert result.exit_code == 0, result.output
+    result = grpo("check", "t.toml")
     warnings = [each for each in result.stdout.splitlines() if each.startswith("warning: ")]
     assert len([each for each in warnings if line in each]) == 1, result.stdout
     assert "prompt tokens" in result.stdout
@@ -186,5 +174,4 @@ def test_what_is_wrong_with_an_environment_is_a_line(check, tmp_path, name, line
         with pytest.raises(UserError, match="its signature is reset"):
             run_training(load_config("t.toml"), report=Notes())
     (tmp_path / "t.toml").write_text(env_config("Gues"))
-    refused = check("t.toml")
-    assert refused.exit_code == 2 and "did you mean Guess?" in refused.stderr
+    assert "did you mean Guess?" in grpo("check", "t.toml", code=2).stderr

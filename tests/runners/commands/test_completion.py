@@ -6,9 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from tests.support.commands import grpo
 from tests.support.pages import ROOT
 
@@ -23,13 +21,8 @@ from tests.support.pages import ROOT
 )
 def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
     """And is one that the shell reads, where it is installed."""
-    environment = {
-        "HOME": str(tmp_path),
-        "SHELL": f"/bin/{shell}",
-        "XDG_DATA_HOME": "",
-        "XDG_CONFIG_HOME": "",
-    }
-    done = grpo("--install-completion", env=environment)
+    environment = {"SHELL": f"/bin/{shell}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+    done = grpo("--install-completion", env={"HOME": str(tmp_path), **environment})
     file = tmp_path / place
     assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
     assert "_GRPO_COMPLETE" in file.read_text()
@@ -54,8 +47,6 @@ def test_commands_and_options_are_completed(tmp_path):
 
 def test_another_shell_is_a_line(tmp_path):
     """Nothing is written."""
-    done = CliRunner().invoke(
-        cli.main, ["--install-completion"], env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}
-    )
-    assert done.exit_code == 2 and "bash, fish and zsh" in done.stderr
+    done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}, code=2)
+    assert "bash, fish and zsh" in done.stderr
     assert not any(tmp_path.iterdir())

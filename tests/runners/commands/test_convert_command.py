@@ -6,9 +6,8 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
+from tests.support.commands import grpo
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
@@ -21,11 +20,9 @@ def source(tmp_path):
     return make_model_folder(tmp_path / "model", dtype="bfloat16")
 
 
-@pytest.fixture
-def convert(tmp_path, monkeypatch):
-    """Runs `grpo convert SOURCE --out TARGET …` in this process, in the test's folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda source, *more: CliRunner().invoke(cli.main, ["convert", source, "--out", *more])
+def convert(source, *more, code=0):
+    """`grpo convert SOURCE --out TARGET …`."""
+    return grpo("convert", source, "--out", *more, code=code)
 
 
 def logits_of(folder):
@@ -41,10 +38,9 @@ def logits_of(folder):
         (("--mode", "mxfp4"), 4, 32, "mxfp4"),
     ],
 )
-def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, group_size, mode):
+def test_quantization_of_every_kind(source, tmp_path, options, bits, group_size, mode):
     """mlx-lm opens the folder; its layers are packed as asked; stdout is one line."""
     result = convert("model", "out", *options)
-    assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("out: ") and result.stdout.count("\n") == 1
     found, module = logits_of(tmp_path / "out")
     layer = module.model.layers[1].mlp.up_proj
@@ -53,13 +49,12 @@ def test_quantization_of_every_kind(convert, source, tmp_path, options, bits, gr
     assert np.abs(found - full).mean() < np.abs(full).mean()
 
 
-def test_calibrated_weights_are_nearer_and_open_as_any_others(convert, source, tmp_path):
+def test_calibrated_weights_are_nearer_and_open_as_any_others(source, tmp_path):
     """Same format and size as to nearest, with other numbers; what it cannot do is said."""
     (tmp_path / "prompts.txt").write_text("".join(f"{n} and {n}\n" for n in range(12)))
     how = ("--bits", "3", "--group-size", "32")
-    assert convert("model", "nearest", *how).exit_code == 0
+    convert("model", "nearest", *how)
     result = convert("model", "calibrated", *how, "--calibrate", "prompts.txt")
-    assert result.exit_code == 0, result.stderr
     assert "calibrating: prompts 9 to 12 of 12" in result.stderr
     full, nearest, calibrated = (logits_of(tmp_path / n)[1] for n in ("model", "nearest", "calibrated"))
     inputs = full.model.embed_tokens(mx.arange(300)[None])
@@ -71,25 +66,25 @@ def test_calibrated_weights_are_nearer_and_open_as_any_others(convert, source, t
     files = [tmp_path / name / "model.safetensors" for name in ("nearest", "calibrated")]
     assert len({file.stat().st_size for file in files}) == 1
     for more in ([], ["--mode", "mxfp4"]):
-        refused = convert("model", "other", *more, "--calibrate", "prompts.txt")
-        assert refused.exit_code == 2 and "--calibrate goes with --bits or --recipe" in refused.stderr
+        refused = convert("model", "other", *more, "--calibrate", "prompts.txt", code=2)
+        assert "--calibrate goes with --bits or --recipe" in refused.stderr
 
 
-def test_without_options_the_weights_stay(convert, source, tmp_path):
+def test_without_options_the_weights_stay(source, tmp_path):
     """The same logits and dtype; --dtype changes it; --dequantize brings packed ones back."""
-    assert convert("model", "same").exit_code == 0
+    convert("model", "same")
     assert np.array_equal(logits_of(tmp_path / "same")[0], logits_of(source)[0])
-    assert convert("model", "cast", "--dtype", "float32").exit_code == 0
+    convert("model", "cast", "--dtype", "float32")
     assert logits_of(tmp_path / "cast")[1].model.embed_tokens.weight.dtype == mx.float32
-    assert convert("model", "packed", "--bits", "4", "--group-size", "32").exit_code == 0
-    assert convert("packed", "back", "--dequantize").exit_code == 0
+    convert("model", "packed", "--bits", "4", "--group-size", "32")
+    convert("packed", "back", "--dequantize")
     found, module = logits_of(tmp_path / "back")
     assert not any(hasattr(part, "bits") for _, part in module.named_modules())
     packed = logits_of(tmp_path / "packed")[0]  # the same numbers, to the rounding of bfloat16
     assert np.abs(found - packed).mean() < 0.25 * np.abs(packed - logits_of(source)[0]).mean()
 
 
-def test_own_code_runs_only_when_trusted_and_is_copied(convert, source, tmp_path):
+def test_own_code_runs_only_when_trusted_and_is_copied(source, tmp_path):
     """A fault of that code is one line."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
@@ -99,24 +94,23 @@ def test_own_code_runs_only_when_trusted_and_is_copied(convert, source, tmp_path
         (f"{code}1 / 0\n", ("--trust-remote-code",), "division by zero"),
     ):
         (source / "own.py").write_text(text)
-        result = convert("model", "out", *options)
-        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+        result = convert("model", "out", *options, code=2)
+        assert message in result.stderr and result.stderr.count("\n") == 1
     (source / "own.py").write_text(code)
-    assert convert("model", "out", "--trust-remote-code").exit_code == 0
+    convert("model", "out", "--trust-remote-code")
     assert (tmp_path / "out" / "own.py").read_text() == code
 
 
-def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path):
+def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     """Refused, untouched; with --force the new one stands there whole."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
-    result = convert("model", "out")
-    assert result.exit_code == 2 and "out: this exists; --force replaces it" in result.stderr
+    assert "out: this exists; --force replaces it" in convert("model", "out", code=2).stderr
     assert (tmp_path / "out" / "precious").read_text() == "x"
-    broken = convert("model", "out", "--force", "--recipe", "mixed_2_6", "--group-size", "128")
-    assert broken.exit_code == 2 and "nothing was quantized" in broken.stderr
+    broken = convert("model", "out", "--force", "--recipe", "mixed_2_6", "--group-size", "128", code=2)
+    assert "nothing was quantized" in broken.stderr
     assert (tmp_path / "out" / "precious").exists()
-    assert convert("model", "out", "--force").exit_code == 0
+    convert("model", "out", "--force")
     assert not (tmp_path / "out" / "precious").exists() and logits_of(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
 
@@ -135,9 +129,9 @@ def test_an_existing_folder_is_replaced_by_force_only(convert, source, tmp_path)
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
     ],
 )
-def test_faults_end_with_code_2_and_a_line(convert, source, tmp_path, arguments, message):
+def test_faults_end_with_code_2_and_a_line(source, tmp_path, arguments, message):
     """Nothing is written."""
     make_nanochat_folder(tmp_path / "nano")
-    result = convert(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+    result = convert(*arguments, code=2)
+    assert not result.stdout and message in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "nano"]

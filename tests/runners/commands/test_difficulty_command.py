@@ -5,9 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
@@ -26,19 +24,17 @@ def keys(settings):
 
 
 @pytest.fixture
-def measure(tmp_path, monkeypatch):
+def measure(tmp_path):
     """Runs `grpo difficulty` of a tiny run's config in a fresh folder."""
     config_in(tmp_path / "runs")
-    monkeypatch.chdir(tmp_path)
     settings = keys(["data.pass_reward=0.5", "rollout.max_batch=6", "data.max_samples=6"])
     command = ["difficulty", "train.toml", "--samples", "3", "--out", "rates.jsonl", *settings]
-    return lambda *more: CliRunner().invoke(cli.main, [*command, *more])
+    return lambda *more, code=0: grpo(*command, *more, code=code)
 
 
 def test_a_measurement_goes_on_where_it_ended(measure):
     """Cut off within a line, it ends as the same file; of another seed it is refused, or starts over."""
     result, file = measure(), Path("rates.jsonl")
-    assert result.exit_code == 0, result.stderr
     whole = file.read_bytes()
     lines = lines_of(file)
     assert [line["number"] for line in lines] == list(range(6))
@@ -48,20 +44,18 @@ def test_a_measurement_goes_on_where_it_ended(measure):
     assert result.stdout.startswith("6 prompts; ") and "never passed" in result.stdout
     cut = whole.find(b"\n", len(whole) // 2) + 9
     file.write_bytes(whole[:cut])
-    assert measure().exit_code == 0
+    measure()
     assert file.read_bytes() == whole
     again = measure()
-    assert (again.exit_code, again.stdout, file.read_bytes()) == (0, result.stdout, whole)
-    other = measure("--set", "run.seed=1")
-    assert other.exit_code == 2 and "--overwrite starts over" in other.stderr
-    assert measure("--set", "run.seed=1", "--overwrite").exit_code == 0
+    assert (again.stdout, file.read_bytes()) == (result.stdout, whole)
+    assert "--overwrite starts over" in measure("--set", "run.seed=1", code=2).stderr
+    measure("--set", "run.seed=1", "--overwrite")
     assert file.read_bytes() != whole
     assert Path("rates.previous.jsonl").read_bytes() == whole
 
 
-def test_the_page_as_it_stands(tmp_path, monkeypatch):
+def test_the_page_as_it_stands(tmp_path):
     """Its command, then both configs on what was measured: keys of the file, metrics of the log."""
-    monkeypatch.chdir(tmp_path)
     found = list(snippets(PAGE))
     Path("train.toml").write_text('[model]\npath = "embedded"\n[data]\nsource = "embedded"\n')
     (line,) = [line for s in found if s.language == "sh" for line in s.text.splitlines()]

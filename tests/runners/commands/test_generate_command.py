@@ -7,21 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.reading import PRESET_FOLDER
+from tests.support.commands import grpo
 from tests.support.services.scripted_engine import SCRIPTED
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
-
-
-@pytest.fixture
-def grpo(tmp_path, monkeypatch):
-    """Runs `grpo …` in this process, in a fresh folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments, input=None: CliRunner().invoke(cli.main, arguments, input=input)
 
 
 def start(*arguments, code="from runners.cli import main; main()", **options):
@@ -37,18 +29,17 @@ def start(*arguments, code="from runners.cli import main; main()", **options):
     )
 
 
-def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr(grpo):
+def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr():
     """The nudge and the reply, nothing else, on stdout."""
     options = ("--temperature", "0", "--nudge", "<reasoning>", "--max-tokens", "60")
     result = grpo("generate", "embedded", QUESTION, *options)
-    assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("<reasoning>") and result.stdout.endswith("</answer>\n")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("prompt ") and "tok/s" in last and "peak memory" in last
     assert grpo("generate", "embedded", "-", *options, input=QUESTION).stdout == result.stdout
 
 
-def test_many_prompts_give_a_json_line_each(grpo, tmp_path):
+def test_many_prompts_give_a_json_line_each(tmp_path):
     """In their order, to stdout or to a file, several completions of each where asked for."""
     (tmp_path / "p.jsonl").write_text(f'{{"question": "{QUESTION}"}}\n{{"question": "7+5"}}\n')
     options = ("--prompts", "p.jsonl", "--column", "question", "--max-tokens", "8", "--temperature", "1")
@@ -58,7 +49,7 @@ def test_many_prompts_give_a_json_line_each(grpo, tmp_path):
     assert all(set(row) == {"prompt", "completion", "finish", "tokens"} for row in rows)
     assert all(row["tokens"] == 8 or row["finish"] == "stop" for row in rows)
     written = grpo("generate", "embedded", *options, "--num", "2", "--out", "a.jsonl")
-    assert (written.exit_code, written.stdout) == (0, "")
+    assert not written.stdout
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in lines] == [QUESTION, QUESTION, "7+5", "7+5"]
     assert lines[0] == rows[0] and lines[2] == rows[1] and lines[0] != lines[1]
@@ -81,10 +72,10 @@ def test_many_prompts_give_a_json_line_each(grpo, tmp_path):
         (["embedded", "x", "--temprature", "0"], "--temperature"),
     ],
 )
-def test_faults_end_with_code_2_and_a_line(grpo, arguments, message):
+def test_faults_end_with_code_2_and_a_line(arguments, message):
     """Before the model is loaded where that is possible."""
-    result = grpo("generate", *arguments)
-    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+    result = grpo("generate", *arguments, code=2)
+    assert not result.stdout and message in result.stderr
 
 
 # A model that never ends, and says one letter at a time, slowly: what Ctrl-C does can be watched.
@@ -164,13 +155,13 @@ def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
     assert process.returncode == 130 and "peak memory" in error and "Traceback" not in error
 
 
-def test_a_chat_through_pipes(grpo):
+def test_a_chat_through_pipes():
     """Each line a message, each reply a line; /clear forgets, /help is no message, /exit ends."""
     options = ("--temperature", "0", "--max-tokens", "12")
     first = grpo("chat", "embedded", *options, input="7+5\n").stdout
     assert first.count("\n") == 1
     both = grpo("chat", "embedded", *options, input="7+5\n\n/clear\n/help\n7+5\n/exit\n7+5\n")
-    assert both.exit_code == 0 and both.stdout == first * 2
+    assert both.stdout == first * 2
     assert all(word in both.stderr for word in ("/clear", "/exit", "Ctrl-D", "peak memory"))
     after = grpo("chat", "embedded", *options, input=f"{QUESTION}\n7+5\n").stdout.splitlines(keepends=True)
     assert after[-1] != first, "the first turn is a part of the second's prompt"

@@ -3,19 +3,16 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 
 
-@pytest.fixture(name="grpo")
-def _grpo(tmp_path, monkeypatch):
-    """A command in this process, in a fresh folder with a model."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def llama(fresh_folder, tmp_path):
+    """A model beside the data."""
     make_model_folder(tmp_path / "llama")
-    return lambda *arguments: CliRunner().invoke(cli.main, list(map(str, arguments)))
 
 
 def write_rows(file, *columns, count=40):
@@ -45,12 +42,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
+def test_each_form_of_answers_gives_a_config_that_checks(tmp_path, name):
     """The form, the columns and the reward are found; `grpo check` accepts the file without a warning."""
     column, form, expected = FORMS[name]
     write_rows(tmp_path / "rows.jsonl", ("problem", question), column)
-    made = grpo("init", "llama", "rows.jsonl")
-    assert made.exit_code == 0, made.output
+    grpo("init", "llama", "rows.jsonl")
     config = load_config("train.toml")
     assert (config.model.path, config.data.source, config.data.question) == ("llama", "rows.jsonl", "problem")
     assert config.answer.form == form
@@ -58,7 +54,6 @@ def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
     own = ("train_reward.py:reward",) if form == "none" else ("correctness_reward_func",)
     assert config.reward.functions == own
     checked = grpo("check", "train.toml")
-    assert checked.exit_code == 0, checked.output
     lines = [line for line in checked.stdout.splitlines() if line.startswith("warning: ")]
     assert not [line for line in lines if "reward" in line and form != "none"], lines
     text = (tmp_path / "train.toml").read_text()
@@ -66,15 +61,15 @@ def test_each_form_of_answers_gives_a_config_that_checks(grpo, tmp_path, name):
     assert 'eval_split = "train"  # the last tenth' in text
 
 
-def test_messages_and_splits_are_found(grpo, tmp_path):
+def test_messages_and_splits_are_found(tmp_path):
     """A column of messages is the prompt; a folder's own evaluation split is used."""
     (tmp_path / "talks").mkdir()
     for split in ("train", "validation"):
         write_rows(tmp_path / f"talks/{split}.jsonl", TALK, ("answer", lambda n: str(n)))
-    assert grpo("init", "llama", "talks", "--out", "a.toml").exit_code == 0
+    grpo("init", "llama", "talks", "--out", "a.toml")
     data = load_config("a.toml").data
     assert (data.prompt, data.eval_split, data.system_prompt) == ("prompt", "valid", "")
-    assert grpo("check", "a.toml").exit_code == 0
+    grpo("check", "a.toml")
 
 
 @pytest.mark.parametrize(
@@ -88,22 +83,21 @@ def test_messages_and_splits_are_found(grpo, tmp_path):
         ({}, {"model": {"tune": "full"}, "optim": {"learning_rate": 1e-6}}),
     ],
 )
-def test_the_model_is_looked_at(grpo, tmp_path, options, keys):
+def test_the_model_is_looked_at(tmp_path, options, keys):
     """Few bits: adapters. No chat template: raw prompts."""
     make_model_folder(tmp_path / "other", **options)
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
-    made = grpo("init", "other", "rows.jsonl")
-    assert made.exit_code == 0 and "model    " in made.output, made.output
+    assert "model    " in grpo("init", "other", "rows.jsonl").output
     config = load_config("train.toml").to_dict()
     assert {name: {key: config[name][key] for key in table} for name, table in keys.items()} == keys
-    assert grpo("check", "train.toml").exit_code == 0
+    grpo("check", "train.toml")
 
 
-def test_a_base_model_and_labels(grpo, tmp_path):
+def test_a_base_model_and_labels(tmp_path):
     """The prompt names the labels; the nudge is no part of the answer, for rewards and for `grpo check`."""
     make_model_folder(tmp_path / "base", chat_template=False)
     write_rows(tmp_path / "rows.jsonl", ("problem", question), FORMS["labels"][0])
-    assert grpo("init", "base", "rows.jsonl").exit_code == 0
+    grpo("init", "base", "rows.jsonl")
     config = load_config("train.toml")
     nudge = "\nOne of negative, positive.\nAnswer:"
     assert (config.data.nudge, config.rollout.stop) == (nudge, ("\n",))
@@ -114,13 +108,13 @@ def test_a_base_model_and_labels(grpo, tmp_path):
     assert line.split()[1:] == ["2", "0", "0"], checked.stdout
 
 
-def test_the_shipped_model_and_data(grpo):
+def test_the_shipped_model_and_data():
     """It was trained to answer in tags."""
-    assert grpo("init", "embedded", "embedded", "--out", "toy.toml").exit_code == 0
+    grpo("init", "embedded", "embedded", "--out", "toy.toml")
     config = load_config("toy.toml")
     assert (config.answer.form, config.run.name) == ("xml", "embedded")
     checked = grpo("check", "toy.toml", "--sample", "4", "--set", "rollout.temperature=0.01")
-    assert checked.exit_code == 0 and "(right)" in checked.stdout and "warning" not in checked.stdout
+    assert "(right)" in checked.stdout and "warning" not in checked.stdout
 
 
 @pytest.mark.parametrize(
@@ -133,13 +127,12 @@ def test_the_shipped_model_and_data(grpo):
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
     ],
 )
-def test_faults_are_lines_and_nothing_is_replaced(grpo, tmp_path, arguments, line):
+def test_faults_are_lines_and_nothing_is_replaced(tmp_path, arguments, line):
     """Code 2, and no file is new or changed."""
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: n))
     write_rows(tmp_path / "numbers.jsonl", ("a", lambda n: n), ("b", lambda n: n))
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "taken.toml").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    result = grpo("init", *arguments)
-    assert result.exit_code == 2 and line in result.stderr, result.output
+    assert line in grpo("init", *arguments, code=2).stderr
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "taken.toml").read_text() == "mine"

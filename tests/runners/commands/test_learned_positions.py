@@ -4,11 +4,10 @@ import json
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 from mlx.utils import tree_flatten
 from mlx_lm.models import gpt2
 
-from runners import cli
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
 from tests.support.tiny_runs import small
 
@@ -26,9 +25,8 @@ TRAIN = small(
 
 
 @pytest.fixture
-def grpo(tmp_path, monkeypatch):
-    """Runs a command beside a GPT-2 with 64 positions; the last line of its output, and the exit code."""
-    monkeypatch.chdir(tmp_path)
+def command(tmp_path):
+    """Runs a command beside a GPT-2 with 64 positions; the last line of its output."""
     (tmp_path / "model").mkdir()
     write_tokenizer(tmp_path / "model", make_tokenizer())
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
@@ -38,12 +36,9 @@ def grpo(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     (tmp_path / "train.toml").write_text(TRAIN)
 
-    def command(*arguments):
-        done = CliRunner().invoke(cli.main, arguments, input="7 + 7?\n")
-        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.stderr.strip().splitlines()[-1]
-
-    return command
+    return lambda *arguments, code: (
+        grpo(*arguments, code=code, input="7 + 7?\n").stderr.strip().splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,25 +49,24 @@ def grpo(tmp_path, monkeypatch):
     ],
     ids=" ".join,
 )
-def test_too_long_a_completion_is_refused(grpo, arguments):
+def test_too_long_a_completion_is_refused(command, arguments):
     """The limit of 64 or 512 tokens, with the prompt."""
-    code, line = grpo(*arguments)
-    assert code == 2
+    line = command(*arguments, code=2)
     assert "expected at most 64 positions, which the model has learned, found " in line
     assert "a prompt of " in line
 
 
-def test_what_fits_is_sampled(grpo):
+def test_what_fits_is_sampled(command):
     """Up to the last position."""
-    assert grpo("generate", "model", "7 + 7?", "--max-tokens", "20")[0] == 0
-    assert grpo("eval", "model", "--config", "train.toml")[0] == 0
+    command("generate", "model", "7 + 7?", "--max-tokens", "20", code=0)
+    command("eval", "model", "--config", "train.toml", code=0)
 
 
-def test_gold_completions_of_a_file_are_checked_too(grpo, tmp_path):
+def test_gold_completions_of_a_file_are_checked_too(command, tmp_path):
     """Their prompts are others than the run's."""
     line = {"prompt": "7 + 7? " * 40, "completion": "14", "reward": 1.0}
     (tmp_path / "gold.jsonl").write_text(json.dumps(line) + "\n")
     settings = ("--set", "sft.completions=gold.jsonl", "--set", "rollout.max_new_tokens=8")
-    code, line = grpo("sft", "train.toml", *settings)
-    assert code == 2 and "at most 64 positions" in line
+    line = command("sft", "train.toml", *settings, code=2)
+    assert "at most 64 positions" in line
     assert "gold completions of the train data with their prompts, " in line

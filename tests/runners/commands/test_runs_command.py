@@ -7,9 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.checkpoints.run_list import find_runs, summarize
 from runners.config.loading import load_config
 from runners.training.train import run_training
@@ -39,11 +37,6 @@ def outputs(tmp_path_factory):
     return folder
 
 
-def runs(*arguments):
-    """The command in this process."""
-    return CliRunner().invoke(cli.main, ["runs", *map(str, arguments)])
-
-
 def test_every_run_is_listed_with_its_state(outputs):
     """Once, those in folders below too; exact match and updates are the log's."""
     found = {os.path.relpath(run.folder, outputs): run for run in find_runs(outputs)}
@@ -60,8 +53,7 @@ def test_every_run_is_listed_with_its_state(outputs):
 
 def test_the_commands_go_on_with_a_run(outputs, tmp_path):
     """An interrupted one is resumed by config.resolved.json, here and from elsewhere, and after a move."""
-    shown = runs(outputs)
-    assert shown.exit_code == 0, shown.output
+    shown = grpo("runs", outputs)
     assert shown.output.splitlines()[0].split()[:3] == ["run", "state", "updates"]
     assert f"  grpo chat {outputs / 'done'}\n" in shown.output
     moved = tmp_path / "moved"
@@ -89,9 +81,8 @@ def test_a_running_run_is_known_by_its_lock(outputs):
 
 def test_json_and_missing_folders(outputs, tmp_path):
     """An object a line; a folder without runs says so, one that is missing is an error."""
-    lines = [json.loads(line) for line in runs(outputs, "--json").output.splitlines()]
+    lines = [json.loads(line) for line in grpo("runs", outputs, "--json").output.splitlines()]
     assert {line["state"] for line in lines} >= {"finished", "stopped"}
     (tmp_path / "empty").mkdir()
-    assert runs(tmp_path / "empty").output == f"{tmp_path / 'empty'} holds no runs\n"
-    missing = runs(tmp_path / "none")
-    assert missing.exit_code == 2 and "there is no such folder" in missing.stderr
+    assert grpo("runs", tmp_path / "empty").output == f"{tmp_path / 'empty'} holds no runs\n"
+    assert "there is no such folder" in grpo("runs", tmp_path / "none", code=2).stderr

@@ -96,30 +96,19 @@ def faults(tmp_path, monkeypatch):
             'expected 1.0, or loss.ref_sync_every = 0, with loss.ref_quantization = "affine-4", which keeps',
         ),
         ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
+        ('model.path = "./models/nope"', 'no such file or folder: "./models/nope"'),
+        ('model.path = "train.toml"', "expected the folder of a model, found the file train.toml"),
+        ('model.path = ""', 'expected a string: one line, not empty, found ""'),
+        ('model.path = "a b"', 'expected "embedded", a model folder or a name on the Hugging Face'),
         ('model_name = "a"', "unknown key; MLX-GRPO's keys are in sections here: docs/migrating.md"),
     ],
 )
 def test_one_fault_is_one_line(faults, text, line):
     """Every fault is a line that starts with the file and a key of the text, and says what to do."""
-    found = faults(MODEL + text)
+    found = faults(text if text.startswith("model.path") else MODEL + text)
     assert len(found) == 1 and line in found[0], found
     keys = [part.split(" = ")[0].split(".")[0] for part in text.split("\n")]
     assert found[0].startswith(tuple(f"train.toml: {key}" for key in keys))
-
-
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("./models/nope", 'no such file or folder: "./models/nope"'),
-        ("train.toml", "expected the folder of a model, found the file train.toml"),
-        ("", 'expected a string: one line, not empty, found ""'),
-        ("a b", 'expected "embedded", a model folder or a name on the Hugging Face'),
-    ],
-)
-def test_a_model_that_cannot_be_is_refused(faults, path, line):
-    """A path without a folder behind it ends before anything is loaded."""
-    (found,) = faults(f'model.path = "{path}"')
-    assert found.startswith(f"train.toml: model.path: {line}")
 
 
 def test_all_faults_are_reported_at_once_in_the_order_of_the_file(faults):
@@ -214,31 +203,24 @@ def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
 
 
 @pytest.mark.parametrize(
-    ("text", "overrides", "start"),
+    ("text", "start"),
     [
-        ("loss.delta = 1.1", (), "train.toml: loss.delta: "),
-        ("", ("loss.delta=1.1",), "--set: loss.delta: "),
-        ("loss.surrogate = 'dual_clip'", (), "train.toml: loss."),
-        ("loss.correction = 'sequence_mask'", (), "train.toml: loss.correction: "),
-        ("loss.aggregation = 'sequence_sum_norm'", (), "train.toml: loss.aggregation: "),
+        ("loss.delta=1.1", "loss.delta: "),
+        ("loss.surrogate='dual_clip'", "loss."),
+        ("loss.correction='sequence_mask'", "loss.correction: "),
+        ("loss.aggregation='sequence_sum_norm'", "loss.aggregation: "),
+        ("loss.ref_quantization='mxfp8'", 'loss.ref_quantization: expected "none", or loss'),
+        ("loss.ref_sync_every=2", "loss.ref_sync_every: expected 0, or loss.beta > 0"),
         (
-            "loss.ref_quantization = 'mxfp8'",
-            (),
-            'train.toml: loss.ref_quantization: expected "none", or loss',
-        ),
-        ("loss.ref_sync_every = 2", (), "train.toml: loss.ref_sync_every: expected 0, or loss.beta > 0"),
-        (
-            "system.disable = ['shared_prefi']",
-            (),
-            "train.toml: system.disable: no mechanism 'shared_prefi'; the nearest name is 'shared_prefix'",
+            "system.disable=['shared_prefi']",
+            "system.disable: no mechanism 'shared_prefi'; the nearest name is",
         ),
     ],
 )
-def test_a_loss_without_meaning_is_refused_by_check(tmp_path, monkeypatch, text, overrides, start):
+def test_a_loss_without_meaning_is_refused_by_check(load, text, start):
     """What only the core knows comes as a ConfigError that names the key and its source."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.toml").write_text(MODEL + text)
-    config = load_config("train.toml", overrides)
-    with pytest.raises(ConfigError) as caught:
-        config.check()
-    assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith(start)
+    for source, config in (("train.toml", load(MODEL + text)), ("--set", load(MODEL, text))):
+        with pytest.raises(ConfigError) as caught:
+            config.check()
+        (line,) = caught.value.problems
+        assert line.startswith(f"{source}: {start}")

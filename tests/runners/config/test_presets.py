@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from benchmarks.harness.shapes import SHAPES as MEASURED
 from runners.config.loading import load_config
 from runners.config.names import SHIPPED
 from runners.config.reading import PRESET_FOLDER, preset_names
@@ -21,37 +22,31 @@ from tests.support.tiny_runs import PROBLEMS
 from tests.support.vision_models import make_vision_folder, needs_mlx_vlm
 from tests.support.vision_runs import write_vision_data
 
-QWEN = {
-    "model_type": "qwen2",
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
-KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-NANOCHAT = {"model_type": "nanochat", "vocab_size": 65536, "max_position_embeddings": 2048}
 PACKED = {"quantization": {"group_size": 64, "bits": 4}}
+SMALLEST = MEASURED["qwen2.5-0.5b"]
+LARGER = SMALLEST | {
+    "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960
+}  # fmt: skip
+LARGEST = SMALLEST | {
+    "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "intermediate_size": 18944, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+VISION = {
+    "model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16},
+}  # fmt: skip
+NANOCHAT = {
+    "model_type": "nanochat", "vocab_size": 65536, "hidden_size": 1280, "num_hidden_layers": 20,
+    "num_attention_heads": 10, "num_key_value_heads": 10, "intermediate_size": 5120,
+}  # fmt: skip
 SHAPES = {  # config.json of each model that a preset names, as far as sizes depend on it
-    "Qwen/Qwen2.5-0.5B-Instruct": QWEN | dict(zip(KEYS, (896, 24, 14, 4864), strict=True)),
-    "mlx-community/Qwen2.5-0.5B-Instruct-4bit": QWEN
-    | dict(zip(KEYS, (896, 24, 14, 4864), strict=True))
-    | PACKED,
-    "Qwen/Qwen2.5-1.5B-Instruct": QWEN | dict(zip(KEYS, (1536, 28, 12, 8960), strict=True)),
-    "mlx-community/Qwen2.5-7B-Instruct-4bit": QWEN
-    | dict(zip(KEYS, (3584, 28, 28, 18944), strict=True))
-    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
-    | PACKED,
-    "Qwen/Qwen2-VL-2B-Instruct": QWEN
-    | dict(zip(KEYS, (1536, 28, 12, 8960), strict=True))
-    | {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    | {"vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 1536, "num_heads": 16}},
-    "nanochat-d20": NANOCHAT
-    | dict(zip(KEYS, (1280, 20, 10, 5120), strict=True))
-    | {"num_key_value_heads": 10},
-    "nanochat-d32": NANOCHAT
-    | dict(zip(KEYS, (2048, 32, 16, 8192), strict=True))
-    | {"num_key_value_heads": 16},
+    "Qwen/Qwen2.5-0.5B-Instruct": SMALLEST,
+    "mlx-community/Qwen2.5-0.5B-Instruct-4bit": SMALLEST | PACKED,
+    "Qwen/Qwen2.5-1.5B-Instruct": LARGER,
+    "mlx-community/Qwen2.5-7B-Instruct-4bit": LARGEST | PACKED,
+    "Qwen/Qwen2-VL-2B-Instruct": LARGER | VISION,
+    "nanochat-d20": NANOCHAT,
+    "nanochat-d32": NANOCHAT | MEASURED["nanochat-d32"],
 }
 STATED = re.compile(r"^# Memory: ([\d.]+) GB on Apple silicon, ([\d.]+) GB on a CPU \(grpo plan\)\.$", re.M)
 SMALL = (  # what makes any preset a step of seconds; its algorithm stays
