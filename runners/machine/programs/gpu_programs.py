@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,19 +87,23 @@ class Compilation:
         self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
         self._faults: list[str] = []
-        self._running: list[subprocess.Popen[str]] = []
-        self._parts: list[Path] = []  # a folder of each process
-        self._scratch = ExitStack()
+        self._running: dict[Path, subprocess.Popen[str]] = {}  # by the folder that each one fills
+        self._stop = weakref.finalize(self, _stop, self._running)
         count = min(processes, len(self.names))
+        path = os.pathsep.join(filter(None, sys.path))
         try:
             for number in range(count):
                 folder.mkdir(parents=True, exist_ok=True)
-                part = tempfile.TemporaryDirectory(prefix=".", dir=folder)
-                self._parts.append(Path(self._scratch.enter_context(part)))
-                self._running.append(_compile(self._parts[-1], self.names[number::count]))
+                part = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+                self._running[part] = subprocess.Popen(
+                    [sys.executable, "-c", _CODE, *self.names[number::count]],
+                    env={**os.environ, _VARIABLE: str(part), "PYTHONPATH": path},
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
         except OSError as error:  # no space, or too many processes
             self._faults.append(error.strerror or str(error))
-        self._stop = weakref.finalize(self, _stop, self._running, self._scratch)
 
     def __enter__(self) -> Compilation:
         return self
@@ -109,7 +113,7 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        for process, part in zip(self._running, self._parts, strict=False):
+        for part, process in self._running.items():
             try:
                 _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
                 if process.returncode:
@@ -134,20 +138,9 @@ def _move(source: Path, target: Path) -> None:
         os.replace(path, place)
 
 
-def _stop(running: list[subprocess.Popen[str]], scratch: ExitStack) -> None:
-    for process in running:
+def _stop(running: dict[Path, subprocess.Popen[str]]) -> None:
+    for part, process in running.items():
         process.kill()
         process.communicate()
+        shutil.rmtree(part, ignore_errors=True)
     running.clear()
-    scratch.close()
-
-
-def _compile(folder: Path, names: Sequence[str]) -> subprocess.Popen[str]:
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(
-        [sys.executable, "-c", _CODE, *names],
-        env={**os.environ, _VARIABLE: str(folder), "PYTHONPATH": path},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )

@@ -13,7 +13,7 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = PRESET_FOLDER.parent
-NAME, PLANNED = "someone/tiny-llama", "someone/planned-llama"
+NAME = "someone/tiny-llama"
 CONFIG = f"""
 [model]
 path = "{NAME}"
@@ -33,14 +33,11 @@ samples = 1
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A Hub with a model, one whose tokenizer is missing, and one of files that are never fetched."""
+    """A Hub with a model."""
     folder = make_model_folder(tmp_path_factory.mktemp("hub") / "model")
     (folder / "pytorch_model.bin").write_bytes(b"never fetched")
     with serving() as found:
         found.add(NAME, folder)
-        found.add(PLANNED, folder)
-        found.add("someone/broken", folder)
-        del found.repos["someone/broken"]["tokenizer.json"]
         yield found
 
 

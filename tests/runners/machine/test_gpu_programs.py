@@ -97,7 +97,7 @@ def test_a_process_that_fails_is_told_and_what_others_made_is_kept(monkeypatch, 
     monkeypatch.setattr(gpu_programs, "_CODE", code)
     monkeypatch.setattr(gpu_programs, "_SECONDS", 2)
     with Compilation(tmp_path, ["a", "b"], 2) as compilation:
-        running = compilation._running
+        running = [*compilation._running.values()]
         assert compilation.wait() == [f"some GPU programs were not compiled ahead: {line}"]
     assert (tmp_path / "a.ptx").exists() and all(process.poll() is not None for process in running)
 
@@ -141,7 +141,7 @@ def test_a_run_s_programs_begin_to_compile_before_anything_is_read(
     found = compile_early(config, backend, 8 << 30, 2)
     assert (found is not None) == starts
     if found is not None:
-        running = list(found._running)
+        running = [*found._running.values()]
         assert len(running) == 2 and all(process.poll() is None for process in running)
         del found
         gc.collect()
