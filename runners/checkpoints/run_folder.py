@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_files import LineFile
+from runners.files.json_files import read_lines
 from runners.files.run_files import EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
@@ -71,7 +71,7 @@ def interrupted(folder: Path) -> str | None:
     """
     with disk_errors(f"{folder} cannot be read"):
         whole = list_checkpoints(folder)
-        ends = [event for event in LineFile(folder / EVENTS).read() if event.get("event") in ("start", "end")]
+        ends = [event for event in read_lines(folder / EVENTS) if event.get("event") in ("start", "end")]
     finished = not ends or (ends[-1]["event"], ends[-1].get("state")) == ("end", "finished")
     if not whole or (finished and (folder / "final" / "config.json").is_file()):
         return None

@@ -17,7 +17,7 @@ from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
 from runners.errors import spell, spell_tables
 from runners.evaluation.estimators import wilson
-from runners.files.json_files import LineFile, finite_number, read_json, whole_number
+from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
@@ -54,7 +54,7 @@ def run_facts(model: Path) -> RunFacts | None:
     recorded = read_recorded(run / RESOLVED)
     if any(recorded.get(section, {}).get(key) is None for section, key in _NEEDED):
         return None
-    lines = list(LineFile(run / METRICS).read())
+    lines = list(read_lines(run / METRICS))
     if (model / "trainer_state.json").is_file():
         loop = read_json(model / "trainer_state.json").get("loop")
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0

@@ -25,7 +25,7 @@ from runners.config.names import REWARD_NAMES
 from runners.config.sections import DataConfig
 from runners.data.prompts import Example
 from runners.errors import UserError
-from runners.files.json_files import LineFile
+from runners.files.json_files import read_lines
 
 NEVER = -1  # in place of a step or a rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
@@ -131,11 +131,11 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
 
 def read_difficulty(path: Path) -> list[dict[str, Any]]:
     """The lines of a file; docs/curriculum.md lists their keys. UserError if it is no such file."""
-    file = LineFile(path)
-    lines = list(file.read())
+    bad: list[int] = []
+    lines = list(read_lines(path, bad=bad))
     keys = ("prompt", "passes", "samples")
     kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
-    if file.bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
+    if bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
         expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
         raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
     return lines

@@ -159,39 +159,31 @@ class JsonLines:
         os.close(self._file)
 
 
-class LineFile:
-    """The complete lines of a file; text after the last line feed is none yet."""
+def read_lines(
+    path: Path, wanted: Callable[[bytes], bool] | None = None, bad: list[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects of a file's complete lines; text after the last line feed is none yet.
 
-    def __init__(self, path: Path) -> None:
-        """The file need not exist."""
-        self.path = path
-        self.bad = 0  # lines of the last `read` that are not JSON objects
-
-    def read(self, wanted: Callable[[bytes], bool] | None = None) -> Iterator[dict[str, Any]]:
-        """The objects of the lines; if `wanted` is given, only of lines whose bytes it accepts.
-
-        UserError if the file cannot be read.
-        """
-        self.bad = 0
-        try:
-            with open_file(self.path) as stream:
-                for line in stream:
-                    if line.endswith(b"\n") and line.strip() and (wanted is None or wanted(line)):
-                        yield from self._object(line)
-        except FileNotFoundError:  # perhaps being renamed
-            return
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-
-    def _object(self, line: bytes) -> Iterator[dict[str, Any]]:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict):
-            yield found
-        else:
-            self.bad += 1
+    A missing file has none. If `wanted` is given, only of lines whose bytes it accepts. `bad` gets the
+    numbers of lines that are not JSON objects. UserError if the file cannot be read.
+    """
+    try:
+        with open_file(path) as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.endswith(b"\n") or not line.strip() or (wanted is not None and not wanted(line)):
+                    continue
+                try:
+                    found = json.loads(line)
+                except (ValueError, RecursionError):
+                    found = None
+                if isinstance(found, dict):
+                    yield found
+                elif bad is not None:
+                    bad.append(number)
+    except FileNotFoundError:  # perhaps being renamed
+        return
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def _whole_lines(path: Path, most: int) -> int:

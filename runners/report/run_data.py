@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runners.files.json_files import LineFile
+from runners.files.json_files import read_lines
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
 
@@ -32,9 +32,9 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
     If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used. UserError
     if the folder holds no run, or if a file cannot be read.
     """
-    record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
-    lines = LineFile(record.folder / COMPLETIONS)
-    size = os.path.getsize(lines.path) if lines.path.is_file() else 0
+    record, pieces, left_out, bad = RunRecord(folder), dict[str, bytes](), set[int](), list[int]()
+    path = record.folder / COMPLETIONS
+    size = os.path.getsize(path) if path.is_file() else 0
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
     def wanted(line: bytes) -> bool:
@@ -54,14 +54,15 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
         return at
 
     group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
-    for rows in completion_parts(lines.read(wanted if stride > 1 else None), group_size):
+    records = read_lines(path, wanted if stride > 1 else None, bad)
+    for rows in completion_parts(records, group_size):
         name = f"part/{len(parts)}"
         numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
         parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
-    evaluations = sorted(_evaluations(LineFile(record.folder / EVALUATIONS).read()).items())
+    evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),
-        "bad_lines": record.bad_lines + lines.bad,
+        "bad_lines": record.bad_lines + len(bad),
         "metrics": {"lines": record.lines, "columns": record.columns, "nonfinite": record.nonfinite},
         "completions": {
             "rows": sum(part["rows"] for part in parts),

@@ -10,7 +10,7 @@ from typing import Any
 from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
 from runners.errors import UserError, did_you_mean
-from runners.files.json_files import LineFile, finite_number, open_file
+from runners.files.json_files import finite_number, open_file, read_lines
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 
 _MOST_EVENTS = 2000  # in a page
@@ -28,11 +28,11 @@ class RunRecord:
         self.columns: dict[str, list[Any]] = {}  # of the metrics' lines: name -> one entry a line
         self.lines = 0
         self.nonfinite: list[tuple[int, str]] = []  # line, name
-        metrics, events = LineFile(self.folder / METRICS), LineFile(self.folder / EVENTS)
-        for line in metrics.read():
+        bad: list[int] = []
+        for line in read_lines(self.folder / METRICS, bad=bad):
             self._add(line)
-        self.events = list(events.read())
-        self.bad_lines = metrics.bad + events.bad  # that could not be read
+        self.events = list(read_lines(self.folder / EVENTS, bad=bad))
+        self.bad_lines = len(bad)  # that could not be read
 
     @property
     def name(self) -> str:

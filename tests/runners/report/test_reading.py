@@ -3,7 +3,7 @@
 import pytest
 
 from runners.config.loading import load_config
-from runners.files.json_files import LineFile
+from runners.files.json_files import read_lines
 from runners.report.run_data import completion_parts
 from runners.report.run_record import RunRecord, different_keys, flattened
 from tests.support.runs.report_runs import make_run, mark_running
@@ -11,14 +11,13 @@ from tests.support.runs.report_runs import make_run, mark_running
 
 def test_only_whole_lines_are_read(tmp_path):
     """What is behind the last line feed waits until it is whole."""
-    path = tmp_path / "a.jsonl"
-    file = LineFile(path)
-    assert list(file.read()) == []
+    path, bad = tmp_path / "a.jsonl", []
+    assert list(read_lines(path)) == []
     path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a"')
-    assert list(file.read()) == [{"a": 1}, {"a": 2}]
+    assert list(read_lines(path, bad=bad)) == [{"a": 1}, {"a": 2}]
     with open(path, "ab") as stream:
         stream.write(b": 3}\n")
-    assert list(file.read()) == [{"a": 1}, {"a": 2}, {"a": 3}] and file.bad == 0
+    assert list(read_lines(path, bad=bad)) == [{"a": 1}, {"a": 2}, {"a": 3}] and bad == []
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"[1]", b"{", b'"x"', b"1},{2", b"[" * 100_000])
@@ -26,9 +25,8 @@ def test_a_line_that_is_no_object_is_counted(tmp_path, line):
     """The lines around it are read; a blank line is none."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n' + line + b'\n\n{"a": 2}\n')
-    file = LineFile(path)
-    assert list(file.read()) == [{"a": 1}, {"a": 2}]
-    assert file.bad == 1
+    bad = []
+    assert list(read_lines(path, bad=bad)) == [{"a": 1}, {"a": 2}] and bad == [2]
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
