@@ -32,21 +32,14 @@ def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
     assert FORM.is_right(text, TESTS) is (score == 1.0)
 
 
-def config_of(tmp_path, form):
+def test_tests_may_be_a_list_in_the_data_and_answer_no_other_form(tmp_path):
     row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    settings = ["model.path=embedded", f"data.source={tmp_path / 'rows.jsonl'}", f"answer.form={form}"]
-    return load_config(None, settings).check()
-
-
-def test_tests_may_be_a_list_in_the_data(tmp_path):
-    config = config_of(tmp_path, "code")
-    assert with_answers_of(config, load_rows(config.data)[0]).data.answer == "answer"
+    settings = ["model.path=embedded", f"data.source={tmp_path / 'rows.jsonl'}"]
+    config, other = (load_config(None, [*settings, f"answer.form={form}"]) for form in ("code", "boxed"))
+    rows, _ = load_rows(config.check().data)
+    assert with_answers_of(config, rows).data.answer == "answer"
     assert config.reward.functions == ("correctness_reward_func",)
     assert "```python" in config.data.system_prompt
-
-
-def test_lists_are_no_answers_of_other_forms(tmp_path):
-    config = config_of(tmp_path, "last_number")
     with pytest.raises(UserError, match="the tests of a program"):
-        with_answers_of(config, load_rows(config.data)[0])
+        with_answers_of(other, rows)

@@ -10,6 +10,7 @@ from runners.answers import forms
 from runners.answers.forms import PLACE, SPELLINGS, answer_form, fitting_form
 from runners.errors import UserError
 
+CASE = {"ignore_case": True}
 KNOWN = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:x", "exact")
 CASES = {
     "xml": [
@@ -57,10 +58,8 @@ def test_what_a_form_reads(spec, text, found):
 @pytest.mark.parametrize("spec", KNOWN)
 def test_a_form_reads_what_it_asks_for(spec):
     """The right completion of `grpo check` has the answer; the prompt's instruction is not empty."""
-    form = answer_form(spec)
-    assert form.is_right(
-        form.right.replace(PLACE, "18" if spec != "letter" else "B"), "18" if spec != "letter" else "b"
-    )
+    form, (answer, gold) = answer_form(spec), ("B", "b") if spec == "letter" else ("18", "18")
+    assert form.is_right(form.right.replace(PLACE, answer), gold)
     assert form.instruction and form.what and PLACE in form.right
     assert "x" in form.instruction or spec != "json:x"
 
@@ -97,22 +96,34 @@ def test_a_pattern_that_never_ends_finds_nothing():
 def test_an_own_function(tmp_path, monkeypatch):
     """It gets the text, in a process with limits; its fault names file and line."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "read.py").write_text(
-        "def last(text):\n    return float(text.split()[-1]) if text else None\n"
-    )
+    source = "def last(text):\n    return float(text.split()[-1]) if text else None\n"
+    (tmp_path / "read.py").write_text(source)
     form = answer_form(f"{tmp_path / 'read.py'}:last")
     assert form.read("it is 4.0") == "4" and form.is_right("so 4", "4.00") and form.read("") is None
     with pytest.raises(UserError, match=r"read.py:last\" failed: line 2: ValueError: could not convert"):
         form.read("no number")
 
 
+@pytest.mark.parametrize(
+    ("spec", "ignored", "text", "gold", "right"),
+    [
+        *(("letter", {}, "b", "(B)", True), ("exact", {}, "18.0", "18", False)),
+        *(("exact", {}, "positive.", "positive", False), ("exact", CASE, "Positive.", "positive", True)),
+        ("exact", {**CASE, "ignore_spaces": True}, "New  York", "newyork", True),
+        ("boxed", {}, "So $\\boxed{42}$", "First 40, then 2 more: $\\boxed{42}$.", True),
+        *(("boxed", {}, "So $\\boxed{42}$", "42", True), ("boxed", {}, "\\boxed{4}", "$\\boxed{2}$", False)),
+        ("json:sum", {}, '{"sum": 4, "x": 1}', '{"x": 2, "sum": 4}', True),
+        *(("json:sum", {}, '{"sum": 4}', "4", True), ("json:sum", {}, '{"sum": 5}', '{"sum": 4}', False)),
+    ],
+)
+def test_what_is_right_in_a_form(spec, ignored, text, gold, right):
+    """Letters ignore case, exact texts compare no numbers; a gold answer may have the form itself."""
+    assert answer_form(spec, **ignored).is_right(text, gold) is right
+
+
 def test_spellings():
-    """The registry's own; letters ignore case, and exact texts compare no numbers."""
+    """The registry's own."""
     assert answer_form("none") is None and len(SPELLINGS) == len(forms.FORMS) - 1
-    assert answer_form("letter").is_right("b", "(B)") and not answer_form("exact").is_right("18.0", "18")
-    assert answer_form("exact", ignore_case=True, ignore_spaces=True).is_right("New  York", "newyork")
-    assert answer_form("exact", ignore_case=True).is_right("Positive.", "positive")
-    assert not answer_form("exact").is_right("positive.", "positive")
     for wrong in ("json", "regex:", "boxed:x", "own", "xlm"):
         with pytest.raises(ValueError, match="one of xml, last_number"):
             answer_form(wrong)
@@ -131,19 +142,3 @@ def test_spellings():
 def test_the_form_that_completions_do_have(texts, golds, found):
     """The one with most right answers, if half of the completions have it."""
     assert fitting_form(texts, golds) == found
-
-
-@pytest.mark.parametrize(
-    ("spec", "text", "gold"),
-    [
-        ("boxed", "So $\\boxed{42}$", "First 40, then 2 more: $\\boxed{42}$."),
-        ("boxed", "So $\\boxed{42}$", "42"),
-        ("json:sum", '{"sum": 4, "x": 1}', '{"x": 2, "sum": 4}'),
-        ("json:sum", '{"sum": 4}', "4"),
-    ],
-)
-def test_a_gold_answer_may_have_the_form_itself(spec, text, gold):
-    """The data's solution that ends in a box, and its JSON object, are read like a completion."""
-    form = answer_form(spec)
-    assert form.is_right(text, gold)
-    assert not form.is_right(text.replace("4", "5"), gold)

@@ -69,12 +69,7 @@ def test_any_text_can_be_read(text: str) -> None:
         *(("5 km", "5 kilometers", True), ("5 cm", "5 m", False), ("5 cm²", "5 cm", False)),
         *(("50%", "50", True), ("50%", "0.5", True), ("0.5%", "50", False), ("50 cents", "$0.50", True)),
         *(("12 million", "12", False), ("0.1", "0.10000000000000001", False), ("18", "19", False)),
-        *(
-            (" red ", "red", True),
-            ("red", "Red", False),
-            ("\\text{red}", "red", True),
-            ("12 5", "12 5", True),
-        ),
+        *((" red ", "red", True), ("red", "Red", False), ("\\text{red}", "red", True), ("1 5", "1 5", True)),
     ],
 )
 def test_answers_agree(a: str, b: str, expected: bool) -> None:

@@ -45,11 +45,6 @@ def refused(source: object, **changes: Any) -> str:
     return message
 
 
-def write_parquet(path: Path) -> None:
-    """The rows as a Parquet table."""
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-
-
 LINES = b"\xef\xbb\xbf" + "\r\n\r\n".join(map(json.dumps, ROWS)).encode()  # Windows line ends, blank lines
 CELLS = "".join(f'"{row["question"]}","{row["answer"]}",{row["level"]}\n' for row in ROWS)
 
@@ -67,7 +62,10 @@ CELLS = "".join(f'"{row["question"]}","{row["answer"]}",{row["level"]}\n' for ro
 def test_a_file_of_every_format(tmp_path: Path, name: str, content: bytes | None) -> None:
     """A file gives its rows in order, all columns kept: the last tenth to evaluate on, the rest to train."""
     path = tmp_path / name
-    write_parquet(path) if content is None else path.write_bytes(content)
+    if content is None:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    else:
+        path.write_bytes(content)
     train, evaluation = load(path)
     # CSV has no types: its columns are text, as they stand.
     rows = [{**row, "level": str(row["level"])} for row in ROWS] if name.endswith("CSV") else ROWS
@@ -80,7 +78,7 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
     """A folder gives the file of each split, in any format; validation has several names."""
     jsonl(tmp_path / "train.jsonl", ROWS[:10])
     (tmp_path / "dev.json").write_text(json.dumps(ROWS[10:15]), encoding="utf-8")
-    write_parquet(tmp_path / "test.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "test.parquet")
     (tmp_path / "README.md").write_text("about", encoding="utf-8")
     assert load(tmp_path) == (ROWS[:10], ROWS)
     for name in ("dev", "valid", "validation", "val"):
@@ -94,18 +92,15 @@ def test_shards_are_joined_in_order(tmp_path: Path) -> None:
     """Files numbered as on the Hub, also in the folder `data`, with a digest, without zeros, or from 1."""
     (tmp_path / "hub" / "data").mkdir(parents=True)
     jsonl(tmp_path / "hub" / "data" / "test-00000-of-00001-a09b74b3ef9c3b56.jsonl", ROWS)
-    for number in range(12):
-        jsonl(
-            tmp_path / "hub" / "data" / f"train-{number + 1}-of-12.jsonl", ROWS[2 * number : 2 * number + 2]
-        )
+    for n in range(12):
+        jsonl(tmp_path / "hub" / "data" / f"train-{n + 1}-of-12.jsonl", ROWS[2 * n : 2 * n + 2])
     assert load(tmp_path / "hub") == (ROWS[:24], ROWS)
     jsonl(tmp_path / "train-00001-of-00002.jsonl", ROWS[10:])
     jsonl(tmp_path / "train-00000-of-00002.jsonl", [*ROWS[:10], {"question": "?"}])
     jsonl(tmp_path / "test.jsonl", ROWS)
     train, _ = load(tmp_path, on_bad_row="skip")
     assert train == ROWS
-    (fault,) = train.faults.values()
-    assert "train-00000-of-00002.jsonl, line 11: expected an answer" in fault
+    assert list(train.faults) == [f"{tmp_path / 'train-00000-of-00002.jsonl'}, line 11"]
     jsonl(tmp_path / "train.jsonl", ROWS)
     assert f'expected "train" whole and once in {tmp_path}, found' in refused(tmp_path)
     (tmp_path / "train-00001-of-00002.jsonl").unlink()
@@ -120,23 +115,17 @@ def test_missing_splits_list_those_found(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", ROWS)
     jsonl(tmp_path / "tests.jsonl", ROWS)
     message = refused(tmp_path)
-    assert "data.eval_split: expected test.jsonl" in message
-    assert "found tests, train;" in message
-    assert "did you mean tests?" in message
+    assert "data.eval_split: expected test.jsonl" in message and "found tests, train; did you mean" in message
     (tmp_path / "tests.jsonl").unlink()
-    assert refused(tmp_path).endswith('; "train" for both splits holds out a tenth')
     assert "data.split: expected trian.jsonl" in refused(tmp_path, split="trian", eval_split="train")
     assert 'is a file, which is the split "train"' in refused(tmp_path / "train.jsonl", split="test")
 
 
 @given(n=st.integers(2, 40), cap=st.integers(0, 50))
-def test_held_out_rows_are_never_trained_on(
-    n: int, cap: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_held_out_rows_are_never_trained_on(n: int, cap: int, tmp_path_factory: Any) -> None:
     """However many rows a file has, training and evaluation share none, and only max_samples drops any."""
-    path = jsonl(
-        tmp_path_factory.mktemp("rows") / "rows.jsonl", [{"question": f"{k}?", "answer": k} for k in range(n)]
-    )
+    rows = [{"question": f"{k}?", "answer": k} for k in range(n)]
+    path = jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", rows)
     train, evaluation = load(path, max_samples=cap)
     trained, evaluated = [row["answer"] for row in train], [row["answer"] for row in evaluation]
     assert evaluated == list(range(n - max(n // 10, 1), n))
@@ -182,13 +171,9 @@ def test_bad_rows(tmp_path: Path, bad: Any, fault: str) -> None:
         (
             "rows.jsonl",
             b'{"question": "", "answer": 1}\n{\n{',
-            "has no usable row; its data: 3 bad rows left out (the first: ",
+            "has no usable row; its data: 3 bad rows left",
         ),
-        (
-            "rows.jsonl",
-            b'{"question": "a", "answer": "1"}\n{"question": "caf\xe9"}\n',
-            "line 2: byte 0xe9 is not UTF-8",
-        ),
+        ("rows.jsonl", b'{"question": "a"}\n{"question": "caf\xe9"}\n', "line 2: byte 0xe9 is not UTF-8"),
         ("rows.json", b'[{"question": "a"', "is not JSON: Expecting"),
         ("rows.parquet", b"PAR1 no", "is not a usable Parquet file"),
         ("rows.txt", b"a", 'expected one of .jsonl, .json, .csv, .parquet, found ".txt"'),
@@ -212,13 +197,11 @@ def test_missing_fields(tmp_path: Path) -> None:
     """A field that no row has is named with its key, those found and the nearest, even when skipping."""
     path = jsonl(tmp_path / "rows.jsonl", [{"qestion": "a", "gold": 1}] * 3)
     for changes in ({}, {"on_bad_row": "skip"}):
-        message = refused(path, **changes)
-        assert (
-            'no field named "question" (data.question); found qestion, gold; did you mean qestion?' in message
+        assert 'no field named "question" (data.question); found qestion, gold; did' in refused(
+            path, **changes
         )
-    assert '"golt" (data.answer); found qestion, gold; did' in refused(
-        path, question="qestion", answer="golt"
-    )
+    message = refused(path, question="qestion", answer="golt")
+    assert '"golt" (data.answer); found qestion, gold; did' in message
     train, evaluation = load(path, question="qestion", answer="gold")
     assert (len(train), len(evaluation)) == (2, 1)
 
@@ -235,24 +218,15 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch, name: str, asked: str) -> None
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load(source, name=name, max_samples=4) == (ROWS[:4], ROWS[20:])
     assert calls == [(source, asked, "train"), (source, asked, "test")]
-    bad = datasets.Dataset.from_list([ROWS[0], {**ROWS[1], "question": None}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: bad)
-    assert refused(source).startswith(f"{source} (train), row 2: no question")
 
 
 def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever load_dataset raises becomes one line with the source and the split that was asked for."""
-    error = ValueError("Unknown split \"test\".\nShould be one of ['train'].")
-
-    def load_dataset(path, config=None, *, split):
-        if split == "train":
-            return datasets.Dataset.from_list(ROWS)
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    message = refused("a/b")
-    assert message.startswith('data.source is "a/b", data.eval_split "test", which the Hub did not give: ')
-    assert message.endswith(" ".join(str(error).split()))
+    """Whatever load_dataset raises becomes a line with source and split; a bad row has its number."""
+    bad = datasets.Dataset.from_list([ROWS[0], {**ROWS[1], "question": None}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, **__: {"train": bad}[split])
+    message = refused("a/b", on_bad_row="skip")
+    assert message.startswith('data.source is "a/b", data.eval_split "test", which the Hub did not give: Key')
+    assert refused("a/b").startswith("a/b (train), row 2: no question")
 
 
 @pytest.mark.parametrize(
@@ -303,9 +277,7 @@ def test_data_without_answers(tmp_path):
     """With `data.answer = ""`, or without the usual column, rows need none; another name is missed."""
     rows = [{"question": f"Go {n} steps.", "level": n} for n in range(20)]
     source = jsonl(tmp_path / "maze.jsonl", rows)
-    assert refused(source, answer="x").endswith(
-        'question, level; data.answer = "" if your own rewards measure'
-    )
+    assert refused(source, answer="x").endswith('; data.answer = "" if your own rewards measure')
     assert load(source) == load(source, answer="")
     train, held_out = load(source, answer="")
     assert len(train) + len(held_out) == 20

@@ -37,13 +37,8 @@ def read(tmp_path, model, rows, *, data=(), rollout=(), sft=()):
     config = load_config(str(tmp_path / "run.toml"))
     tokenizer = load_tokenizer(model)
     loaded, _ = load_rows(config.data)
-    find_stop = TextDecoder(tokenizer).find_stop(config.rollout.stop)
-    return (
-        GoldReader(config, tokenizer, find_stop),
-        build_examples(loaded, config.data, tokenizer)[0],
-        tokenizer,
-        loaded,
-    )
+    reader = GoldReader(config, tokenizer, TextDecoder(tokenizer).find_stop(config.rollout.stop))
+    return reader, build_examples(loaded, config.data, tokenizer)[0], tokenizer, loaded
 
 
 @pytest.mark.parametrize(
@@ -88,9 +83,8 @@ def test_raw_gold_keeps_its_blanks_and_ends_with_the_model_s_end(tmp_path, model
 def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     """As other data; a missing one is a bad row, and if nothing is left that is an error."""
     rows = [{"question": "7+5?", "answer": "12", "text": text} for text in ("12", "12 " * 40, None)]
-    reader, examples, _, loaded = read(
-        tmp_path, model, rows, data={"completion": "text", "on_bad_row": "skip"}
-    )
+    data = {"completion": "text", "on_bad_row": "skip"}
+    reader, examples, _, loaded = read(tmp_path, model, rows, data=data)
     found, notices = reader.of_rows(examples, loaded, "train")
     assert len(found) == 1
     assert notices == [
@@ -101,9 +95,7 @@ def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):
     with pytest.raises(UserError, match=r"line 3: no gold completion in text \(data.on_bad_row"):
         reader.of_rows(examples, loaded, "train")
     reader, examples, _, loaded = read(tmp_path, model, rows[:2], rollout={"max_new_tokens": 1})
-    with pytest.raises(
-        UserError, match=r"max_new_tokens is 1, but the shortest of 2 gold completions .* has 2"
-    ):
+    with pytest.raises(UserError, match=r"is 1, but the shortest of 2 gold completions .* has 2"):
         reader.of_rows(examples, loaded, "train")
 
 
@@ -111,10 +103,9 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
     """Finished ones, each once; the nudge that they begin with stands in the prompt."""
     right = {"prompt": "7+5?", "completion": "So 12", "reward": 1.0, "finished": True}
     context = [{"role": "system", "content": "Be short."}]
-    lines = [
-        *(right, right, {**right, "reward": 0.9}, {**right, "finished": False, "completion": "So 1"}),
-        *({**right, "reward": None, "completion": "So"}, {**right, "context": context}),
-    ]
+    changes = ({}, {}, {"reward": 0.9}, {"finished": False, "completion": "So 1"})
+    changes += ({"reward": None, "completion": "So"}, {"context": context})
+    lines = [{**right, **each} for each in changes]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [{"question": "a?", "answer": "1"}]

@@ -47,15 +47,10 @@ def expected(folder, adapter=None, count=8):
     return tokenizer.decode(tokens[start:])
 
 
-def generated(output):
-    """The reply between the rules that `mlx_lm generate` draws."""
-    return re.search(r"={10}\n(.*?)\n={10}", output, re.DOTALL)[1]
-
-
 def generate(folder, *options):
-    """The greedy reply of `mlx_lm generate`."""
-    fixed = ("--prompt", PROMPT, "--max-tokens", 8, "--temp", 0)
-    return generated(mlx("generate", "--model", folder, *fixed, *options))
+    """The greedy reply of `mlx_lm generate`, between the rules that it draws."""
+    output = mlx("generate", "--model", folder, "--prompt", PROMPT, "--max-tokens", 8, "--temp", 0, *options)
+    return re.search(r"={10}\n(.*?)\n={10}", output, re.DOTALL)[1]
 
 
 @pytest.mark.parametrize(("tune", "place"), [("full", "final"), ("full", "checkpoint-2"), ("lora", "final")])
@@ -75,16 +70,7 @@ def test_mlx_lm_generates_with_the_adapters_of_a_checkpoint(runs):
 
 def test_mlx_lm_fuses_the_adapters(runs, tmp_path):
     """What `mlx_lm fuse` makes of base and adapters is what final/ holds already."""
-    mlx(
-        "fuse",
-        "--model",
-        runs["base"],
-        "--adapter-path",
-        runs["lora"] / "final",
-        "--save-path",
-        tmp_path / "fused",
-    )
-    fused, final = (
-        mlx_lm.load(str(path))[0](TOKENS) for path in (tmp_path / "fused", runs["lora"] / "final")
-    )
+    adapter, fused = runs["lora"] / "final", tmp_path / "fused"
+    mlx("fuse", "--model", runs["base"], "--adapter-path", adapter, "--save-path", fused)
+    fused, final = (mlx_lm.load(str(path))[0](TOKENS) for path in (fused, adapter))
     assert mx.abs(fused - final).max().item() < 1e-4

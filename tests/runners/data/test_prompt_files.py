@@ -41,10 +41,7 @@ def test_rows_with_texts_or_conversations(tmp_path):
         (['{"question": 7}'], r"expected a text or a list of messages, found int"),
         (['{"question": " "}'], r"is blank"),
         (['{"question": [{"role": "bot", "content": "x"}]}'], r"expected a role of"),
-        (
-            ['{"question": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}'],
-            r"--system",
-        ),
+        ([json.dumps({"question": [SYSTEM, {"role": "user", "content": "y"}]})], r"--system"),
         ([], r"there is no prompt in it"),
     ],
 )

@@ -93,13 +93,8 @@ def test_examples() -> None:
     first = examples[0]
     assert first.messages == (MESSAGES[0], {"role": "user", "content": "1+1?"})
     assert (first.text, first.tokens) == render(tokenizer(TEMPLATE), first.messages, "<reasoning>")
-    assert first.columns == {
-        "q": "1+1?",
-        "solution": "So.\n#### 2",
-        "level": 3,
-        "column_prompts": "clash",
-        "answer": "2",
-    }
+    values = {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "column_prompts": "clash", "answer": "2"}
+    assert first.columns == values
     assert examples[1].columns["level"] is None
     assert set(reward_columns(rows)) == set(first.columns)
     columns = columns_of(examples, 2)
@@ -116,9 +111,7 @@ def test_long_prompts_are_left_out_and_counted() -> None:
     assert [len(example.tokens) for example in examples] == [fit - 1, fit]
     assert too_long == 1
     short = DataConfig(system_prompt="", nudge="<r>", max_prompt_length=fit - 2)
-    with pytest.raises(
-        UserError, match=f"max_prompt_length is {fit - 2}, but the shortest of 3 prompts has {fit - 1}"
-    ):
+    with pytest.raises(UserError, match=f"is {fit - 2}, but the shortest of 3 prompts has {fit - 1}"):
         build_examples(rows, short, tokenizer(TEMPLATE))
     assert build_examples([], short, tokenizer(TEMPLATE)) == ([], 0)
 

@@ -46,9 +46,8 @@ class Tokenizer:
 
 def data_config(tmp_path, **changes):
     """Of `write_vision_data`'s file."""
-    return DataConfig(
-        source=str(tmp_path / "train.jsonl"), image="image", system_prompt="", nudge="", **changes
-    )
+    own = {"image": "image", "system_prompt": "", "nudge": "", **changes}
+    return DataConfig(source=str(tmp_path / "train.jsonl"), **own)
 
 
 def test_files_lie_beside_the_data(tmp_path):
@@ -84,9 +83,8 @@ def test_bad_rows_can_be_left_out(tmp_path):
     (tmp_path / "pics" / "2.png").unlink()
     rows, _ = load_rows(data_config(tmp_path, on_bad_row="skip"))
     assert len(rows.faults) == 1 and "line 3: image names" in next(iter(rows.faults.values()))
-    config = DataConfig(source=str(tmp_path / "train.jsonl"), image="picture")
     with pytest.raises(UserError, match=r'no field named "picture" \(data\.image\); found'):
-        load_rows(config)
+        load_rows(data_config(tmp_path, image="picture"))
 
 
 def test_images_of_the_hub_come_as_files(monkeypatch):
@@ -94,15 +92,10 @@ def test_images_of_the_hub_come_as_files(monkeypatch):
     from PIL import Image
 
     pixels = Image.new("RGB", (4, 2), (1, 2, 3))
-    kinds = datasets.Features(
-        {
-            **{"one": datasets.Image(), "many": datasets.List(datasets.Image())},
-            **dict.fromkeys(("question", "answer"), datasets.Value("string")),
-        }
-    )
-    row = {"one": pixels, "many": [pixels, pixels]}
-    columns = {name: [value] * 2 for name, value in {**row, "question": "a", "answer": "1"}.items()}
-    found = datasets.Dataset.from_dict(columns, kinds)
+    texts = dict.fromkeys(("question", "answer"), datasets.Value("string"))
+    kinds = {"one": datasets.Image(), "many": datasets.List(datasets.Image()), **texts}
+    row = {"one": pixels, "many": [pixels, pixels], "question": "a", "answer": "1"}
+    found = datasets.Dataset.from_list([row] * 2, datasets.Features(kinds))
     found = found.add_column("sound", [{"bytes": b"RIFF", "path": None}] * 2)
     found = found.cast_column("sound", datasets.Audio())  # to decode it takes a package more
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)

@@ -29,15 +29,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def load(folder, transform="own.py:problem", **changes):
-    """The rows under a transform."""
-    config = DataConfig(source="rows.jsonl", transform=transform, **changes)
-    return load_rows(config, [folder])
+def config_of(transform="own.py:problem", **changes):
+    """[data] with these rows and a transform."""
+    return DataConfig(source="rows.jsonl", transform=transform, **changes)
 
 
 def test_rows_are_made_left_out_and_counted(folder):
     """None leaves a row out; a fault is a bad row; the rest is what the function made."""
-    train, held_out = load(folder, on_bad_row="skip")
+    config = config_of(on_bad_row="skip")
+    train, held_out = load_rows(config, [folder])
     assert [row["n"] for row in (*train, *held_out)] == [1, 2, 4, 8, 10, 11]
     assert train[0] == {"question": "What is 1 + 1?", "answer": 2, "n": 1}
     assert (train.dropped, len(train.faults)) == (4, 2)
@@ -45,30 +45,20 @@ def test_rows_are_made_left_out_and_counted(folder):
         "train data: 4 rows left out by data.transform",
         f"train data: 2 bad rows left out (the first: {next(iter(train.faults.values()))})",
     ]
-    config = DataConfig(source="rows.jsonl", transform="own.py:problem", on_bad_row="skip")
     assert len(load_split(config, "test", folders=[folder])) == 6
-
-
-def test_a_fault_has_the_rows_place_and_the_functions_line(folder):
-    """The first one ends it, unless bad rows are skipped."""
-    with pytest.raises(
-        UserError, match=r"rows.jsonl, line 6: data.transform failed: line 6: KeyError: 'five'"
-    ):
-        load(folder)
-    (folder / "other.py").write_text(TRANSFORM.replace("== 5", "== 55"))
-    with pytest.raises(UserError, match=r"rows.jsonl, line 8: data.transform: expected a row"):
-        load(folder, "other.py:problem")
 
 
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
+        ("return row['five']", "rows.jsonl, line 1: data.transform failed: line 2: KeyError: 'five'"),
+        ("return 'seven'", "rows.jsonl, line 1: data.transform: expected a row"),
         ("raise SystemExit(0)", "rows.jsonl, line 1: data.transform failed: line 2: SystemExit: 0"),
         ("return None", r"no usable row; its data: 12 rows left out by data.transform"),
     ],
 )
-def test_what_a_transform_may_not_do(folder, code, fault):
-    """End the process, make columns without names, or leave out all rows."""
+def test_a_fault_has_the_rows_place_and_the_functions_line(folder, code, fault):
+    """It raises, gives something else than a row, ends the process, or leaves out all rows."""
     (folder / "odd.py").write_text(f"def odd(row):\n    {code}\n")
     with pytest.raises(UserError, match=fault):
-        load(folder, "odd.py:odd")
+        load_rows(config_of("odd.py:odd"), [folder])

@@ -155,10 +155,8 @@ def test_samples_and_functions_without_a_class(place, model):
 
 def test_data_without_answers(place, model):
     """The environment says what succeeds: no exact match, pass@k of successes, no answers in the rows."""
-    source = SOURCE.replace("reset(self, answer,", "reset(self, question,").replace(
-        "int(answer)", "int(question.split('+')[0])"
-    )
-    (place / "even.py").write_text(source)
+    source = SOURCE.replace("reset(self, answer,", "reset(self, question,")
+    (place / "even.py").write_text(source.replace("int(answer)", "int(question.split('+')[0])"))
     (place / "rows.jsonl").write_text("".join(json.dumps({"question": f"{n}+3"}) + "\n" for n in range(4)))
     config = config_of("data.answer=")
     found = measured(model, config, num=2, ks=(1, 2), rows=5)
@@ -170,10 +168,9 @@ def test_data_without_answers(place, model):
 
 def test_results_of_several_ranks_are_in_the_problems_order():
     """Rank r of N has the problems r, r + N, …; the slowest rank's time counts."""
-    one = Completion(
-        text="a", answer=None, right=None, rewards={"r": None}, reward=None, tokens=1, finish="stop"
-    )
-    whole = EvalResult(2.0, tuple(attrs.evolve(one, text=text, turns=2) for text in "abcde"), ("odd",))
+    rest = {"answer": None, "right": None, "rewards": {"r": None}, "reward": None, "tokens": 1}
+    each = tuple(Completion(text=text, **rest, finish="stop", turns=2) for text in "abcde")
+    whole = EvalResult(2.0, each, ("odd",))
     parts = [EvalResult(r + 1.0, whole.completions[r::2], ("odd",)) for r in range(2)]
     assert of_ranks([json.loads(json.dumps(attrs.asdict(part))) for part in parts]) == whole
 

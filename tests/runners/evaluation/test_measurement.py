@@ -36,7 +36,7 @@ from runners.rewards.scoring import Scorer
 from runners.telemetry.report import Quiet
 from runners.tokenization.text import TextDecoder
 from runners.training.train import run_training
-from tests.support.tiny_runs import PROBLEMS
+from tests.support.tiny_runs import PROBLEMS, small
 
 CPU = Platform(backend="cpu")
 FEW = (f"data.source={PROBLEMS}", "data.eval_split=valid")
@@ -96,15 +96,15 @@ def test_the_metrics_follow_from_the_completions(measured):
     assert measured.metrics["pass@2"].values == pytest.approx(np.mean(pairs, axis=1))
     greedy = [row for row in measured.completions if row["kind"] == "greedy"]
     for prefix, rows in (("sampled ", samples), ("", greedy)):
-        num = len(rows) // 12
-        tokens = np.array([row["tokens"] for row in rows]).reshape(12, num)
-        cut = np.array([row["finish"] == "length" for row in rows]).reshape(12, num)
-        reward = np.array([row["rewards"]["correctness_reward_func"] for row in rows]).reshape(12, num)
-        assert measured.metrics[f"{prefix}length"].values == pytest.approx(tokens.mean(axis=1))
-        assert measured.metrics[f"{prefix}truncated"].values == pytest.approx(cut.mean(axis=1))
-        found = measured.metrics[f"{prefix}reward/correctness_reward_func"].values
-        assert found == pytest.approx(reward.mean(axis=1))
-        assert reward.tolist() == (2.0 * np.array([row["correct"] for row in rows]).reshape(12, num)).tolist()
+        columns = {
+            "length": [row["tokens"] for row in rows],
+            "truncated": [row["finish"] == "length" for row in rows],
+            "reward/correctness_reward_func": [2.0 * row["correct"] for row in rows],
+        }
+        for name, column in columns.items():
+            by_hand = np.reshape(column, (12, -1)).mean(axis=1)
+            assert measured.metrics[prefix + name].values == pytest.approx(by_hand)
+        assert [row["rewards"]["correctness_reward_func"] for row in rows] == column
     assert 0 < right.mean() < 1, "all alike would prove little"
 
 
@@ -130,20 +130,19 @@ def made(name, indices, values):
 
 def test_two_models_are_compared_pair_by_pair():
     """On the problems that both had; McNemar counts where they differ, the interval is of the differences."""
-    first = made("a", [0, 1, 2, 3, 5], [1, 0, 0, 0, 1])
-    second = made("b", [1, 2, 3, 5, 9], [1, 1, 1, 1, 0])
-    one, other = shared([first, second])
+    both = made("a", [0, 1, 2, 3, 5], [1, 0, 0, 0, 1]), made("b", [1, 2, 3, 5, 9], [1, 1, 1, 1, 0])
+    one, other = shared(both)
     assert one.indices == other.indices == (1, 2, 3, 5)
     found = difference(one.metrics["exact match"], other.metrics["exact match"])
     assert found.mean == 0.75 and found.p == mcnemar(0, 3) == 0.25
     assert found.interval == bootstrap([1, 1, 1, 0])
-    lines = comparison_table([first, second]).splitlines()
-    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
+    heading, _, line, *_ = comparison_table(both).splitlines()
+    heads, cells = ([cell.strip() for cell in row.split("|")[1:-1]] for row in (heading, line))
     low, high = (100 * end for end in (found.interval.low, found.interval.high))
     assert cells[0] == "exact match" and cells[1].startswith("25.0 % [") and cells[2].startswith("100.0 % [")
     assert cells[3:] == [f"+75.0 % [{low:+.1f} %, {high:+.1f} %]", "0.25"]
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == ["4 problems", "a", "b", "difference", "p"]
-    content = comparison_summary([first, second])
+    assert heads == ["4 problems", "a", "b", "difference", "p"]
+    content = comparison_summary(both)
     assert content["problems"] == 4 and content["difference"]["exact match"]["p"] == 0.25
     assert content["models"]["a"]["exact match"]["mean"] == 0.25
     assert content["difference"]["length"]["p"] is None and content["difference"]["length"]["mean"] == 0
@@ -176,28 +175,25 @@ def test_the_command_prints_a_table_and_writes_both_files(grpo_eval, tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run whose problems, prompts and rewards are not the defaults."""
-    from tests.support.tiny_runs import small
-
     folder = tmp_path_factory.mktemp("runs")
     rows = (DATA_DIR / "test.jsonl").read_text().splitlines()[:30]
     (folder / "p.jsonl").write_text("\n".join(rows))
-    (folder / "mine.py").write_text(
-        "from pathlib import Path\n"
+    source = (
         "def mine(completions, **_):\n"
-        f"    Path({str(folder / 'ran')!r}).touch()\n"
+        f"    open({str(folder / 'ran')!r}, 'w').close()\n"
         "    return [1.0] * len(completions)\n"
     )
-    (folder / "train.toml").write_text(
-        small(
-            run={"output_dir": str(folder / "outputs")},
-            data={"source": "p.jsonl", "eval_split": "train"},
-            rollout={"max_new_tokens": 30},
-            reward={"functions": ["mine.py:mine", "int_reward_func"], "weights": [1.0, 2.0]},
-            optim={"max_steps": 1},
-            checkpoint={"every": 1},
-            eval={"samples": 3},
-        )
+    (folder / "mine.py").write_text(source)
+    text = small(
+        run={"output_dir": str(folder / "outputs")},
+        data={"source": "p.jsonl", "eval_split": "train"},
+        rollout={"max_new_tokens": 30},
+        reward={"functions": ["mine.py:mine", "int_reward_func"], "weights": [1.0, 2.0]},
+        optim={"max_steps": 1},
+        checkpoint={"every": 1},
+        eval={"samples": 3},
     )
+    (folder / "train.toml").write_text(text)
     found = run_training(load_config(str(folder / "train.toml")), report=Quiet()).folder
     (folder / "ran").unlink()
     return found

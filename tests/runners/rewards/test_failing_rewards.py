@@ -25,16 +25,13 @@ def slow(completions, trainer_state, **_):
     if str(trainer_state.global_step) in steps:
         time.sleep(600)
     return [float(n % 2) for n in range(len(completions))]
-
-def rarely(completions, **_):
-    return ["x", *[1.0] * (len(completions) - 1)]
 """
-FAILS_AT = """
+FAILS_AT_THE_THIRD_CALL = """
 calls = []
 
 def fails(completions, **_):
     calls.append(1)
-    if len(calls) == NUMBER:
+    if len(calls) == 3:
         raise OSError("not now")
     return [float(n % 2) for n in range(len(completions))]
 """
@@ -75,7 +72,7 @@ def test_a_resumed_run_repeats_the_failed_step(tmp_path):
 
 def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
     """The evaluation after the first update is its third call: the update is saved before the run ends."""
-    (tmp_path / "third.py").write_text(FAILS_AT.replace("NUMBER", "3"))
+    (tmp_path / "third.py").write_text(FAILS_AT_THE_THIRD_CALL)
     reward = [f"reward.functions=['{tmp_path}/third.py:fails']", "reward.on_error='raise'", "eval.every=1"]
     config, notes = config_in(tmp_path / "a", *SHORT, *reward, "checkpoint.every=0"), Notes()
     with pytest.raises(RewardError, match="not now"):

@@ -1,5 +1,6 @@
 """From a reward's name to its function: built-in, module and file, and every way that can fail."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,36 +79,33 @@ def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("corectness_reward_func", ["did you mean correctness_reward_func?", "package.module:function"]),
-        ("statistics:mean", ["the signature is mean(data)"]),  # an installed module comes first
-        ("mine.py:Counter", ["found the class Counter"]),
-        ("none.py:f", ["no file at {folder}/none.py"]),
-        ("mine_missing.inner:f", ["no module named mine_missing", "{folder}"]),
-        ("mine.py:", ["expected package.module:function"]),
-        ("raises.py:f", ["line 2: ZeroDivisionError"]),
-        ("leaves:f", ["SystemExit: 3"]),
-        ("mine.py:lenght", ["has no lenght; did you mean length?"]),
-        ("mine.py:LIMIT", ["expected a function, found int"]),
-        ("mine.py:texts_only", ["the signature is texts_only(texts, answer)"]),
-        ("mine.py:by_position", ["the signature is by_position(completions, /)"]),
+        ("corectness_reward_func", "did you mean correctness_reward_func?"),
+        ("statistics:mean", "the signature is mean(data)"),  # an installed module comes first
+        ("mine.py:Counter", "found the class Counter"),
+        ("none.py:f", "no file at {folder}/none.py"),
+        ("mine_missing.inner:f", "no module named mine_missing on Python's path or in {folder}"),
+        ("mine.py:", "expected package.module:function"),
+        ("raises.py:f", "line 2: ZeroDivisionError"),
+        ("leaves:f", "SystemExit: 3"),
+        ("mine.py:lenght", "has no lenght; did you mean length?"),
+        ("mine.py:LIMIT", "expected a function, found int"),
+        ("mine.py:texts_only", "the signature is texts_only(texts, answer)"),
+        ("mine.py:by_position", "the signature is by_position(completions, /)"),
     ],
 )
-def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: list[str]) -> None:
+def test_what_is_no_reward_is_refused_in_one_line(folder: Path, name: str, expected: str) -> None:
     """Again at each call: a name, a file, an import that fails, a thing that cannot be called."""
     for _ in range(2):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=re.escape(expected.format(folder=folder))) as caught:
             resolve_rewards([name], base_dirs=[folder])
         assert "\n" not in str(caught.value)
-        assert all(part.format(folder=folder) in str(caught.value) for part in expected)
 
 
 def test_resolve_rewards(folder: Path) -> None:
     """Weights go with their functions in order; functions of one name are logged under their full texts."""
     names = ["int_reward_func", "mine.py:f", "pack.inner:f"]
-    rewards = resolve_rewards(names, [1.0, 0.5, -2.0], [folder])
-    assert [(reward.name, reward.weight) for reward in rewards] == [
-        *zip(names, [1.0, 0.5, -2.0], strict=True)
-    ]
+    rewards, weights = resolve_rewards(names, [1.0, 0.5, -2.0], [folder]), [1.0, 0.5, -2.0]
+    assert [(each.name, each.weight) for each in rewards] == [*zip(names, weights, strict=True)]
     assert [reward.weight for reward in resolve_rewards(list(REWARDS))] == [1.0] * 5
 
 
@@ -119,7 +117,5 @@ def test_check_columns() -> None:
 
     rewards = [Reward("needy", needy)]
     check_columns(rewards, ["difficulty"])
-    with pytest.raises(
-        UserError, match="needs the column difficulty; the data has answer, dificulty; did you mean dificulty"
-    ):
+    with pytest.raises(UserError, match=r"needs the column difficulty; .* did you mean dificulty"):
         check_columns(rewards, ["dificulty", "answer"])

@@ -30,17 +30,17 @@ def completions(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def test_correctness() -> None:
-    """2.0 for the right answer in any spelling, 0.0 for a wrong or absent one, None without a gold answer."""
-    texts = completions("<answer>$1,234</answer>", "<answer>1</answer>", "1234", "<answer>1</answer>")
-    assert correctness_reward_func(texts, answer=["1234", "1234", "1234", None]) == [2.0, 0.0, 0.0, None]
-
-
-def test_correctness_reads_the_last_answer() -> None:
-    """Listing guesses does not pay: only the last answer is compared."""
-    text = completions("<answer>12</answer><answer>13</answer>")
-    assert correctness_reward_func(text, answer=["12"]) == [0.0]
-    assert correctness_reward_func(text, answer=[13]) == [2.0]
+@pytest.mark.parametrize(
+    ("text", "gold", "reward"),
+    [
+        *(("<answer>$1,234</answer>", "1234", 2.0), ("<answer>1</answer>", "1234", 0.0)),
+        *(("1234", "1234", 0.0), ("<answer>1</answer>", None, None)),
+        *(("<answer>12</answer><answer>13</answer>", gold, paid) for gold, paid in (("12", 0.0), (13, 2.0))),
+    ],
+)
+def test_correctness(text: str, gold: object, reward: float | None) -> None:
+    """2.0 if the last answer is right in any spelling: listing guesses does not pay. None without gold."""
+    assert correctness_reward_func(completions(text), answer=[gold]) == [reward]
 
 
 def test_correctness_reads_the_form_of_the_task() -> None:

@@ -30,10 +30,8 @@ def score(*functions, **settings):
 
 def think_form(completions, **kwargs):
     """The whole text is one thought in its tags, then anything."""
-    contents = [completion[0]["content"] for completion in completions]
-    return [
-        1.0 if re.match(r"^<think>(?!.*<think>).*?</think>", text, re.DOTALL) else 0.0 for text in contents
-    ]
+    form = re.compile(r"^<think>(?!.*<think>).*?</think>", re.DOTALL)
+    return [1.0 if form.match(completion[0]["content"]) else 0.0 for completion in completions]
 
 
 def right_number(completions, solution, log_extra=None, log_metric=None, **kwargs):
@@ -54,9 +52,8 @@ class SoftOverlong:
         self.limit, self.cache = limit, cache
 
     def __call__(self, completion_ids, **kwargs):
-        return [
-            -min(1.0, max(0.0, (len(ids) - self.limit + self.cache) / self.cache)) for ids in completion_ids
-        ]
+        over = [len(ids) - self.limit + self.cache for ids in completion_ids]
+        return [-min(1.0, max(0.0, each / self.cache)) for each in over]
 
 
 async def judged(prompts, completions, task, **kwargs):
@@ -95,10 +92,7 @@ def test_functions_of_plain_texts():
     """TRL's standard format: strings in, sync or async, with the parameters of the function wrapped."""
 
     def mentions(prompts, completions, task):
-        return [
-            float(f"{p} {c}" == f"question {n} {TEXTS[n]}")
-            for n, (p, c) in enumerate(zip(prompts, completions, strict=True))
-        ]
+        return [float(p == f"question {n}") * (completions[n] == TEXTS[n]) for n, p in enumerate(prompts)]
 
     async def length(completions, **kwargs):
         await asyncio.sleep(0)

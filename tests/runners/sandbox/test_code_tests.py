@@ -43,10 +43,7 @@ def test_code_is_the_last_block_of_python(text, code):
     [
         (ADD, [True, True, False]),
         (f"Here it is.\n```python\n{ADD}\n```", [True, True, False]),
-        (
-            ADD + "\nprint('anything', 0, 1)\nimport sys; print(sys.argv, file=sys.stderr)",
-            [True, True, False],
-        ),
+        (ADD + "\nprint(0, 1)\nimport sys; print(sys.argv, file=sys.stderr)", [True, True, False]),
         ("def add(a, b): return 3", [True, False, True]),
         ("def add(a, b):", [False] * 3),
         ("import os; os._exit(0)", [False] * 3),
@@ -60,11 +57,6 @@ def test_a_program_passes_the_tests_that_it_should(program, passed):
     assert passed_tests(program, TESTS) == passed
 
 
-def test_tests_before_one_that_hangs_count():
-    tests = ["assert add(1, 2) == 3", "while True: pass", "assert add(0, 0) == 0"]
-    assert passed_tests(ADD, tests, Limits(seconds=2.0)) == [True, False, False]
-
-
 @pytest.mark.parametrize(
     ("program", "passed"),
     [
@@ -76,6 +68,11 @@ def test_tests_before_one_that_hangs_count():
 )
 def test_a_program_prints_the_wanted_output(program, passed):
     assert passed_tests(program, DOUBLE) == passed
+
+
+def test_tests_before_one_that_hangs_count():
+    tests = ["assert add(1, 2) == 3", "while True: pass", "assert add(0, 0) == 0"]
+    assert passed_tests(ADD, tests, Limits(seconds=2.0)) == [True, False, False]
 
 
 @pytest.mark.parametrize(
