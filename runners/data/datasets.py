@@ -55,7 +55,12 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
         )
     train = read(config.split, "data.split")
     if source.is_file() or split_name(config.eval_split) == split_name(config.split):
-        train, evaluation = _held_out(train, str(source))
+        if len(train) < 2:
+            wanted = "expected two usable rows at least, as one is held out for evaluation, found one"
+            raise UserError(f"{source}: {wanted}")
+        count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
+        evaluation = Rows(train[-count:])
+        del train[-count:]
     else:
         evaluation = read(config.eval_split, "data.eval_split")
     if config.max_samples:
@@ -114,7 +119,10 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
     """The source as a path, which may not exist, and a function that reads a split, given with its key."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
     is_local = source.exists()
-    if not is_local and (config.source in DATA or _looks_local(config.source)):
+    # A Hub name has at most one slash and no suffix of a file.
+    looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
+    looks_local = looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA
+    if not is_local and looks_local:
         raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
     if is_local and config.name:
         raise UserError(
@@ -134,11 +142,6 @@ def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable
         return _usable([row for path in paths for row in read_file(path)], config, where, transform)
 
     return source, read
-
-
-def _looks_local(source: str) -> bool:
-    # A Hub name has at most one slash and no suffix of a file.
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(SUFFIXES)
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
@@ -199,14 +202,3 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     except UnicodeEncodeError as error:
         return f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
     return ""
-
-
-def _held_out(rows: Rows, where: str) -> tuple[Rows, Rows]:
-    if len(rows) < 2:
-        raise UserError(
-            f"{where}: expected two usable rows at least, as one is held out for evaluation, found one"
-        )
-    count = min(max(len(rows) // 10, 1), _MAX_HELD_OUT)
-    evaluation = Rows(rows[-count:])
-    del rows[-count:]
-    return rows, evaluation

@@ -56,8 +56,10 @@ class GoldReader:
             reward = row.get("reward")
             good = isinstance(reward, int | float) and reward >= sft.min_reward
             if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
-                same = repr([row.get(key) for key in ("context", "prompt", "completion")])
-                found.setdefault(same, _row(row))
+                context, prompt, completion = (row.get(key) for key in ("context", "prompt", "completion"))
+                messages = [*(context or ()), {"role": "user", "content": prompt}]
+                same = repr([context, prompt, completion])
+                found.setdefault(same, Row({"prompt": messages, "completion": completion}, row.place))
         if not found:
             raise UserError(
                 f"{sft.completions}: none of {len(read)} completions has ended by itself with a reward of at "
@@ -75,11 +77,9 @@ class GoldReader:
         self, examples: Sequence[Example], texts: Iterable[str | None], split: str
     ) -> tuple[list[Example], list[str]]:
         """The examples whose texts are completions, not longer than those of a rollout."""
-        limit, end = self.config.rollout.max_new_tokens, self._end()
+        limit, end, both = self.config.rollout.max_new_tokens, self._end(), zip(examples, texts, strict=True)
         made = [
-            attrs.evolve(example, gold=self._tokens(example, text, end))
-            for example, text in zip(examples, texts, strict=True)
-            if text
+            attrs.evolve(example, gold=self._tokens(example, text, end)) for example, text in both if text
         ]
         kept = [example for example in made if len(example.gold) <= limit]
         if made and not kept:
@@ -125,9 +125,3 @@ def gold_text(value: Any) -> str | None:
     if isinstance(value, list | tuple | None):
         return gold_turn(value)
     return None if isinstance(value, Mapping) else value_text(value)
-
-
-def _row(line: Row) -> Row:
-    """A line of completions.jsonl with its prompt as messages."""
-    messages = [*(line.get("context") or ()), {"role": "user", "content": line.get("prompt")}]
-    return Row({"prompt": messages, "completion": line.get("completion")}, line.place)

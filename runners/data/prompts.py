@@ -47,10 +47,8 @@ def image_folder(config: DataConfig) -> Path | None:
 
 def row_images(row: Mapping[str, Any], config: DataConfig) -> tuple[ImageFile, ...]:
     """A row's images; () without `data.image`. UserError if a file is gone."""
-    if not config.image:
-        return ()
     try:
-        return image_files(row.get(config.image), image_folder(config))
+        return image_files(row.get(config.image), image_folder(config)) if config.image else ()
     except UserError as error:
         raise UserError(f"{config.image} {error}") from error
 

@@ -52,7 +52,8 @@ def render(
         turns = _with_tools(messages, tools) if tools else messages
         said = [f"{_SPEAKERS[turn['role']]}: {turn['content']}" for turn in turns]
         text = "\n\n".join([*said, f"{_SPEAKERS['assistant']}: "]) + nudge
-        return text, _expanded(encode_raw(tokenizer, text), images, processor)
+        tokens = encode_raw(tokenizer, text)
+        return text, tokens if processor is None else processor.expanded(tokens, images)
     text = _conversation(tokenizer, messages, tools, template_kwargs)
     if tools and not all(tool["function"]["name"] in text for tool in tools):
         text = _conversation(tokenizer, _with_tools(messages, tools), (), template_kwargs)
@@ -62,13 +63,7 @@ def render(
     tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
     if not tokens:
         raise UserError("the tokenizer makes no tokens of the prompt")
-    return text + nudge, _expanded(tokens, images, processor)
-
-
-def _expanded(
-    tokens: tuple[int, ...], images: Sequence[ImageFile], processor: ImageProcessor | None
-) -> tuple[int, ...]:
-    return tokens if processor is None else processor.expanded(tokens, images)
+    return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 
 
 def _with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tuple[dict[str, Any], ...]:

@@ -43,13 +43,8 @@ class PromptStream:
         if known is None or config.data.curriculum != "adaptive":
             return self.take
         data, taken = config.data, set[int]()
-        weights_n = draw_weights(
-            known,
-            step,
-            target=data.target_rate,
-            decay=data.rate_decay,
-            size=config.rollout.num_generations,
-        )
+        how = {"target": data.target_rate, "decay": data.rate_decay}
+        weights_n = draw_weights(known, step, size=config.rollout.num_generations, **how)
 
         def take(number: int) -> list[Example]:
             key, start = draw_key(self.seed, self.position), self.position

@@ -80,9 +80,7 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 
     def cut(each: ModelResult) -> ModelResult:
         places = [place for place, index in enumerate(each.indices) if index in common]
-        metrics = {
-            name: attrs.evolve(metric, values=metric.values[places]) for name, metric in each.metrics.items()
-        }
+        metrics = {name: Metric(one.values[places], one.percent) for name, one in each.metrics.items()}
         return attrs.evolve(each, indices=tuple(each.indices[place] for place in places), metrics=metrics)
 
     return [cut(each) for each in measured]

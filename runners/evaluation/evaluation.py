@@ -57,14 +57,12 @@ class EvalResult:
             **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
         }
         if any(each.turns for each in rows):
-            fields = {
-                "success": "success",
-                "turns": "turns",
-                "tool_calls": "calls",
-                "failed_calls": "failures",
+            found |= {
+                "eval/success": _mean([each.success for each in rows]),
+                "eval/turns": _mean([each.turns for each in rows]),
+                "eval/tool_calls": _mean([each.calls for each in rows]),
+                "eval/failed_calls": _mean([each.failures for each in rows]),
             }
-            for name, field in fields.items():
-                found[f"eval/{name}"] = _mean([getattr(each, field) for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 
@@ -80,12 +78,9 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
     """Greedy completions of all examples; `sampling` says where they end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
-    found = [
-        completion
-        for part, _ in evaluator.complete(examples, greedy, mx.random.key(0))  # greedy: nothing is drawn
-        for completion in part
-    ]
-    return EvalResult(time.perf_counter() - started, tuple(found), tuple(evaluator.problems))
+    parts = evaluator.complete(examples, greedy, mx.random.key(0))  # greedy: nothing is drawn
+    found = tuple(one for part, _ in parts for one in part)
+    return EvalResult(time.perf_counter() - started, found, tuple(evaluator.problems))
 
 
 def evaluate_on_ranks(
@@ -95,9 +90,7 @@ def evaluate_on_ranks(
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
     if ranks.is_alone:
         return result
-    plain = attrs.asdict(
-        attrs.evolve(result, completions=[attrs.evolve(each, messages=()) for each in result.completions])
-    )
+    plain = attrs.asdict(result, filter=lambda field, _: field.name != "messages")
     return of_ranks([message.value for message in ranks.all_gather_object("the evaluation", plain)])
 
 
