@@ -12,7 +12,6 @@ import attrs
 import mlx.core as mx
 import numpy as np
 
-import grpo_fn as g
 from runners.config.loading import Config
 from runners.config.sections import SftConfig
 from runners.data.stream import RunLength
@@ -60,8 +59,10 @@ class Stepping:
             experience = taken.roll_out(self.state)
             self.state = taken.accept(self.state, experience, *taken.cut(self.state, experience))
             tokens += experience.sampled_tokens
-            learned += _learned(experience.rollout)
-            columns += experience.rollout.tokens_bt.shape[1]
+            rollout = experience.rollout
+            learned += np.array(rollout.lengths_b).sum().item()
+            learned += rollout.num_generations * sum(map(len, rollout.prompts))  # their prompts
+            columns += rollout.tokens_bt.shape[1]
         pieces = sum(len(part) for parts in self.state.waiting for part in parts)
         for _ in range(taken.uses):
             sums = taken.gradients(taken.free_sampler(self.state))
@@ -176,7 +177,3 @@ def _expected(run: Run, machine: startup.Platform) -> int | None:
     longest = max(len(example.tokens) for example in run.data.train)
     total = usable_memory(run.config.system.memory_limit_gb)
     return forecast(run.config, machine, total, prompt=longest, sizes=sizes).peak[1]
-
-
-def _learned(rollout: g.Rollout) -> int:
-    return int(np.array(rollout.lengths_b).sum()) + rollout.num_generations * sum(map(len, rollout.prompts))

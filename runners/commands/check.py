@@ -63,7 +63,12 @@ def _show(checked: RewardCheck, sample: int) -> None:
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
-        _show_rewards(checked)
+        echo("mean rewards")
+        rows = [("", *checked.kinds)]
+        for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
+            rows.append((name, *map(_mean, values_an)))
+        for line in aligned(rows, right=range(1, len(rows[0]))):
+            echo(f"  {line}")
     elif checked.rewards:
         echo(f"no right completion is known{'' if sample else '; --sample 4 shows real ones'}")
     for warning in checked.warnings:
@@ -84,16 +89,6 @@ def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: S
             echo(f"  {name}  {'none' if value is None else f'{value:.3g}'}")
     for warning in warnings:
         echo(f"warning: {warning}")
-
-
-def _show_rewards(checked: RewardCheck) -> None:
-    echo("mean rewards")
-    rows = [
-        (name, *map(_mean, values_an))
-        for name, values_an in zip(checked.rewards, checked.values_kan, strict=True)
-    ]
-    for line in aligned([("", *checked.kinds), *rows], right=range(1, len(checked.kinds) + 1)):
-        echo(f"  {line}")
 
 
 def _mean(values) -> str:

@@ -36,10 +36,9 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         echo(json.dumps({**found, "problem": problem or None}, indent=2))
     else:
-        rows = [(_label(name), _text(value)) for name, value in found.items() if name != "slow"]
-        for line in aligned(rows):
-            echo(line)
-        echo()
+        shown = {name.removesuffix("_bytes"): _text(found[name]) for name in found if name != "slow"}
+        words = {name: name.replace("_", " ") for name in shown if name != "grpo_fn"}
+        echo("\n".join([*aligned([(words.get(name, name), text) for name, text in shown.items()]), ""]))
         for line in found["slow"]:
             echo(f"slow: {line}")
         if not found["slow"] and not problem:
@@ -93,10 +92,6 @@ def _sandbox() -> str | None:
         return mechanism()
     except UserError:
         return None
-
-
-def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ") if name.endswith("_bytes") else name
 
 
 def _text(value: Any) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from runners.data.messages import Message
     from runners.environments.environments import Environments
     from runners.inference.inference_model import InferenceModel
-    from runners.inference.text_generation import Conversation, Speed
+    from runners.inference.text_generation import Speed
 
 
 @command(
@@ -113,7 +113,12 @@ def generate_command(
         conversations = [_with_system(messages, values["system"]) for messages in conversations]
         _many(partial(_rows, loaded, conversations, num, batch, values, environments), out)
     else:
-        _one(open_conversation(loaded, values), text, images)
+        from runners.images.image_files import named_image
+
+        shown = [named_image(name) for name in images]
+        conversation = open_conversation(loaded, values)
+        with _timed() as (should_stop, speed):
+            show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed))
 
 
 def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
@@ -135,15 +140,6 @@ def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
-
-
-def _one(conversation: Conversation, text: str, images: Sequence[str]) -> None:
-    """Streams a reply."""
-    from runners.images.image_files import named_image
-
-    shown = [named_image(name) for name in images]
-    with _timed() as (should_stop, speed):
-        show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed))
 
 
 def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
@@ -196,8 +192,11 @@ def _rows(
         if environments is not None and done.played is not None:
             rewards = environments.own_rewards(done.played)
         for row, text in enumerate(done.texts):
+            messages = done.examples[row // num].messages
+            # Without the system message that all prompts share.
+            plain = list(messages) == _with_system(messages[-1:], values["system"])
             cells: dict[str, Any] = {
-                "prompt": _shown(done.examples[row // num].messages, values),
+                "prompt": messages[-1]["content"] if plain else list(messages),
                 "completion": text,
                 "finish": done.finish[row],
                 "tokens": done.lengths[row],
@@ -209,9 +208,3 @@ def _rows(
                 cells |= {} if rewards is None else {"reward": rewards[row]}
                 cells |= {"fault": done.played.faults[row]} if done.played.faults[row] else {}
             yield cells
-
-
-def _shown(messages: Sequence[Message], values: dict[str, Any]) -> Any:
-    """The prompt as a row shows it, without the system message that all prompts share."""
-    plain = list(messages) == _with_system(messages[-1:], values["system"])
-    return messages[-1]["content"] if plain else list(messages)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
-from runners.commands.base import command
+from runners.commands.base import command, flag
 from runners.machine.terminal import aligned, echo
-
-if TYPE_CHECKING:
-    from runners.checkpoints.run_list import RunSummary
 
 
 @command(
     "runs",
     click.argument("folder", default="outputs"),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object a line."),
+    flag("--json as as_json", "One JSON object a line."),
     notes="""\
 \b
 States: running; finished (has a final model); interrupted (has a checkpoint to resume from); stopped (before
@@ -32,8 +28,6 @@ def runs_command(folder: str, as_json: bool) -> None:
     gold answers), last reward, and the command that continues it. The run that changed last comes first.
     Nothing is changed.
     """
-    from pathlib import Path
-
     import attrs
 
     from runners.machine import startup
@@ -50,11 +44,6 @@ def runs_command(folder: str, as_json: bool) -> None:
     if not runs:
         echo(f"{folder} holds no runs")
         return
-    for line in _lines(runs):
-        echo(line)
-
-
-def _lines(runs: Sequence[RunSummary]) -> list[str]:
     from runners.telemetry.report import number_text, percent_text
 
     rows = [("run", "state", "updates", "evaluation", "reward", "last change")]
@@ -62,8 +51,9 @@ def _lines(runs: Sequence[RunSummary]) -> list[str]:
         measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         rows.append((run.folder, run.state, str(run.update), measured, number_text(run.reward), when))
-    lines = aligned(rows)
-    for run, place in zip(reversed(runs), range(len(runs), 0, -1), strict=True):
+    head, *lines = aligned(rows)
+    echo(head)
+    for run, line in zip(runs, lines, strict=True):
+        echo(line)
         if run.go_on:
-            lines.insert(place + 1, f"  {run.go_on}")
-    return lines
+            echo(f"  {run.go_on}")

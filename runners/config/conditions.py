@@ -50,8 +50,7 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
 
     `rewards` are the config's reward.functions.
     """
-    condition = Condition.parse(text)
-    if condition is None:
+    if (condition := Condition.parse(text)) is None:
         return f"expected {_FORM}, found {show(text)}"
     known = [*COMPARABLE]
     for name in rewards:

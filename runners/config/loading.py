@@ -111,7 +111,14 @@ class Config:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The sections for JSON, without the keys that are still left to the preset."""
-        return {name: _plain(getattr(self, name)) for name in SECTIONS}
+        return {
+            name: attrs.asdict(
+                getattr(self, name),
+                filter=lambda _, value: value is not None,
+                value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
+            )
+            for name in SECTIONS
+        }
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
@@ -233,14 +240,6 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
     if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     return None if len(found.problems) > before else rules.structure(values, SECTIONS[name])
-
-
-def _plain(section: Any) -> dict[str, Any]:
-    return attrs.asdict(
-        section,
-        filter=lambda _, value: value is not None,
-        value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
-    )
 
 
 def _table_kind(kind: Any) -> Any:

@@ -91,8 +91,13 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
     if not equals or not key:
         settings.problems.append(f"--set: expected section.key=value, found {override}")
     elif any(known[: len(path)] == path for known in keys):
-        kind = keys[path].type if path in keys else None
-        settings.put(path, _override_value(written, kind), "--set")
+        try:
+            parsed = tomllib.loads(f"value = {written}")
+        except (ValueError, RecursionError):
+            parsed = {}
+        value = parsed["value"] if set(parsed) == {"value"} else written
+        is_text = path in keys and rules.is_text(keys[path].type)
+        settings.put(path, written if is_text and not isinstance(value, str) else value, "--set")
     else:
         settings.problems.append(f"--set: {key}: unknown key{key_hint(path, keys)}")
 
@@ -151,12 +156,3 @@ def parse(
     if not isinstance(table, dict):
         raise ConfigError([f"{label}: expected a JSON object, found {show(table)}"])
     return table
-
-
-def _override_value(written: str, kind: Any) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {written}")
-    except (ValueError, RecursionError):
-        return written
-    value = parsed["value"] if set(parsed) == {"value"} else written
-    return written if rules.is_text(kind) and not isinstance(value, str) else value

@@ -89,7 +89,8 @@ def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | Non
     """The file of the module in which `resolve_function` found a function; None if it has no file."""
     place = name.rpartition(":")[0]
     if _is_file(place):
-        return next(filter(Path.is_file, _candidates(place, _folders(base_dirs))), None)
+        candidates = (folder / Path(place).expanduser() for folder in _folders(base_dirs))
+        return next(filter(Path.is_file, candidates), None)
     found = getattr(sys.modules.get(place), "__file__", None)
     return Path(found) if found and Path(found).is_file() else None
 
@@ -114,12 +115,8 @@ def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
     return [Path(folder).expanduser().resolve() for folder in base_dirs] or [Path.cwd()]
 
 
-def _candidates(place: str, dirs: Sequence[Path]) -> list[Path]:
-    return [folder / Path(place).expanduser() for folder in dirs]
-
-
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
-    candidates = _candidates(place, dirs)
+    candidates = [folder / Path(place).expanduser() for folder in dirs]
     path = next(filter(Path.is_file, candidates), None)
     if path is None:
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")

@@ -8,7 +8,6 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.profiling import ADVICE, bench_steps, bench_table
-from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
@@ -45,9 +44,3 @@ def test_the_choice_of_formats_is_shown(train):
     found = bench_steps(load_config(str(train), budget).check(), steps=1)
     wanted = r"rollout.bits_budget = 5.2: [45]\.\d* bits on average; weights: \d+ in affine-.*"
     assert re.fullmatch(wanted, found["formats"]) and found["formats"] in bench_table(found)
-
-
-def test_the_command_refuses_what_a_run_refuses(tmp_path):
-    """One line, exit code 2."""
-    done = grpo("bench", tmp_path / "none.toml", code=2)
-    assert "none.toml" in done.output

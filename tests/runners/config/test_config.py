@@ -1,6 +1,5 @@
 """Loading a config: defaults, precedence, overrides, paths, the shipped presets, and the way back to TOML."""
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runners.config import sections
-from runners.config.loading import SECTIONS, load_config, write_resolved
+from runners.config.loading import load_config, write_resolved
 from runners.config.reading import PRESET_FOLDER
 from runners.errors import ConfigError
 
@@ -139,17 +138,6 @@ def test_what_is_shown_is_what_was_loaded(tmp_path_factory, prompt, stop, rate):
     second = folder / "second.toml"
     second.write_text(config.to_toml(), encoding="utf-8", newline="")
     assert load_config(str(second)) == config
-
-
-def test_the_resolved_config_is_json_with_sections_only(write):
-    """config.resolved.json stands in OUTPUT_DIR/NAME and holds every section, nothing open after `check`."""
-    config = load_config(write(MINIMAL), ["run.output_dir=out/deep", "run.name=one"]).check()
-    path = write_resolved(config)
-    assert path == Path("out/deep/one/config.resolved.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert list(found) == list(SECTIONS) and found == config.to_dict()
-    assert (found["loss"]["baseline"], found["loss"]["surrogate"]) == ("group_mean", "clip")
-    assert [other.name for other in path.parent.iterdir()] == ["config.resolved.json"]
 
 
 def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):
