@@ -24,9 +24,8 @@ def slow(completions, trainer_state, **_):
 def test_after_ctrl_c_whole_lines_are_left_and_the_command_that_goes_on(tmp_path):
     """Nothing of the current line."""
     (tmp_path / "slow.py").write_text(REWARD)
-    (tmp_path / "train.toml").write_text(
-        small(run={"output_dir": "out"}, reward={"functions": ["slow.py:slow"]}, optim={"max_steps": 4})
-    )
+    run, reward = {"output_dir": str(tmp_path / "out")}, {"functions": ["slow.py:slow"]}
+    (tmp_path / "train.toml").write_text(small(run=run, reward=reward, optim={"max_steps": 4}))
     command = [sys.executable, "-m", "runners.cli", "run", str(tmp_path / "train.toml")]
     with Session(command, 70, PYTHONPATH=str(ROOT), HOME=str(tmp_path)) as session:
         session.read_until("update 2/4")
