@@ -135,32 +135,28 @@ def call(
     environment = store.get("environments", {}).get(number)
     functions = {**store["tools"], **({} if environment is None else _methods(environment))}
 
-    def begun(name: str, arguments: Any) -> Any:
-        """The result of a call, its failure, or what is to be awaited."""
+    async def made(name: str, arguments: Any) -> Result:
         if isinstance(arguments, str):
             return failure(name or "tool", arguments)
         if name not in functions:
             return failure(name, "the environment is gone: its process was ended")
         try:
             found = functions[name](**arguments)
-            awaited = inspect.iscoroutinefunction(functions[name])
-            return found if awaited else _shown(name, found, characters)
+            found = await found if inspect.iscoroutinefunction(functions[name]) else found
+            return _shown(name, found, characters)
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
-    async def together() -> list[Result]:
-        results = []
-        for name, arguments in calls:
-            found = begun(name, arguments)
-            try:
-                results.append(_shown(name, await found, characters) if inspect.isawaitable(found) else found)
-            except (Exception, SystemExit) as error:
-                results.append(failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR]))
-        return results
+    async def all_made() -> list[Result]:
+        return [await made(*each) for each in calls]
 
+    results = all_made()
     if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
-        return together()
-    return [begun(*each) for each in calls]
+        return results
+    try:  # nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its own
+        results.send(None)
+    except StopIteration as end:
+        return end.value
 
 
 def drop(store: Store, numbers: Sequence[int]) -> None:

@@ -76,12 +76,12 @@ class Experience:
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
     advantages_pg: mx.array  # [P,G], or of turns [P,G,S]
     sampled_tokens: int  # tokens drawn, including those of replaced groups
-    resampled: int  # groups that dynamic sampling replaced
-    problems: tuple[str, ...]  # faults in scoring, a line each
     seconds: dict[str, float]  # "rollout", "reward"
-    extras: dict[str, list[Any]]  # columns that rewards logged, B entries each
-    logged: dict[str, list[float]]  # metrics that rewards logged
-    reward_names: tuple[str, ...]  # of the rows of values_kb
+    resampled: int = 0  # groups that dynamic sampling replaced
+    problems: tuple[str, ...] = ()  # faults in scoring, a line each
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
+    logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
+    reward_names: tuple[str, ...] = ()  # of the rows of values_kb
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -14,7 +12,7 @@ import grpo_fn as g
 from runners.data.prompts import Example
 from runners.engines.engine import DEFAULT_ROWS
 from runners.errors import RewardError, UserError
-from runners.evaluation.completions import Evaluator
+from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
 from runners.rewards.calls import TrainerState
 from runners.telemetry.events import Evaluated
@@ -39,7 +37,10 @@ def evaluate(session: Session, name: str) -> None:
     with session.steps.times.stopped():
         gold = _gold_metrics(session)
         try:
-            problems, result = _measured(session) if measures(session) else ([], EvalResult(0.0, ()))
+            # Completions are measured by the run's rewards or by their answers.
+            collector, form = session.run.collector, session.config.answer_form
+            measures = collector.scorer.rewards or form or collector.environments
+            problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
         except RewardError as error:
             if not session.ranks.is_alone:  # the others are within the evaluation
                 raise UserError(str(error)) from error
@@ -81,40 +82,29 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         engine=engine,
         scorer=run.collector.scorer,
         form=config.answer_form,
-        decoder=run.decoder,
+        decoder=run.collector.decoder,
         nudge=config.data.nudge,
         rows=config.rollout.max_batch,
-        environments=run.environments,
+        environments=run.collector.environments,
         vision=run.loaded.vision,
         state=TrainerState(state.update, run.length.updates, run.stream.epoch, config.optim.num_epochs),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
-    results: list[EvalResult] = []
+    seconds, completions, lines = 0.0, list[Completion](), list[str]()
     for start in range(0, len(problems), rows):
         session.shown.status("evaluating" + f", {start:,} of {len(problems):,} done" * (start > 0))
-        part = problems[start : start + rows]
-        results.append(evaluate_on_ranks(session.ranks, evaluator, part, sampling))
+        part = evaluate_on_ranks(session.ranks, evaluator, problems[start : start + rows], sampling)
+        seconds += part.seconds
+        completions += part.completions
+        lines += part.problems
     engine.load(None, state.update)
-    result = joined(results)
+    result = EvalResult(seconds, tuple(completions), tuple(lines))
     first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
     notice = evaluator.notice(result.completions, problems, limit) if first else ""
     for line in (*engine.events(), *dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result
-
-
-def measures(session: Session) -> bool:
-    """Whether completions are measured: by the run's rewards or by their answers."""
-    return bool(
-        session.run.collector.scorer.rewards or session.config.answer_form or session.run.environments
-    )
-
-
-def joined(results: Sequence[EvalResult]) -> EvalResult:
-    """The results of several parts as one: texts one after the other, seconds added up."""
-    parts = [[getattr(result, field.name) for field in attrs.fields(EvalResult)] for result in results]
-    return EvalResult(*(functools.reduce(operator.add, values) for values in zip(*parts, strict=True)))
 
 
 def _log(

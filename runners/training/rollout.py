@@ -237,7 +237,6 @@ class Collector:
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
             sampled_tokens=sum(map(len, completions if played is None else played.sampled)),
-            resampled=0,
             problems=(*(played.problems if played else ()), *scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,

@@ -72,9 +72,7 @@ class Run:
     curriculum: Estimates | None  # of the training prompts before the first step; None: there is none
     learner: Learner
     collector: Collector
-    decoder: TextDecoder
     notices: tuple[str, ...]
-    environments: Environments | None  # they answer the model's turns
     ranks: Ranks  # those that share the run
 
 
@@ -175,8 +173,6 @@ class SetUp:
                 environments,
                 loaded.vision,
             ),
-            environments=environments,
-            decoder=decoder,
             notices=(
                 *data.notices,
                 *loaded.notices,

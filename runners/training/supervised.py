@@ -40,12 +40,7 @@ def gold_experience(examples: Sequence[Example], vision: VisionPart | None = Non
         rewards_pg=np.full((rows, 1), np.nan),
         advantages_pg=mx.ones((rows, 1)),
         sampled_tokens=sum(len(each.gold) for each in examples),
-        resampled=0,
-        problems=(),
         seconds={"rollout": 0.0, "reward": 0.0},
-        extras={},
-        logged={},
-        reward_names=(),
     )
 
 

@@ -128,7 +128,7 @@ def test_the_student_s_own_view_with_the_answer(write, tmp_path):
     for row, tokens in enumerate(rollout.completions()):
         example = experience.examples[row // size]
         prompt = run.learner.grader.prompt(example)
-        assert f"{example.messages[-1]['content']} It is {example.answer}." in run.decoder.decode(
+        assert f"{example.messages[-1]['content']} It is {example.answer}." in run.collector.decoder.decode(
             list(prompt)
         )
         want = naive_logprobs(module, prompt, tokens) - np.array(rollout.logp_bt)[row, : len(tokens)]
