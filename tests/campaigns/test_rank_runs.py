@@ -4,7 +4,7 @@ from runners.config.loading import load_config
 from runners.quickstart import MODEL_DIR
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.runners.ranks.test_ranks import lines
+from tests.runners.ranks.test_rank_processes import lines
 from tests.support.closeness import assert_same_weights
 from tests.support.ranks.launching import begin
 from tests.support.ranks.runs_on_ranks import config_writer, digests_of

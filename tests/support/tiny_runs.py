@@ -1,12 +1,16 @@
 """Whole runs of a few updates: their config, a reward, what they say, and one of random weights."""
 
+import json
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from runners.config.loading import load_config
 from runners.errors import spell_tables
 from runners.telemetry.events import Note, Started
 from runners.telemetry.report import Quiet
-from runners.training.train import run_training
+from runners.training.train import RunResult, run_training
 from tests.support.tiny_models import make_model_folder
 
 # The first of the embedded problems. All 4,400 take a run longer to prepare than its steps.
@@ -49,6 +53,31 @@ class Notes(Quiet):
 def small(**tables: dict) -> str:
     """The text of a small run's config, with these keys of its tables in place of SMALL's or beside them."""
     return spell_tables({name: SMALL.get(name, {}) | tables.get(name, {}) for name in {**SMALL, **tables}})
+
+
+@attrs.frozen
+class Ran:
+    """A finished run: its result, the records of its log, and its lines worth reading."""
+
+    result: RunResult
+    log: list[dict]
+    notes: list[str]
+
+    @property
+    def updates(self) -> list[dict]:
+        """The log's records of updates, without those of evaluations."""
+        return [record for record in self.log if "loss" in record]
+
+
+def ran(folder: Path, *overrides: str, text: str | None = None, **how: Any) -> Ran:
+    """A run of the config `text` (None: `small`) in this folder, with LETTERS beside it."""
+    (folder / "letters.py").write_text(LETTERS)
+    path, notes = folder / "train.toml", Notes()
+    path.write_text(text or small(), encoding="utf-8")
+    usual = [f"run.output_dir={folder / 'out'}", "run.overwrite=true"]
+    result = run_training(load_config(str(path), [*usual, *overrides]), report=notes, **how)
+    log = (result.folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
+    return Ran(result, list(map(json.loads, log)), notes.lines)
 
 
 def train(folder: Path, name: str, tune: str, *, base: Path | None = None, **model) -> Path:

@@ -62,7 +62,7 @@ def test_the_table_has_the_names_that_runs_log(tmp_path, monkeypatch):
     assert found - {*METRICS} == set(), "logged, and not in the table"
     # Conversations have theirs, models with experts, several ranks, prompts that come again, a teacher: see
     # test_train.py, test_experts.py and test_teacher.py of tests/runners/training,
-    # tests/runners/ranks/test_ranks.py and tests/runners/data/test_curriculum.py.
+    # tests/runners/ranks/test_rank_processes.py and tests/runners/data/test_curriculum.py.
     played = ("experts/", "groups/pass_rate/", "ranks/", "teacher/", "tools/", "turns/")
     played += ("eval/success", "eval/reward", "eval/turns", "eval/tool_calls", "eval/failed")
     rare = {name for name in METRICS if name.startswith(played)} | {"memory/swap_gb", "fault"}

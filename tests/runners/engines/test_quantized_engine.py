@@ -12,16 +12,14 @@ import grpo_fn as g
 from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
 from runners.checkpoints.checkpoint import load_trees
-from runners.config.loading import load_config
 from runners.engines import local
 from runners.engines.engine import Requests, Restart
 from runners.engines.local import LocalEngine
 from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
-from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+from tests.support.tiny_runs import BY_LETTERS, ran, small
 
 REQUESTS, SAMPLING, KEY = Requests(prompts=[[1]]), g.Sampling(), mx.random.key(0)
 
@@ -172,14 +170,6 @@ def test_a_fallback_restarts_conversations(policy, drawn):
     assert engine.generate(requests, SAMPLING, key=KEY).tokens_bt is sound.tokens_bt
 
 
-def test_a_sound_rollout_changes_nothing(policy, drawn):
-    """Finite numbers and known tokens: one draw, and the quantized weights stay."""
-    engine = engine_of(policy, vocabulary=61, mismatch_limit=0.5)
-    calls = drawn(tiny_rollout())
-    engine.generate(REQUESTS, SAMPLING, key=KEY)
-    assert len(calls) == 1 and engine.quantization == "affine-4" and engine.events() == []
-
-
 def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     """It falls back with it, though its own numbers are sound."""
     others = ["its log-probs are not finite"]
@@ -218,15 +208,9 @@ RUN = small(
 
 
 def run(tmp_path: Path, *overrides: str, **how):
-    """A short run; its log's updates, its lines and its folder."""
-    (tmp_path / "letters.py").write_text(LETTERS)
-    (tmp_path / "train.toml").write_text(RUN)
-    notes = Notes()
-    settings = [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides]
-    config = load_config(str(tmp_path / "train.toml"), settings)
-    result = run_training(config, report=notes, **how)
-    log = (result.folder / "training_log.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, log) if "loss" in line], notes.lines, result
+    """A short run; its log's updates, its lines and its result."""
+    found = ran(tmp_path, *overrides, text=RUN, **how)
+    return found.updates, found.notes, found.result
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,43 @@ import signal
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from runners.checkpoints.manifest import check_manifest
 from runners.config.loading import load_config
+from runners.metrics import METRICS
 from runners.quickstart import MODEL_DIR, MODELS
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.runners.ranks.test_ranks import lines
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.ranks.launching import begin
+from tests.support.ranks.launching import begin, launch
 from tests.support.ranks.runs_on_ranks import config_writer
+from tests.support.resuming import lines_of
+
+FAULT = '''"""A reward that ends rank 1 in its third call."""
+
+import os
+
+calls = []
+
+
+def fault(completions, **_):
+    calls.append(1)
+    if os.environ.get("MLX_RANK") == "1" and len(calls) == 3:
+        os.kill(os.getpid(), 9)
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+'''
+FIGURES = {"reward", "loss", "grad_norm", "em", "num_tokens", "frac_reward_zero_std"}
+USUAL = {
+    "rollout": {"max_new_tokens": 16},
+    "optim": {"batch_size": 5, "max_steps": 3, "learning_rate": 3e-4},
+    "system": {"compile": True},
+}
+
+
+def lines(folder: Path, file: str) -> list[dict]:
+    return lines_of(folder / file)
 
 
 @pytest.fixture
@@ -141,3 +168,47 @@ def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path,
     run_training(load_config(str(config)), report=Quiet(), resume=True)
     straight = run_training(load_config(str(write("straight"))), report=Quiet()).folder
     assert_same_weights(folder / "final", straight / "final", MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory) -> Path:
+    """The folder of a run of three updates in this process alone."""
+    config = config_writer(tmp_path_factory.mktemp("ranks"))("one", **USUAL)
+    return run_training(load_config(str(config)), report=Quiet()).folder
+
+
+def test_three_ranks_train_as_one(one):
+    """The same completions, rewards and advantages in the same order; weights to rounding; whole metrics. The
+    batch of five prompts is no multiple of three; rank 0 speaks alone.
+    """
+    done = launch(3, config_writer(one.parents[1])("three", **USUAL))
+    three = one.with_name("three")
+    assert done.stdout.count("finished in") == 1, done.stdout
+    same = ("batch_step", "prompt", "completion", "reward", "tokens")
+    want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
+    assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
+    np.testing.assert_allclose([line["advantage"] for line in found], [line["advantage"] for line in want])
+    assert_same_weights(three / "final", one / "final", MODEL_DIR)
+    for left, right in zip(lines(one, "training_log.jsonl"), lines(three, "training_log.jsonl"), strict=True):
+        assert_same_figures(right, left, FIGURES & left.keys())
+    last = lines(three, "training_log.jsonl")[-2]
+    assert last["ranks/number"] == 3
+    assert {f"ranks/rollout_seconds/{rank}" for rank in range(3)} <= last.keys()
+    listed = {re.sub(r"(rewards|rollout_seconds)/[^/]+", r"\1/{name}", name) for name in last}
+    assert listed - METRICS.keys() == set(), "logged, and not in the table"
+    assert 0 <= last["ranks/slowest"] < 3
+
+
+def test_a_killed_rank_ends_all_with_its_name(one):
+    """The others end, a line and the log name the rank, and the last checkpoint is whole."""
+    folder = one.parents[1]
+    (folder / "fault.py").write_text(FAULT)
+    own = {"functions": ["fault.py:fault"], "timeout": 0}  # in the rank's own process
+    config = config_writer(folder)("killed", reward=own, optim={"batch_size": 2, "max_steps": 5})
+    done = launch(2, config)
+    assert "rank 1 (" in done.stdout, done.stdout
+    assert "is gone: it was killed, or has crashed" in done.stdout
+    fault = lines(folder / "outputs/killed", "training_log.jsonl")[-1]["fault"]
+    assert fault.startswith("rank 1 (")
+    check_manifest(folder / "outputs/killed/checkpoint-2")
+    assert not (folder / "outputs/killed/final").exists()

@@ -1,9 +1,7 @@
 """Evaluations during a run."""
 
-from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
-from runners.training.train import run_training
-from tests.support.tiny_runs import Notes, small
+from tests.support.tiny_runs import ran, small
 
 SETTINGS = {"optim": {"max_steps": 1, "batch_size": 2}, "eval": {"samples": 12, "at_start": True}}
 
@@ -19,7 +17,6 @@ def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_says_so(tmp_path,
         return sampled(engine, *rest)
 
     monkeypatch.setattr(LocalEngine, "_sampled", short)
-    path, notes = tmp_path / "train.toml", Notes()
-    path.write_text(small(run={"name": "r", "output_dir": str(tmp_path)}, **SETTINGS))
-    assert run_training(load_config(str(path)), report=notes).first_em is not None
-    assert sum(line.startswith("out of memory") for line in notes.lines) == 1
+    found = ran(tmp_path, text=small(**SETTINGS))
+    assert found.result.first_em is not None
+    assert sum(line.startswith("out of memory") for line in found.notes) == 1

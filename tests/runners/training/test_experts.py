@@ -1,29 +1,19 @@
 """Runs of models with experts: their load in the log, the loss that evens it, and what is refused."""
 
-import json
-
 import pytest
 
-from runners.config.loading import load_config
 from runners.errors import UserError
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+from tests.support.tiny_runs import BY_LETTERS, ran, small
 
 NAMES = {"experts/max_load", "experts/unused", "experts/balance"}
 
 
-def run(folder, arch, *overrides, reward=LETTERS):
+def run(folder, arch, *overrides):
     """The log of a run of two updates of a random model."""
     model = make_model_folder(folder / arch, arch=arch)
-    (folder / "letters.py").write_text(reward)
-    config = folder / "small.toml"
-    settings = {"output_dir": str(folder), "name": "run"}
-    config.write_text(small(model={"path": str(model)}, reward=BY_LETTERS, run=settings))
-    run_training(load_config(str(config), ["system.compile=false", *overrides]), report=Quiet())
-    lines = [json.loads(line) for line in (folder / "run" / "training_log.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("loss") is not None]
+    text = small(model={"path": str(model)}, reward=BY_LETTERS, system={"compile": False})
+    return ran(folder, *overrides, text=text).updates
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.01])

@@ -1,6 +1,5 @@
 """Runs with a teacher: its KL falls, as a reward and in the loss; its log-probs, prompts and memory."""
 
-import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,10 +14,9 @@ from runners.ranks.ranks import Ranks
 from runners.training.run_state import RunState
 from runners.training.setup import SetUp
 from runners.training.steps import TrainSteps
-from runners.training.train import run_training
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, Notes, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, ran, small
 
 TEMPERATURE = 0.9
 
@@ -41,7 +39,6 @@ def write(tmp_path) -> Path:
         keys = dict(zip(("path", "form", "weight", "task_weight", "hint"), teacher, strict=False))
         keys["path"] = keys["path"] if keys["path"] in ("", "self") else str(tmp_path / keys["path"])
         text = small(
-            run={"output_dir": str(tmp_path / "outputs")},
             model={"path": str(tmp_path / "student")},
             data={"nudge": ""},
             reward=BY_LETTERS,
@@ -58,9 +55,7 @@ def write(tmp_path) -> Path:
 
 def logged(path: Path, **options) -> list[dict]:
     """The updates of a run, from its log."""
-    run_training(load_config(str(path)), report=Notes(), **options)
-    lines = (path.parent / "outputs/small/training_log.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
+    return ran(path.parent, text=path.read_text(), **options).updates
 
 
 @pytest.mark.parametrize("form", ["reward", "loss"])

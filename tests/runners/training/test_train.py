@@ -16,7 +16,7 @@ from runners.engines.local import LocalEngine
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
 from tests.support.runs.talking_runs import talking_run
-from tests.support.tiny_runs import small
+from tests.support.tiny_runs import ran, small
 
 # So hot that completions differ early, and each earns something else: every group has a gradient.
 CONFIG = small(
@@ -34,13 +34,9 @@ def sums(completions, **_):
 
 def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> tuple[RunResult, list[dict]]:
     """Run a config; its result and its log lines."""
-    path = tmp_path / "train.toml"
-    path.write_text(text, encoding="utf-8")
     (tmp_path / "sums.py").write_text(SUMS, encoding="utf-8")
-    config = load_config(str(path), [f"run.output_dir={tmp_path / 'out'}", "run.overwrite=true", *overrides])
-    result = run_training(config, report=Quiet())
-    lines = (result.folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
-    return result, [json.loads(line) for line in lines]
+    found = ran(tmp_path, *overrides, text=text)
+    return found.result, found.log
 
 
 def updates_of(log: list[dict]) -> list[dict]:
@@ -51,17 +47,11 @@ def updates_of(log: list[dict]) -> list[dict]:
 SCORED = 'reward.functions=["correctness_reward_func", "sums.py:sums"]'
 
 
-@pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, list[dict]]:
-    """A run of two updates, which tests look at."""
-    return run(tmp_path_factory.mktemp("usual"), SCORED, "checkpoint.every=2")
-
-
-def test_a_run_leaves_what_the_design_lists(usual: tuple[RunResult, list[dict]]) -> None:
+def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
     """Resolved config, both logs with the design's metric names, a checkpoint, and a model that loads."""
     from mlx_lm import load
 
-    result, log = usual
+    result, log = run(tmp_path, SCORED, "checkpoint.every=2")
     names = {path.name for path in result.folder.iterdir()}
     assert {
         "config.resolved.json",
@@ -91,18 +81,6 @@ def test_a_run_leaves_what_the_design_lists(usual: tuple[RunResult, list[dict]])
     trained = named_leaves(result.state.params)["model.norm.weight"]
     assert mx.array_equal(named_leaves(model.parameters())["model.norm.weight"], trained)
     assert tokenizer.chat_template
-
-
-def test_the_same_seed_gives_the_same_run(usual: tuple[RunResult, list[dict]], tmp_path: Path) -> None:
-    """Log lines agree but for times and memory; another seed gives another run."""
-
-    def facts(log: list[dict]) -> list[dict]:
-        noisy = ("time", "memory", "step_time", "tokens_per_second")
-        return [{k: v for k, v in line.items() if not k.startswith(noisy)} for line in log]
-
-    same, other = (facts(run(tmp_path, SCORED, f"run.seed={seed}")[1]) for seed in (5, 6))
-    assert facts(usual[1]) == same
-    assert same != other
 
 
 def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Runs whose environment rewards turns: from `get_turn_rewards` to the advantages in completions.jsonl."""
 
-import json
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,8 +11,8 @@ from runners.config.loading import load_config
 from runners.environments.instances import get_turn_rewards
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
 from runners.errors import ConfigError, UserError
-from runners.training.train import run_training
-from tests.support.tiny_runs import Notes, small
+from tests.support.resuming import lines_of
+from tests.support.tiny_runs import ran, small
 
 SOURCE = '''"""An environment that rewards turns."""
 
@@ -72,7 +71,6 @@ def run(tmp_path, monkeypatch):
     ):
         coarse = {"quantization": quantization, "group_size": 0 if quantization == "none" else 32}
         text = small(
-            run={"output_dir": str(tmp_path / "outputs"), "overwrite": True},
             data={"nudge": ""},
             env={"factory": factory, "max_turns": 3, "workers": 1},
             rollout={
@@ -85,13 +83,8 @@ def run(tmp_path, monkeypatch):
             reward={"functions": list(functions), "aggregate": aggregate},
             loss={**({"scale": "none"} if aggregate == "sum_then_normalize" else {}), **loss},
         )
-        (tmp_path / "train.toml").write_text(text)
-        notes = Notes()
-        run_training(load_config(str(tmp_path / "train.toml")), report=notes, overwrite=True)
-        folder = tmp_path / "outputs/small"
-        records = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-        logged = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-        return records, logged, notes.lines
+        found = ran(tmp_path, text=text, overwrite=True)
+        return lines_of(found.result.folder / "completions.jsonl"), found.log, found.notes
 
     return make
 
