@@ -16,6 +16,7 @@ import grpo_fn as g
 from runners import cli
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.rewards.scoring import resolve_rewards
+from tests.support.commands import grpo
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
 
 DOCS = ROOT / "docs"
@@ -28,16 +29,12 @@ def named(language, *, run=False):
     return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.id)
 
 
-def run_commands(text, cwd):
+def run_commands(text):
     """The `grpo` lines of a block of shell commands."""
     for line in text.splitlines():
         program, *words = shlex.split(line, comments=True)
         assert program == "grpo", line
-        code = f"from runners.cli import main; main({words!r})"
-        command = [sys.executable, "-c", code]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
+        grpo(*words)
 
 
 @pytest.fixture
@@ -48,7 +45,7 @@ def folder(tmp_path, monkeypatch, request):
     if "run" in snippet.comments:
         for other in snippets(snippet.page):
             if "first" in other.comments:
-                run_commands(other.text, tmp_path)
+                run_commands(other.text)
     for other in snippets(snippet.page):
         if "file" in other.comments:
             (tmp_path / other.comments["file"]).write_text(other.text, encoding="utf-8")
@@ -105,7 +102,7 @@ def test_a_python_snippet_runs(snippet, folder):
 @named("sh", run=True)
 def test_shell_commands_run(snippet, folder):
     """One after the other, each without an error."""
-    run_commands(snippet.text, folder)
+    run_commands(snippet.text)
 
 
 COMMANDS = [

@@ -215,7 +215,10 @@ except OSError as error:
 show(children > 10)""",
             "BlockingIOError",
         ),
-        ("for _ in range(100): threading.Thread(target=time.sleep, args=(60,)).start()", "start new thread"),
+        (
+            "for _ in range(100): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+            "start new thread",
+        ),
         ("files = [open('/dev/null') for _ in range(1000)]; print('out')", "Too many open files"),
     ],
     ids=["memory", "one file", "many files", "processes", "threads", "descriptors"],
