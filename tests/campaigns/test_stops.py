@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runners.checkpoints.run_folder import checkpoint_folders
+from tests.support.processes.new_process import python
 from tests.support.processes.waiting import wait_until
 from tests.support.resuming import LETTERS, TINY, _model, outcome
 from tests.support.tiny_runs import PROBLEMS
@@ -100,7 +101,6 @@ def test_a_signal_in(place, stage, number, request):
     assert max(checkpoint_folders(folder), default=0) == steps, shown
     said, _, again = lines[-1].partition("grpo-run ")
     assert said.startswith("to continue: ") and lines[-2] == "interrupted", shown
-    again = [sys.executable, "-m", "runners.cli", "run", *shlex.split(again)]
-    done = subprocess.run(again, env=environment(place, name), capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    again = ["-m", "runners.cli", "run", *shlex.split(again)]
+    python(*again, GRPO_FN_CACHE=place / f"{name}-cache")
     assert outcome(folder) == outcome(place / "straight/tiny")

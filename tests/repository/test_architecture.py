@@ -1,9 +1,14 @@
-"""docs/architecture.md is true: its paths exist, and each mechanism has its files and tests."""
+"""docs/architecture.md is true: its paths exist; each mechanism has its files, tests and off-switch, as in
+`benchmarks.mechanisms`.
+"""
 
 import re
 
 import pytest
 
+from benchmarks import mechanisms
+from grpo_fn.backends import OPERATIONS, SWITCHES
+from runners.config.loading import load_config
 from tests.support.pages import ROOT, codes, tables
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -58,3 +63,24 @@ def test_every_module_of_the_backends_is_a_mechanism():
     shared = {"kernels.py"}  # what the kernels have in common
     paths = [path.relative_to(ROOT).as_posix() for path in modules if path.name not in shared]
     assert [path for path in paths if path not in named] == []
+
+
+def test_each_mechanism_that_is_measured_has_one_row():
+    titles = [row[0] for row in MECHANISMS]
+    assert len(set(titles)) == len(titles)
+    assert [title for title in mechanisms.TITLES if title not in titles] == []
+
+
+@pytest.mark.parametrize("mechanism", mechanisms.MECHANISMS, ids=lambda mechanism: mechanism.title)
+def test_a_measured_mechanism_can_be_turned_off(mechanism):
+    """Its names and config keys exist; there is one way at least."""
+    assert {*mechanism.disable} <= OPERATIONS.keys() | SWITCHES.keys()
+    load_config("quickstart", mechanism.overrides)
+    assert mechanism.disable or mechanism.overrides or mechanism.environment
+
+
+def test_every_off_switch_of_the_page_exists_and_every_switch_is_there():
+    """`disable("…")` in the table names what there is; a switch that no row names would not be found."""
+    found = {name for row in MECHANISMS for name in re.findall(r'"(\w+)"', " ".join(codes(row[3])))}
+    assert found - {"eval", "never"} <= OPERATIONS.keys() | SWITCHES.keys()  # values of config keys
+    assert SWITCHES.keys() <= found

@@ -1,25 +1,17 @@
 """`grpo` and `grpo-run` with another package called `runners` in the way: one line, no traceback."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes.new_process import ROOT, python
 
 
 def start(command, *paths, cwd):
     """The installed script, with these folders first on Python's path."""
-    return subprocess.run(
-        [sys.executable, "-c", f"from grpo_entry import {command}; {command}()", "--help"],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    program = f"from grpo_entry import {command}; {command}()"
+    found = os.pathsep.join(map(str, [*paths, ROOT]))
+    return python("-c", program, "--help", cwd=cwd, code=None, PYTHONPATH=found)
 
 
 @pytest.mark.parametrize("command", ["main", "run_command"])

@@ -1,9 +1,6 @@
 """What SECURITY.md promises, beyond the tests of each file format."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,9 @@ from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.processes.new_process import python
 from tests.support.tiny_models import make_model_folder
 
-ROOT = Path(__file__).resolve().parents[2]
 PLANTED = "hf_planted4Zq8wTest"
 
 
@@ -43,14 +40,7 @@ QUICK.append("rollout.max_new_tokens=16")
 
 def watched(folder, *arguments, **environ):
     """A command in a process of its own, with every socket refused and written down."""
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": PLANTED, **environ},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python("-c", WATCHED, *arguments, cwd=folder, code=None, HF_TOKEN=PLANTED, **environ)
     return done, done.stderr.rpartition("SENT ")[2].strip()
 
 

@@ -1,20 +1,21 @@
 """The benchmarks measure what they say: their tools on known answers, and each command end to end."""
 
+import re
 import time
-from pathlib import Path
 
 import attrs
 import click
 import mlx.core as mx
+import pytest
 from click.testing import CliRunner
 
+from benchmarks.forecast import PAGE, rendered
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
 from benchmarks.harness.record import Figure
 from benchmarks.report import main as report_command
 from tests.support.benchmark_runs import check_quick_run
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXTS = "cpu device system blas blas_threads python mlx mlx-lm grpo_fn"
 MACHINE = dict.fromkeys(TEXTS.split(), "x") | {"cores": 2, "memory_gb": 8.0, "load": 0.1}
 RATES = {"matmul": 2e11, "exp": 1e8, "copy": 1e10}
@@ -92,3 +93,19 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
     check_quick_run("loss", tmp_path)
+
+
+SENT = sorted((record.RESULTS / "metal").glob("*/*.json"))
+
+
+def test_the_forecasts_are_up_to_date():
+    """The table of docs/gsm8k.md is what `python -m benchmarks.forecast --write` would write."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert rendered(text) == text
+
+
+@pytest.mark.parametrize("file", SENT, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_what_was_sent_in_is_a_result_of_metal(file):
+    """It loads, is of the backend metal alone, and names no folder of the sender's machine."""
+    assert set(record.load_records(file)) == {"metal"}
+    assert not re.search(r"/(Users|home|private)/", file.read_text(encoding="utf-8"))

@@ -1,15 +1,13 @@
 """The commands of docs/conversion.md and docs/export.md, on tiny models and a Hub of this machine."""
 
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 
 import mlx_lm
 import pytest
 
 from tests.support.pages import ROOT, snippets
+from tests.support.processes.new_process import python
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
@@ -47,15 +45,7 @@ def run(words, folder, **environment):
     """In a process of its own."""
     module = "runners.cli" if words[0] == "grpo" else words[0]
     code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_module({module!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-c", code, cwd=folder, **environment)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=[" ".join(words[:4]) for words in COMMANDS])

@@ -1,11 +1,8 @@
 """The pages tell the truth: their tables against the code, their links, and every snippet that they show."""
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 
 import click
@@ -13,11 +10,14 @@ import httpx2
 import pytest
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import modules
 from runners import cli
 from runners.config.loading import KEYS, SECTIONS, load_config
 from runners.rewards.scoring import resolve_rewards
 from tests.support.commands import grpo
 from tests.support.pages import PAGES, ROOT, anchors, codes, links, prose, snippets, tables
+from tests.support.processes.new_process import in_new_process
+from tests.support.resuming import lines_of
 
 DOCS = ROOT / "docs"
 SNIPPETS = [snippet for page in PAGES for snippet in snippets(page)]
@@ -29,12 +29,12 @@ def named(language, *, run=False):
     return pytest.mark.parametrize("snippet", chosen, ids=lambda snippet: snippet.id)
 
 
-def run_commands(text):
-    """The `grpo` lines of a block of shell commands."""
-    for line in text.splitlines():
+def run_commands(text, **more):
+    """The `grpo` lines of a block of shell commands, `more` words behind those of each command."""
+    for line in text.strip().splitlines():
         program, *words = shlex.split(line, comments=True)
         assert program == "grpo", line
-        grpo(*words)
+        grpo(*words, *more.get(words[0], ()))
 
 
 @pytest.fixture
@@ -82,27 +82,30 @@ def test_a_python_snippet_is_python_and_imports_the_core_before_mlx(snippet):
 @named("python", run=True)
 def test_a_python_snippet_runs(snippet, folder):
     """What is marked to be run ends without an error; what is marked to learn prints rewards that rise."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", snippet.text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = in_new_process(snippet.text, cwd=folder)
     if "learns" in snippet.comments:
-        printed = re.findall(r"reward (\S+)  \|gradient\| (\S+)", done.stdout)
-        rewards, gradients = (list(map(float, column)) for column in zip(*printed, strict=True))
-        assert all(value > 0 for value in [*rewards, *gradients]), done.stdout
-        assert sum(rewards[-2:]) > sum(rewards[:2]), done.stdout
+        found = re.findall(r"reward (\S+)  \|gradient\| (\S+)", printed)
+        rewards, gradients = (list(map(float, column)) for column in zip(*found, strict=True))
+        assert all(value > 0 for value in [*rewards, *gradients]), printed
+        assert sum(rewards[-2:]) > sum(rewards[:2]), printed
 
 
 @named("sh", run=True)
 def test_shell_commands_run(snippet, folder):
     """One after the other, each without an error."""
     run_commands(snippet.text)
+
+
+def test_the_student_of_docs_teacher_approaches_its_teacher(tmp_path, monkeypatch):
+    """The config and the three commands, shortened; the KL falls in the first updates already."""
+    monkeypatch.chdir(tmp_path)
+    toml, commands, *_ = snippets(DOCS / "teacher.md")
+    (tmp_path / toml.comments["file"]).write_text(toml.text)
+    settings = ("optim.max_steps=8", "eval.samples=2", "eval.at_start=false")
+    run_commands(commands.text, run=[word for setting in settings for word in ("--set", setting)])
+    lines = lines_of(tmp_path / "outputs/distilled/training_log.jsonl")
+    kl = [line["teacher/kl"] for line in lines if "loss" in line]
+    assert len(kl) == 8 and sum(kl[-3:]) < sum(kl[:3])
 
 
 COMMANDS = [
@@ -162,3 +165,9 @@ def test_the_presets_are_as_the_page_says():
             (True, 0.2) if codes(name) == ["dapo"] else (False, 0)
         )
         assert (spec.beta, spec.correction) == (0, "none")
+
+
+def test_docs_models_has_a_row_for_every_module_of_mlx_lm():
+    """None is missing, none is there that mlx-lm does not have."""
+    text = (DOCS / "models.md").read_text()
+    assert re.findall(r"^\| `([^`]+)` \| \w+ \|", text, re.MULTILINE) == modules()

@@ -4,13 +4,12 @@ import importlib.util
 import inspect
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 
 import grpo_fn as g
 from tests.support.pages import ROOT
+from tests.support.processes.new_process import python
 
 PARTS = runpy.run_path(str(ROOT / "docs" / "manual" / "parts.py"))["PARTS"]
 HAS_MKDOCS = importlib.util.find_spec("mkdocs") is not None and importlib.util.find_spec("mkdocstrings")
@@ -43,9 +42,7 @@ def test_drawings_are_of_the_diagrams_that_the_pages_have():
 @pytest.mark.skipif(not HAS_MKDOCS, reason="the extra docs is not installed: `make docs` builds the manual")
 def test_the_manual_is_built_without_a_warning(tmp_path):
     """`mkdocs build --strict`: links and anchors lead somewhere; a config key has an anchor of its own."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
     assert 'id="rollout.temperature"' in (tmp_path / "config.html").read_text(encoding="utf-8")
     whole = "".join(page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html"))
     assert "<!-- made" not in whole

@@ -2,9 +2,6 @@
 
 import gc
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import mlx.core as mx
 
@@ -12,9 +9,8 @@ from runners.config.loading import load_config
 from runners.telemetry.events import Updated
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training  # noqa: F401 (for SIXTEEN_STEPS)
+from tests.support.processes.new_process import in_new_process
 from tests.support.tiny_runs import PROBLEMS
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class Noting(Quiet):
@@ -55,10 +51,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
 
     In a process of its own: there what other tests have left neither counts nor goes meanwhile.
     """
-    command = [sys.executable, "-c", SIXTEEN_STEPS, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    early, late, held, swap = json.loads(done.stdout)
+    early, late, held, swap = json.loads(in_new_process(SIXTEEN_STEPS, tmp_path))
     assert abs(late - early) < 0.02 * early
     assert 0.98 * held < late < 1.02 * held
     assert swap >= 0

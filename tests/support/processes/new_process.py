@@ -1,4 +1,4 @@
-"""Code in a Python of its own, and the digest of the weights that it leaves behind."""
+"""Python in a process of its own, and the digest of the weights that it leaves behind."""
 
 import hashlib
 import os
@@ -12,19 +12,25 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def in_new_process(code, *arguments, cwd=ROOT, **environment):
-    """Runs code in a Python of its own; its stdout, after it ended well."""
+def python(*words, cwd=ROOT, code=0, **environment):
+    """`python WORDS`, finished, with its output as text; it has to end with this code (None: any)."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, *map(str, words)],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": paths, **environment},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=850,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def in_new_process(code, *arguments, **options):
+    """Runs code in a Python of its own; its stdout, after it ended well."""
+    return python("-c", code, *arguments, **options).stdout
 
 
 def digest_of(file):

@@ -1,13 +1,9 @@
 """The memory forecast of a config against two steps of the real loop."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 from benchmarks.memory import WITHIN
+from tests.support.processes.new_process import in_new_process
 from tests.support.tiny_runs import PROBLEMS
 
-ROOT = Path(__file__).resolve().parents[3]
 PEAKS = """
 import sys
 import attrs
@@ -27,7 +23,5 @@ def check_forecast(name: str) -> None:
     The benchmark asks for 15 %, on a quiet machine. How many operations are in flight, and so the peak, is a
     matter of scheduling: here other work may move it by a few per cent more.
     """
-    command = [sys.executable, "-c", PEAKS, name, str(PROBLEMS)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert abs(float(done.stdout.splitlines()[0])) <= WITHIN + 10, done.stdout
+    printed = in_new_process(PEAKS, name, PROBLEMS)
+    assert abs(float(printed.splitlines()[0])) <= WITHIN + 10, printed
