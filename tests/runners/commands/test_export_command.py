@@ -84,6 +84,8 @@ def test_a_run_becomes_a_gguf_file(runs, tmp_path, kind):
     else:
         run = runs[kind]
     export(run, "--gguf", "m.gguf", "--type", "f32", "--force")
+    assert "PARAMETER num_predict 8\n" in (tmp_path / "Modelfile").read_text()
+    assert "--force replaces it" in export(run, "--gguf", "m.gguf", code=2).stderr
     grpo("convert", "m.gguf", "--out", "back")
     want = logits_of(run / "final")[0]
     assert np.abs(logits_of(tmp_path / "back")[0] - want).max() < 0.01 * np.abs(want).max()
@@ -161,6 +163,10 @@ def test_faults_are_lines(runs, tmp_path):
         ([runs["full"], "--out", "out", "--push", "a b"], '--push "a b": expected owner/name'),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
+        ([runs["full"], "--gguf", "m", "--out", "out"], "expected one of --out DIR, --gguf FILE"),
+        ([runs["full"], "--gguf", "m", "--bits", "4"], "--type is for --gguf"),
+        ([runs["full"], "--out", "out", "--type", "f16"], "--type without --gguf FILE"),
+        ([runs["full"], "--gguf", "m", "--type", "q3"], "--type q3: expected"),
     ):
         result = export(*arguments, code=2)
         assert not result.stdout and message in result.stderr

@@ -25,7 +25,7 @@ from runners.conversion.modelfile import modelfile
 from runners.data.rendering import render
 from runners.errors import UserError
 from runners.models.model_reader import load_tokenizer
-from runners.tokenization.prompt_settings import PromptSettings, write_prompt
+from runners.tokenization.prompt_settings import PromptSettings
 from tests.support import gguf_files
 from tests.support.commands import grpo
 from tests.support.properties.examples import examples
@@ -274,18 +274,6 @@ def test_a_modelfile_asks_as_training_asked(tmp_path, system):
     assert 'TEMPLATE """{{ .Prompt }}<think>"""' in raw and "SYSTEM" not in raw
 
 
-def test_faults_of_the_options_are_lines(tmp_path):
-    """Before anything is read or written."""
-    folder = make_model_folder(tmp_path / "m")
-    for arguments, message in (
-        (["--gguf", "m.gguf", "--out", "out"], "expected one of --out DIR, --gguf FILE"),
-        (["--gguf", "m.gguf", "--bits", "4"], "--type is for --gguf"),
-        (["--out", "out", "--type", "f16"], "--type without --gguf FILE"),
-        (["--gguf", "m.gguf", "--type", "q3"], "--type q3: expected"),
-    ):
-        assert message in grpo("export", folder, *arguments, code=2).stderr
-
-
 REAL = os.environ.get("GRPO_REAL_GGUF", "")
 
 
@@ -318,14 +306,3 @@ def test_transformers_reads_the_same(tmp_path, arch):
         ours = load_tokenizer(tmp_path / "ours")
         for text in (*SENTENCES, "<|im_start|>user\n1234<|im_end|>"):
             assert names.encode(text) == ours.encode(text)
-
-
-def test_prompt_settings_are_in_the_modelfile(tmp_path):
-    """Of a folder with grpo_prompt.json."""
-    pytest.importorskip("gguf")
-    folder = make_model_folder(tmp_path / "m")
-    write_prompt(folder, PROMPT)
-    grpo("export", folder, "--gguf", tmp_path / "x" / "m.gguf")
-    assert f"PARAMETER num_predict {PROMPT.max_new_tokens}\n" in (tmp_path / "x" / "Modelfile").read_text()
-    refused = grpo("export", folder, "--gguf", tmp_path / "x" / "m.gguf", code=2)
-    assert "--force replaces it" in refused.stderr

@@ -80,15 +80,10 @@ def test_adapters_are_applied(llama, adapter):
         assert not mx.allclose(model.module(TOKENS), base.module(TOKENS), rtol=1e-2, atol=1e-2)
 
 
-def test_unusable_adapters_are_errors(llama, adapter, tmp_path):
-    """Missing files, another model's adapters, two at once, a base that is not named."""
+def test_unusable_adapters_are_errors(llama, adapter):
+    """Missing files, two at once, a base that is not named."""
     with pytest.raises(UserError, match=r"holds adapters, and .* is given as well"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
-    with pytest.raises(UserError, match=r"adapter_config\.json is missing"):
-        load_inference(str(llama), CPU, adapter=str(tmp_path))
-    wide = make_model_folder(tmp_path / "wide", layers=1)
-    with pytest.raises(UserError, match=r"the adapters do not fit .*wide: "):
-        load_inference(str(wide), CPU, adapter=str(adapter))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "model": None}))
     with pytest.raises(UserError, match=r"does not name the base model; expected .* --adapter"):

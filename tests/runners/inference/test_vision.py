@@ -1,12 +1,8 @@
-"""Vision-language models: what is said without mlx-vlm, and with it a tiny Qwen2-VL from end to end.
-
-The second part needs the extra `vlm` and PyTorch; CI installs neither, so there it is skipped.
-"""
+"""Vision-language models: what is said without mlx-vlm (the extra `vlm`), and with it a tiny Qwen2-VL."""
 
 import json
 import shutil
 import sys
-from importlib.util import find_spec
 
 import mlx.core as mx
 import numpy as np
@@ -14,12 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
+from runners.models.model_reader import load_tokenizer
+from runners.tokenization.text import TextDecoder
 from tests.support.tiny_models import make_model_folder
-from tests.support.vision_models import vision_settings, write_processor
-
-needs_vlm = pytest.mark.skipif(
-    not (find_spec("mlx_vlm") and find_spec("torch")), reason="wants mlx-vlm and PyTorch"
-)
+from tests.support.vision_models import make_vision_folder, needs_mlx_vlm, write_picture
 
 
 @pytest.fixture
@@ -64,90 +58,46 @@ def test_images_want_a_model_that_sees(grpo, tmp_path):
     assert "--image goes with one PROMPT" in grpo("generate", "m", "--prompts", "f", "--image", "x").stderr
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    """A Qwen2-VL of two layers and two vision blocks, random, in PyTorch."""
-    torch = pytest.importorskip("torch")
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    torch.manual_seed(0)
-    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**settings())).eval()
-    with torch.no_grad():
-        for weight in model.parameters():  # the usual small weights would leave all logits alike
-            weight.copy_(torch.randn_like(weight) * 0.25)
-    return model
-
-
-def settings():
-    """config.json of the model, in the form of the models on the Hub."""
-    found = vision_settings() | {"bos_token_id": 0}
-    found["vision_config"]["in_chans"] = 3
-    return found
-
-
 @pytest.fixture
-def source(tmp_path, theirs):
-    """The model as a Hugging Face folder, with a tokenizer and an image processor."""
-    folder = tmp_path / "qwen"
-    theirs.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(settings()))
-    write_processor(folder)
-    return folder
+def source(tmp_path):
+    """A Qwen2-VL of two layers and two vision blocks, random, with a tokenizer and an image processor."""
+    return make_vision_folder(tmp_path / "qwen")
 
 
-@pytest.fixture
-def images(tmp_path):
-    """One of noise, one that is white."""
-    from PIL import Image
-
-    noise = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
-    for number, pixels in enumerate((noise, np.full_like(noise, 255))):
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    return ["0.png", "1.png"]
-
-
-def inputs_of(folder, images):
-    """The arrays that mlx-vlm makes of a question about images, and the model."""
-    import mlx_vlm
-    from mlx_vlm.prompt_utils import apply_chat_template
-    from mlx_vlm.utils import prepare_inputs
-
-    module, processor = mlx_vlm.load(str(folder), trust_remote_code=False)
-    prompt = apply_chat_template(processor, module.config, "How many?", num_images=len(images))
-    return module, prepare_inputs(processor, images=images, prompts=prompt, add_special_tokens=False)
-
-
-@needs_vlm
+@needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
-def test_an_answer_is_that_of_the_model(grpo, source, images):
+def test_an_answer_is_that_of_the_model(grpo, source, tmp_path):
     """The text is that of the model's likeliest tokens; stderr has the speed; a stop string ends it."""
-    from runners.tokenization.text import TextDecoder
+    import mlx_vlm
 
     def answer(*options):
         result = grpo("generate", "qwen", "How many?", *options, "--temperature", "0", "--max-tokens", "8")
         assert result.exit_code == 0, result.stderr
         return result
 
-    module, inputs = inputs_of(source, images[:1])
-    ids, tokens = inputs["input_ids"], []
+    image = str(write_picture(tmp_path / "0.png", 24, 32))
+    module, processor = mlx_vlm.load(str(source))
+    shown = "<|vision_start|><|image_pad|><|vision_end|>How many?"
+    text = f"<|im_start|>user\n{shown}<|im_end|>\n<|im_start|>assistant\n"
+    inputs = processor(text=[text], images=[image], add_special_tokens=False)
+    images = {name: mx.array(inputs[name]) for name in ("pixel_values", "image_grid_thw")}
+    ids, tokens = mx.array(inputs["input_ids"]), []
     for _ in range(8):
-        logits = module(ids, inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"]).logits
+        module.language_model._rope_deltas = module.language_model._position_ids = None
+        logits = module(ids, **images).logits
         tokens.append(int(logits[0, -1].argmax()))
         ids = mx.concatenate([ids, mx.array([[tokens[-1]]], ids.dtype)], axis=1)
         if tokens[-1] == 2:
             break
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from transformers import AutoTokenizer
-
-    tokenizer = TokenizerWrapper(AutoTokenizer.from_pretrained(source), eos_token_ids=[2])
-    one = answer("--image", images[0])
-    assert one.stdout == TextDecoder(tokenizer).decode(tokens) + "\n"
+    decoder = TextDecoder(load_tokenizer(source))
+    one = answer("--image", image)
+    assert one.stdout == decoder.decode(tokens) + "\n"
     assert f"completion {len(tokens)} tokens" in one.stderr
-    stop = TextDecoder(tokenizer).decode(tokens[:2])
-    assert answer("--image", images[0], "--stop", stop).stdout == stop + "\n"
+    stop = decoder.decode(tokens[:2])
+    assert answer("--image", image, "--stop", stop).stdout == stop + "\n"
 
 
-@needs_vlm
+@needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
 def test_a_file_that_is_no_image(grpo, source, tmp_path):
     """One line, with its name."""
@@ -157,7 +107,7 @@ def test_a_file_that_is_no_image(grpo, source, tmp_path):
         assert result.exit_code == 2 and f"--image {name}: cannot be read as an image" in result.stderr
 
 
-@needs_vlm
+@needs_mlx_vlm
 @pytest.mark.filterwarnings("ignore")
 def test_the_language_part_alone_is_mlx_lm_s(grpo, source, tmp_path):
     """`--text-only` leaves the vision part out."""

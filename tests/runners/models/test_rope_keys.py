@@ -27,21 +27,14 @@ CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])
 LENGTHS = {"max_position_embeddings": 64}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 LAYERS = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
@@ -66,67 +59,46 @@ def scaling(table, **changes):
     return {**kept, "type": table["rope_type"], **changes}
 
 
-@pytest.mark.parametrize(
-    ("before", "want"),
-    [
-        (config("llama", {"rope_type": "default", "rope_theta": 5e5}), {"rope_theta": 5e5}),
-        (config("qwen3", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
-        (
-            config("qwen2", {"type": "linear", "rope_theta": 1e6, "factor": 4}),
-            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0}},
-        ),
-        (config("llama", LLAMA3), {"rope_theta": 5e5, "rope_scaling": scaling(LLAMA3)}),
-        (
-            config("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            {"rope_theta": 1e4, "rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0}},
-        ),
-        (config("qwen2", YARN), {"rope_theta": 1e6, "rope_scaling": scaling(YARN)}),
-        (
-            config("phi3", {**LONG, "partial_rotary_factor": 0.5}),
-            {
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "original_max_position_embeddings": 16,
-                "rope_scaling": scaling(LONG),
-            },
-        ),
-        (
-            config("gpt_neox", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}),
-            {"rotary_emb_base": 1e4, "rotary_pct": 0.25},
-        ),
-        (
-            config("minimax_m2", {"rope_theta": 5e6, "partial_rotary_factor": 0.5}, head_dim=128),
-            {"rope_theta": 5e6, "rotary_dim": 64},
-        ),
-        (
-            config("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
-            {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
-        ),
-        (
-            # transformers states 6, its default, whatever the layers are.
-            config(
-                "gemma3_text",
-                LAYERS,
-                layer_types=["sliding_attention", "full_attention"] * 3,
-                _sliding_window_pattern=6,
-            ),
-            {
-                "rope_theta": 2e6,
-                "rope_local_base_freq": 3e4,
-                "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0},
-                "sliding_window_pattern": 2,
-            },
-        ),
-        (
-            config("olmo3", {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in LAYERS}),
-            {"rope_theta": 5e5},
-        ),
-        (
-            config("llama", {"rope_type": "default", "rope_theta": 5e5}, rope_scaling=None),
-            {"rope_theta": 5e5},
-        ),
-    ],
-)
+KEYS = [
+    (config("qwen3", {"rope_theta": 1e6, "rope_type": "default"}), {"rope_theta": 1e6}),
+    (
+        config("qwen2", {"type": "linear", "rope_theta": 1e6, "factor": 4}),
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 4.0}},
+    ),
+    (config("llama", LLAMA3), {"rope_theta": 5e5, "rope_scaling": scaling(LLAMA3)}),
+    (config("qwen2", YARN), {"rope_theta": 1e6, "rope_scaling": scaling(YARN)}),
+    (
+        config("phi3", {**LONG, "partial_rotary_factor": 0.5}),
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16,
+         "rope_scaling": scaling(LONG)},
+    ),
+    (
+        config("gpt_neox", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}),
+        {"rotary_emb_base": 1e4, "rotary_pct": 0.25},
+    ),
+    (
+        config("minimax_m2", {"rope_theta": 5e6, "partial_rotary_factor": 0.5}, head_dim=128),
+        {"rope_theta": 5e6, "rotary_dim": 64},
+    ),
+    (
+        config("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
+        {"rope_theta": 1e6, "partial_rotary_factor": 0.5, "rope_scaling": None},
+    ),
+    (  # transformers states 6, its default, whatever the layers are
+        config("gemma3_text", LAYERS, layer_types=["sliding_attention", "full_attention"] * 3,
+               _sliding_window_pattern=6),
+        {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "sliding_window_pattern": 2,
+         "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0}},
+    ),
+    (
+        config("olmo3", {kind: {"rope_type": "default", "rope_theta": 5e5} for kind in LAYERS}),
+        {"rope_theta": 5e5},
+    ),
+    (config("llama", {"rope_type": "default", "rope_theta": 5e5}, rope_scaling=None), {"rope_theta": 5e5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "want"), KEYS)
 def test_the_keys_of_each_kind(before, want):
     """θ, scaling, the rotated share and layers' own tables go where mlx-lm's module looks for them."""
     assert added(before) == want
@@ -148,42 +120,30 @@ def test_nothing_to_map_changes_nothing():
         assert with_rope_keys(before) is before
 
 
-@pytest.mark.parametrize(
-    ("before", "line"),
-    [
-        (config("gemma2", {**YARN}), 'gemma2 does not compute rope_type = "yarn"'),
-        (
-            config("mixtral", {"rope_type": "linear", "factor": 2.0}),
-            'mixtral does not compute rope_type = "l',
-        ),
-        (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not compute rope_type = "default"'),
-        (config("llama", {"rope_type": "axial"}), 'llama does not compute rope_type = "axial"'),
-        (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
-        (
-            config("llama", {**YARN, "truncate": False}),
-            "does not compute truncate with rope_type yarn = false",
-        ),
-        (config("llama", {**YARN, "attention_factor": 2.0}), "attention_factor with rope_type yarn = 2.0"),
-        (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale with rope_type yarn = 0.7"),
-        (
-            config("llama", {**LONG, "attention_factor": 3.0}),
-            "does not compute attention_factor with rope_type longrope = 3.0",
-        ),
-        (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
-        (config("gemma3_text", {"sliding_attention": YARN}), "other parameters for sliding_attention"),
-        (config("gemma3_text", {"compressed": YARN}), "does not compute layers of type compressed"),
-        (
-            config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
-            "layer_types other than full_attention in every n-th layer",
-        ),
-        (
-            config("llama", {"rope_type": "linear"}),
-            "rope_parameters: not as transformers writes them: KeyError: 'factor'",
-        ),
-        (config("llama", {"rope_type": ["linear"]}), "rope_parameters: not as transformers writes them"),
-        (config("llama", {**YARN, "factor": "x"}), "rope_parameters: not as transformers writes them"),
-    ],
-)
+REFUSED = [
+    (config("gemma2", YARN), 'gemma2 does not compute rope_type = "yarn"'),
+    (config("mixtral", {"rope_type": "linear", "factor": 2.0}), 'mixtral does not compute rope_type = "l'),
+    (config("deepseek_v2", {"rope_theta": 1e4}), 'deepseek_v2 does not compute rope_type = "default"'),
+    (config("llama", {"rope_type": "axial"}), 'llama does not compute rope_type = "axial"'),
+    (config("llama", {"partial_rotary_factor": 0.5}), "does not compute partial_rotary_factor = 0.5"),
+    (config("llama", {**YARN, "truncate": False}), "compute truncate with rope_type yarn = false"),
+    (config("llama", {**YARN, "attention_factor": 2.0}), "attention_factor with rope_type yarn = 2.0"),
+    (config("llama", {**YARN, "mscale": 0.7}), "does not compute mscale with rope_type yarn = 0.7"),
+    (config("llama", {**LONG, "attention_factor": 3.0}), "attention_factor with rope_type longrope = 3.0"),
+    (config("llama", LAYERS), "other parameters for sliding_attention than for full_attention"),
+    (config("gemma3_text", {"sliding_attention": YARN}), "other parameters for sliding_attention"),
+    (config("gemma3_text", {"compressed": YARN}), "does not compute layers of type compressed"),
+    (
+        config("gemma3_text", LAYERS, layer_types=["full_attention", "sliding_attention"]),
+        "layer_types other than full_attention in every n-th layer",
+    ),
+    (config("llama", {"rope_type": "linear"}), "not as transformers writes them: KeyError: 'factor'"),
+    (config("llama", {"rope_type": ["linear"]}), "rope_parameters: not as transformers writes them"),
+    (config("llama", {**YARN, "factor": "x"}), "rope_parameters: not as transformers writes them"),
+]
+
+
+@pytest.mark.parametrize(("before", "line"), REFUSED)
 def test_what_mlx_lm_does_not_compute_is_refused_by_name(before, line):
     """One line, which names the key: no default in its place."""
     with pytest.raises(UserError, match=line) as caught:
