@@ -71,7 +71,6 @@ def talk(conversation: Conversation) -> None:
     from runners.machine.signals import Interrupts
 
     speed = Speed()
-    speed.start()
     stopped = False  # by Ctrl-C, in the last reply or at the prompt
     while True:
         try:

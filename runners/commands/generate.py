@@ -134,7 +134,6 @@ def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
     from runners.machine.signals import Interrupts
 
     speed = Speed()
-    speed.start()
     with Interrupts() as interrupts:
         yield lambda: interrupts.stopped, speed
     echo(speed.line(), err=True)

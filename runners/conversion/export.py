@@ -31,10 +31,7 @@ from runners.models.adapters import (
     read_adapters,
     read_folder,
 )
-from runners.models.folders import (
-    HUB_NAME,
-    copy_companions,
-)
+from runners.models.folders import HUB_NAME, copy_companions
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt

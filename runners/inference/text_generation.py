@@ -33,7 +33,7 @@ from runners.images.tower import VisionPart
 from runners.inference.inference_model import InferenceModel
 from runners.rewards.builtin import answer_text
 from runners.rewards.experience import FinishedEpisodes
-from runners.tokenization.text import TextDecoder
+from runners.tokenization.text import TextDecoder, TextStream
 
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
 
@@ -122,15 +122,14 @@ class Completion:
 
 @attrs.define
 class Speed:
-    """Tokens and seconds of one or several calls, and the peak of memory since `start`."""
+    """Tokens and seconds of one or several calls, and the peak of memory since the first."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0  # 0 if prompts and completions are not timed separately
     tokens: int = 0
     seconds: float = 0.0
 
-    def start(self) -> None:
-        """Starts to watch the memory."""
+    def __attrs_post_init__(self) -> None:
         mx.reset_peak_memory()
 
     def add(self, batch: Batch) -> None:
@@ -169,7 +168,7 @@ def stream(
     It equals the first completion that `sample_batches` gives for the same prompt and number, to the rounding
     of batched products. `speed` gets the tokens and seconds added.
     """
-    pieces, tokens, text = decoder.stream(), list[int](), ""
+    pieces, tokens, text = TextStream(decoder), list[int](), ""
     began, first, prompt_tokens = time.perf_counter(), 0.0, 0
     for token in engine.stream(request, sampling, key=key, should_stop=should_stop):
         first = first or time.perf_counter()

@@ -175,14 +175,8 @@ def _check_weights(folder: Path, names: set[str]) -> None:
             f"{folder}: expected weights in model*.safetensors, found {found}; transformers' "
             "from_pretrained(FOLDER).save_pretrained(NEW) writes them from pytorch_model.bin"
         )
-    if "model.safetensors.index.json" in names:
-        _check_weight_map(folder, names)
-
-
-def _check_weight_map(folder: Path, names: set[str]) -> None:
-    """Raises UserError unless the files that model.safetensors.index.json names are files of the folder."""
     file = folder / "model.safetensors.index.json"
-    weight_map = read_json(file).get("weight_map", {})
+    weight_map = read_json(file).get("weight_map", {}) if file.name in names else {}
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{file}: weight_map is not a table from tensors to files")
     if missing := sorted(set(weight_map.values()) - names):

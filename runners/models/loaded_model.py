@@ -18,13 +18,7 @@ from runners.images.processor import check_family, has_vision
 from runners.images.tower import VisionPart, prepare_vision
 from runners.models.adapters import add_adapters, base_digest
 from runners.models.folders import resolve_model
-from runners.models.model_reader import (
-    cast_floating,
-    choose_dtype,
-    custom_loader,
-    main_dtype,
-    read_model,
-)
+from runners.models.model_reader import cast_floating, choose_dtype, custom_loader, main_dtype, read_model
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

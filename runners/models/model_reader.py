@@ -60,10 +60,8 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
 
     Raises UserError if it cannot be loaded.
     """
-    return _by_mlx_lm(path, trust_remote_code) if loader is None else _by_loader(path, loader)
-
-
-def _by_mlx_lm(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
+    if loader is not None:
+        return _by_loader(path, loader)
     from mlx_lm import utils
 
     read_config(path)  # checked before mlx-lm reads it
@@ -71,12 +69,7 @@ def _by_mlx_lm(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict]:
         check_header(file)
     try:
         stated = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
-        return utils.load_model(
-            path,
-            lazy=True,
-            model_config=stated,
-            trust_remote_code=trust_remote_code,
-        )
+        return utils.load_model(path, lazy=True, model_config=stated, trust_remote_code=trust_remote_code)
     except Exception as error:  # mlx-lm's module may fail in any way for an untrusted config
         if is_out_of_memory(error):
             raise

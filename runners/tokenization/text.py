@@ -37,11 +37,8 @@ def _foreign(what: str) -> Iterator[None]:
         yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:
-        raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
-    except BaseException as error:
-        # Rust's panics are not caught by `except Exception`.
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:  # Rust's panics are no Exceptions
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"the tokenizer fails on {what}: {first_line(error)}") from error
 
@@ -78,10 +75,6 @@ class TextDecoder:
         while count and tokens[count - 1] in self._ends:
             count -= 1
         return tokens[:count]
-
-    def stream(self) -> TextStream:
-        """A new stream of text, for one completion."""
-        return TextStream(self)
 
     def is_end(self, token: int) -> bool:
         """Whether a token gives no text at the end of a completion."""

@@ -57,8 +57,8 @@ class GGUF:
         return found
 
     def bytes_of(self, tensor: Tensor) -> np.ndarray:
-        """A tensor's bytes [size], mapped and not read."""
-        return np.memmap(self.file, np.uint8, "r", tensor.start, (tensor.size,))
+        """A tensor's bytes [size]."""
+        return np.fromfile(self.file, np.uint8, tensor.size, offset=tensor.start)
 
 
 def read_header(file: Path) -> GGUF:

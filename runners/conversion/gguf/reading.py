@@ -31,7 +31,7 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     header = read_header(file)
     arch = header.get("general.architecture", str)
     factors = {
-        name: _bytes(header, tensor).view(np.float32)
+        name: header.bytes_of(tensor).view(np.float32)
         for name in ROPE_FACTORS
         if (tensor := header.tensors.get(name)) and tensor.kind == "F32"
     }
@@ -94,15 +94,11 @@ def _dtype(header: GGUF) -> Any:
     return mx.float16 if packed or not kinds else _PLAIN[kinds.most_common(1)[0][0]][1]
 
 
-def _bytes(header: GGUF, tensor: Tensor) -> np.ndarray:
-    return np.array(header.bytes_of(tensor))
-
-
 def _array(header: GGUF, tensor: Tensor, dtype: Any, offset: float) -> mx.array:
     """A tensor as numbers of the dtype, `offset` less."""
     if tensor.kind in _PLAIN:
         kind, named = _PLAIN[tensor.kind]
-        found = mx.array(_bytes(header, tensor).view(kind).reshape(tensor.shape))
+        found = mx.array(header.bytes_of(tensor).view(kind).reshape(tensor.shape))
         found = found.view(named) if tensor.kind == "BF16" else found
     elif tensor.kind in _PACKED and len(tensor.shape) == 2:
         weight, scales, biases = _unpack(header, tensor)
@@ -113,7 +109,7 @@ def _array(header: GGUF, tensor: Tensor, dtype: Any, offset: float) -> mx.array:
             gguf: Any = importlib.import_module("gguf")
         except ImportError as error:
             raise UserError(f"{header.file}: {tensor.kind} needs gguf: {install_hint('gguf')}") from error
-        rows = _bytes(header, tensor).reshape(*tensor.shape[:-1], -1)
+        rows = header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
         found = mx.array(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]))
     return (found.astype(mx.float32) - offset if offset else found).astype(dtype)
 
@@ -125,7 +121,7 @@ def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]
     low halves of its bytes and 16…31 in the high ones.
     """
     rows = tensor.shape[0]
-    blocks = _bytes(header, tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)
+    blocks = header.bytes_of(tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)
     wide = 4 if tensor.kind == "Q4_1" else 2
     halves = np.ascontiguousarray(blocks[..., :wide]).view(np.float16)
     scales, quants = halves[..., 0], blocks[..., wide:]

@@ -71,10 +71,7 @@ def test_adapters_are_applied(llama, adapter):
     theirs.set_dtype(mx.float32)
     expected = theirs(TOKENS)
     base = load_inference(str(llama), CPU)
-    for model in (
-        load_inference(str(llama), CPU, adapter=str(adapter)),
-        load_inference(str(adapter), CPU),
-    ):
+    for model in (load_inference(str(llama), CPU, adapter=str(adapter)), load_inference(str(adapter), CPU)):
         assert model.adapter == adapter and model.path == llama
         assert mx.allclose(model.module(TOKENS), expected, rtol=1e-5, atol=1e-5)
         assert not mx.allclose(model.module(TOKENS), base.module(TOKENS), rtol=1e-2, atol=1e-2)

@@ -155,7 +155,6 @@ def test_tokens_and_seconds_add_up_over_calls(model):
     """Tokens of prompts and completions add up over calls; the line has them."""
     examples, sampling = examples_of(model), g.Sampling(temperature=0.7, max_new_tokens=7)
     speed, first = Speed(), len(examples[0].tokens)
-    speed.start()
     model.engine.load({}, 0)
     streamed(model, examples[0].tokens, sampling, speed=speed)
     assert (speed.prompt_tokens, speed.tokens) == (first, 7)

@@ -96,10 +96,7 @@ def test_generate_and_eval_use_the_loader(folder):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "def load(folder):\n    pass",
-            r"own.py:load.*: expected load\(folder, c",
-        ),
+        ("def load(folder):\n    pass", r"own.py:load.*: expected load\(folder, c"),
         (
             "def load(folder, config):\n    return {}",
             "model.loader load: expected an mlx.nn.Module, found dict",

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from runners.tokenization.text import TextDecoder
+from runners.tokenization.text import TextDecoder, TextStream
 from tests.support.tiny_models import SPECIAL, TAGS, make_tokenizer, sentence_tokenizer, write_tokenizer
 
 
@@ -113,7 +113,7 @@ def test_a_special_token_can_be_a_stop_string(plain):
     assert find(tokens, 0) == len(tokens) and decoder.decode(tokens) == "a<|im_start|> b<|im_start|>"
     assert decoder.find_stop(["<|im_start|>"])(tokens, 0) == 2
     assert decoder.decode(tokens) == "a<|im_start|> b"
-    stream = decoder.stream()
+    stream = TextStream(decoder)
     assert "".join([*map(stream.add, tokens), stream.finish()]) == "a<|im_start|> b"
 
 
@@ -126,7 +126,7 @@ def test_a_stream_joins_to_the_whole_text(plain, sentencepiece, text, cut):
     for (decoder, tokenizer), missing in ((plain, cut), (sentencepiece, 0)):
         tokens = tokenizer.encode(text)
         tokens = [*tokens[missing:], tokenizer.eos_token_id, *tokens[: len(tokens) - missing]]
-        stream = decoder.stream()
+        stream = TextStream(decoder)
         pieces = [stream.add(token) for token in tokens]
         assert not any(piece.endswith("\ufffd") for piece in pieces)
         pieces.append(stream.finish())
