@@ -214,15 +214,11 @@ def base_digest(leaves: Mapping[str, mx.array]) -> str:
 def _sample(leaf: mx.array) -> mx.array:
     flat = leaf.reshape(-1)
     if flat.size > WHOLE:
-        flat = flat[mx.array(_places(flat.size))]
+        # Multiples of an odd number modulo the size do not meet the same columns of a matrix.
+        steps = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2_654_435_761)
+        flat = flat[mx.array((steps % np.uint64(flat.size)).astype(np.uint32))]
     floating: Any = mx.issubdtype(flat.dtype, mx.floating)
     return mx.contiguous(flat.astype(mx.float32) if floating else flat)
-
-
-def _places(size: int) -> np.ndarray:
-    """Multiples of an odd number modulo the size, so that they do not meet the same columns of a matrix."""
-    steps = np.arange(SAMPLED, dtype=np.uint64) * np.uint64(2_654_435_761)
-    return (steps % np.uint64(size)).astype(np.uint32)
 
 
 def _adaptable(module: nn.Module) -> set[str]:

@@ -53,11 +53,14 @@ class TextDecoder:
     def __init__(self, tokenizer: TokenizerWrapper):
         """Reads which tokens end a completion; the tokenizer is that of `LoadedModel.tokenizer`."""
         self.tokenizer = tokenizer
-        self._ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
+        self.ends = {*tokenizer.eos_token_ids, getattr(tokenizer, "pad_token_id", None)}
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion; incomplete characters become U+FFFD."""
-        return self.part(self.without_end(tokens))
+        count = len(tokens)
+        while count and tokens[count - 1] in self.ends:
+            count -= 1
+        return self.part(tokens[:count])
 
     def part(self, tokens: Sequence[int]) -> str:
         """The text of tokens in the midst of a completion, those that would end it included."""
@@ -68,17 +71,6 @@ class TextDecoder:
             return self.tokenizer.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-
-    def without_end(self, tokens: Sequence[int]) -> Sequence[int]:
-        """The tokens that `decode` gives the text of."""
-        count = len(tokens)
-        while count and tokens[count - 1] in self._ends:
-            count -= 1
-        return tokens[:count]
-
-    def is_end(self, token: int) -> bool:
-        """Whether a token gives no text at the end of a completion."""
-        return token in self._ends
 
     def find_stop(self, stop_strings: Sequence[str]) -> FindStop | None:
         """A function from a completion's tokens to the number to keep, or None if it goes on.
@@ -99,7 +91,7 @@ class TextDecoder:
             raise ValueError("a stop string is empty: it would end every completion at once")
         texts = tuple(stop_strings)
         special = getattr(self.tokenizer, "added_tokens_decoder", {}).items()
-        self._ends |= {i for i, token in special if token.special and str(token) in texts}
+        self.ends |= {i for i, token in special if token.special and str(token) in texts}
         if not texts:
             return None
         last_characters = {stop[-1] for stop in texts}
@@ -159,7 +151,7 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that this token completes, often empty."""
         self._ends.append(token)
-        if self._decoder.is_end(token):
+        if token in self._decoder.ends:
             return ""
         self._waiting, self._ends = [*self._waiting, *self._ends], []
         text = self._decoder.part([*self._last, *self._waiting])

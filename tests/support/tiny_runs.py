@@ -80,6 +80,12 @@ def ran(folder: Path, *overrides: str, text: str | None = None, **how: Any) -> R
     return Ran(result, list(map(json.loads, log)), notes.lines)
 
 
+def updates_of(run: Path) -> list[dict]:
+    """The log lines of the updates in a run's folder."""
+    lines = map(json.loads, (run / "training_log.jsonl").read_text().splitlines())
+    return [line for line in lines if "loss" in line]
+
+
 def train(folder: Path, name: str, tune: str, *, base: Path | None = None, **model) -> Path:
     """The folder of a finished run of four updates, with a checkpoint every two; its base is beside it.
 

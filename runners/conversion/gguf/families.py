@@ -34,7 +34,6 @@ class Family:
 
     arch: str  # GGUF's name
     model_type: str  # config.json's, of a folder made from GGUF
-    hf_class: str
     parts: Mapping[str, str] = attrs.field(factory=lambda: _PARTS)
     pairs: bool = False  # rotated pairs are neighbours in q and k, and not half a head apart
     norm_offset: float = 0.0  # added to the norms' weights
@@ -57,18 +56,18 @@ class Family:
         return config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
 
 
-_LLAMA = Family("llama", "llama", "LlamaForCausalLM", pairs=True)
-_GEMMA3 = Family("gemma3", "gemma3_text", "Gemma3ForCausalLM", _PARTS | _GEMMA, norm_offset=1, wide=62)
+_LLAMA = Family("llama", "llama", pairs=True)
+_GEMMA3 = Family("gemma3", "gemma3_text", _PARTS | _GEMMA, norm_offset=1, wide=62)
 _PHI3 = {name: part for name, part in _PARTS.items() if not part.endswith(("_gate", "_up"))}
 FAMILIES = {  # by model_type
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": Family("qwen2", "qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Family("qwen3", "qwen3", "Qwen3ForCausalLM"),
-    "gemma2": Family("gemma2", "gemma2", "Gemma2ForCausalLM", _PARTS | _GEMMA, norm_offset=1, wide=46),
+    "qwen2": Family("qwen2", "qwen2"),
+    "qwen3": Family("qwen3", "qwen3"),
+    "gemma2": Family("gemma2", "gemma2", _PARTS | _GEMMA, norm_offset=1, wide=46),
     "gemma3_text": _GEMMA3,
     "gemma3": _GEMMA3,
-    "phi3": Family("phi3", "phi3", "Phi3ForCausalLM", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
+    "phi3": Family("phi3", "phi3", _PHI3 | {"mlp.gate_up_proj": "ffn_up"}),
 }
 
 _KEYS = {  # config.json's -> GGUF's behind the architecture's name; whether every file has it
@@ -153,7 +152,10 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
     if family is None:
         known = listed(sorted({family.arch for family in FAMILIES.values()}))
         raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
-    config: dict[str, Any] = {"model_type": family.model_type, "architectures": [family.hf_class]}
+    config: dict[str, Any] = {
+        "model_type": family.model_type,
+        "architectures": [f"{arch.capitalize()}ForCausalLM"],
+    }
     defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
         unknown = -1 if kind is int else -1.0

@@ -4,6 +4,7 @@ SentencePiece's ("llama") with scores in place of merges. Both from and to token
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
         scores = [-float(ranks.get(names.get(i, ""), len(merges))) for i in range(rows)]
         found = {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": scores}
         found["ggml.add_space_prefix"] = _prefixed(stated)
-        types |= {i: _BYTE for i, name in names.items() if _is_byte(name)}
+        types |= {i: _BYTE for i, name in names.items() if re.fullmatch("<0x..>", name)}
         if (unknown := model["vocab"].get(model.get("unk_token"))) is not None:
             types[unknown] = _UNKNOWN
             found["ggml.unknown_token_id"] = unknown
@@ -168,10 +169,6 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
 def _prefixed(stated: Mapping[str, Any]) -> bool:
     steps = [*_steps(stated, "normalizer", "normalizers"), *_steps(stated, "pre_tokenizer", "pretokenizers")]
     return any(s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps)
-
-
-def _is_byte(name: str) -> bool:
-    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
 
 
 def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:

@@ -86,22 +86,15 @@ def test_a_converted_checkpoint_loads_in_its_own_dtypes(tmp_path):
     assert {w.dtype for w in mx.load(str(cast / "model.safetensors")).values()} == {mx.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("quantization", "bits"),
-    [
-        (QuantizationOptions(bits=4), 4),
-        (QuantizationOptions(bits=3, group_size=32), 3),
-        (QuantizationOptions(mode="mxfp8"), 8),
-    ],
-)
-def test_it_can_be_quantized_at_once_or_later(tmp_path, quantization, bits):
+def test_it_can_be_quantized_at_once_or_later(tmp_path):
     """From the checkpoint or from the MLX folder: the same packed weights, near the full model's logits."""
+    quantization = QuantizationOptions(bits=3, group_size=32)
     source = write_checkpoint(tmp_path / "d3")
     full = convert(str(source), tmp_path / "full")
     once = convert(str(source), tmp_path / "once", quantization=quantization)
     later = convert(str(full), tmp_path / "later", quantization=quantization)
     modules = [mlx_lm.utils.load_model(folder)[0] for folder in (full, once, later)]
-    assert modules[1].lm_head.bits == bits
+    assert modules[1].lm_head.bits == 3
     logits = [np.array(module(mx.array(TOKENS)).astype(mx.float32)) for module in modules]
     assert np.array_equal(logits[1], logits[2])
     assert 0 < np.abs(logits[1] - logits[0]).mean() < 0.5 * np.abs(logits[0]).mean()
@@ -117,22 +110,10 @@ def spoil(tensors, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"resid_lambdas": torch.ones(3), "value_embeds.1.weight": torch.ones(2)},
-            "the model cannot be loaded: Received 2 parameters not in model",
-        ),
-        (
-            {"lm_head.weight": None, "transformer.h.1.mlp.c_fc.weight": None},
-            "the model cannot be loaded: Missing 2 parameters",
-        ),
-        (
-            {"transformer.h.0.attn.c_k.weight": torch.ones(64, 64)},
-            r"Expected shape \(32, 64\) but received shape \(64, 64\)",
-        ),
-        (
-            {"lm_head.weight": torch.ones(320, 64)},
-            r"Expected shape \(329, 64\) but received shape \(320, 64\)",
-        ),
+        ({"a": torch.ones(3), "b.1.weight": torch.ones(2)}, "cannot be loaded: Received 2 parameters not in"),
+        ({"lm_head.weight": None, "transformer.h.1.mlp.c_fc.weight": None}, "loaded: Missing 2 parameters"),
+        ({"transformer.h.0.attn.c_k.weight": torch.ones(64, 64)}, r"received shape \(64, 64\)"),
+        ({"lm_head.weight": torch.ones(320, 64)}, r"Expected shape \(329, 64\) but received shape \(320, 64"),
     ],
 )
 def test_tensors_that_do_not_fit_are_listed(tmp_path, changes, message):

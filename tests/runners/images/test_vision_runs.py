@@ -23,7 +23,7 @@ from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.commands import grpo
 from tests.support.resuming import killed, outcome
-from tests.support.tiny_runs import Notes
+from tests.support.tiny_runs import Notes, updates_of
 from tests.support.tiny_states import same_bits
 from tests.support.vision_models import FAMILIES, IMAGE_TOKEN, needs_mlx_vlm
 from tests.support.vision_runs import write_vision_run
@@ -140,8 +140,7 @@ def test_a_run_trains_evaluates_and_says_what_it_does(finished, folder):
         wanted = [image] if isinstance(image, str) else image
         assert row.get("images") == wanted
     assert any(row.get("images") for row in rows)
-    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "loss" in line]
+    updates = updates_of(result.folder)
     assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
     assert all(abs(line["sampling/sampling_logp_difference/mean"]) < 1e-4 for line in updates)
 
@@ -319,6 +318,5 @@ def test_it_learns_from_what_it_sees(folder, tmp_path):
         checkpoint={"every": 0},
     )
     result = run_training(load_config(str(path)), report=Quiet())
-    lines = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
-    rewards = [line["reward"] for line in lines if "loss" in line]
+    rewards = [line["reward"] for line in updates_of(result.folder)]
     assert np.mean(rewards[:2]) < 0.75 and np.mean(rewards[-10:]) > 0.95

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from click.testing import CliRunner
 
@@ -23,6 +24,7 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
 CPU = Platform(backend="cpu")
+TOKENS = mx.array([[5, 9, 70, 31]])
 
 
 @pytest.fixture
@@ -34,13 +36,15 @@ def base(tmp_path, monkeypatch):
 
 @pytest.fixture
 def adapter(base, tmp_path):
-    """Adapters for it as a run saves them; `mlx` beside them: the same as mlx-lm's trainer saves them."""
+    """Random adapters for it as a run saves them; `mlx` beside them: the same as mlx-lm saves them."""
     settings = ModelConfig(path=str(base), tune="lora", lora=LoraConfig(rank=2, scale=4.0))
     loaded = load_model(settings, CPU)
     for name in ("adapter", "mlx"):
         folder = tmp_path / name
         folder.mkdir()
-        write_trained(folder, trained(loaded.module.trainable_parameters(), loaded), loaded)
+        weights = trained(loaded.module.trainable_parameters(), loaded)
+        key = mx.random.key(1)
+        write_trained(folder, {n: mx.random.normal(w.shape, key=key) for n, w in weights.items()}, loaded)
         (folder / "config.json").unlink()
     edit(tmp_path / "mlx", base_digest=None)
     return tmp_path / "adapter"
@@ -146,10 +150,32 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
 
 
 def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
-    """As mlx-lm's own trainer writes them: nothing says which model they are for."""
-    assert load_inference(str(base), CPU, adapter=str(tmp_path / "mlx")).notices == ()
+    """As mlx-lm's own trainer writes them, and applies them, but for the dropout; by --adapter, or by naming
+    the adapters' folder alone."""
+    table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
+    edit(tmp_path / "mlx", lora_parameters=table | {"dropout": 0.5})
+    theirs, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "mlx"))[:2]
+    theirs.set_dtype(mx.float32)
+    want, plain = theirs(TOKENS), load_inference(str(base), CPU).module(TOKENS)
+    for place, named in ((base, {"adapter": str(tmp_path / "mlx")}), (tmp_path / "mlx", {})):
+        model = load_inference(str(place), CPU, **named)
+        assert (model.adapter, model.path, model.notices) == (tmp_path / "mlx", base, ())
+        assert mx.allclose(model.module(TOKENS), want, rtol=1e-5, atol=1e-5)
+        assert not mx.allclose(model.module(TOKENS), plain, rtol=1e-2, atol=1e-2)
     code, said = grpo("export", tmp_path / "mlx", "--out", tmp_path / "out")
     assert code == 0 and said == ""
+
+
+def test_unusable_adapters_are_errors(base, adapter):
+    """Two at once, a base that is not named, missing files."""
+    with pytest.raises(UserError, match=r"holds adapters, and .* is given as well"):
+        load_inference(str(adapter), CPU, adapter=str(adapter))
+    edit(adapter, model=None)
+    with pytest.raises(UserError, match=r"does not name the base model; expected .* --adapter"):
+        load_inference(str(adapter), CPU)
+    (adapter / "adapters.safetensors").unlink()
+    with pytest.raises(UserError, match=r"adapters\.safetensors is missing"):
+        load_inference(str(base), CPU, adapter=str(adapter))
 
 
 def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_one():

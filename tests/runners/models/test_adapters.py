@@ -15,7 +15,7 @@ from runners.telemetry.report import Quiet
 from runners.training.setup import SetUp
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small, updates_of
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
@@ -39,12 +39,6 @@ def config_of(tmp_path: Path, tune: str, quantize: dict | None, *overrides: str)
     return load_config(str(tmp_path / "train.toml"), more), folder
 
 
-def log_of(result):
-    """The log lines of a run's updates."""
-    lines = (result.folder / "training_log.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
-
-
 CASES = [("full", None), ("lora", None), ("dora", None), ("lora", QUANTIZED), ("dora", QUANTIZED)]
 
 
@@ -66,7 +60,7 @@ def test_what_was_trained_opens_in_mlx_lm(trained, tune, quantize):
     from mlx_lm import load
 
     config, folder, result = trained(tune, quantize)
-    log = log_of(result)
+    log = updates_of(result.folder)
     assert all(line["grad_norm"] > 0 for line in log) and log[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert log[-1]["kl"] > 1e-7
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in log)
@@ -118,7 +112,8 @@ def test_a_run_goes_on_from_the_adapters_of_another(trained, tmp_path, tune):
     for role in (run.learner.state.params, run.learner.state.ref_params):
         assert all(mx.array_equal(leaf, saved[name]) for name, leaf in named_leaves(role).items())
     result = run_training(second, report=Quiet())
-    assert log_of(result)[0]["kl"] == pytest.approx(0, abs=1e-6) and log_of(result)[-1]["kl"] > 1e-7
+    log = updates_of(result.folder)
+    assert log[0]["kl"] == pytest.approx(0, abs=1e-6) and log[-1]["kl"] > 1e-7
     settings = json.loads((result.folder / "final" / "adapter_config.json").read_text())
     assert settings["lora_parameters"] == {"rank": 4, "scale": 8.0, "dropout": 0.0}
     adapted, _ = load(str(folder), adapter_path=str(result.folder / "final"))[:2]

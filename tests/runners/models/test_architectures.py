@@ -14,7 +14,7 @@ from runners.tokenization.text import TextDecoder
 from tests.support.commands import grpo
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import ARCHITECTURES, make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small, updates_of
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12, 40, 41, 42, 43, 44, 45, 46]])  # longer than gemma3's window here
@@ -52,8 +52,7 @@ def test_an_architecture_from_end_to_end(folder):
     our generation is the greedy one of its forward."""
     start = load_model(ModelConfig(path="model"), CPU).module(TOKENS)
     result = grpo("run", "train.toml")
-    lines = map(json.loads, (folder / "two" / "training_log.jsonl").read_text().splitlines())
-    updates = [line for line in lines if "loss" in line]
+    updates = updates_of(folder / "two")
     assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in updates)
     module, _ = mlx_lm_load(folder / "two" / "final")

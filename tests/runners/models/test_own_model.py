@@ -19,7 +19,7 @@ from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.pages import ROOT, snippets
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small
+from tests.support.tiny_runs import BY_LETTERS, LETTERS, small, updates_of
 
 CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31, 12]])
@@ -63,8 +63,7 @@ def test_the_documented_architecture_is_trained_and_opened_again(folder, tune):
     """Two updates move it; the learner and the sampler agree; final/ opens by the same loader, trained."""
     config = load_config("train.toml", [f"model.tune={tune}"])
     result = run_training(config, report=Quiet())
-    log = [json.loads(line) for line in (result.folder / "training_log.jsonl").read_text().splitlines()]
-    updates = [line for line in log if "loss" in line]
+    updates = updates_of(result.folder)
     assert len(updates) == 2 and all(line["grad_norm"] > 0 for line in updates)
     assert all(line["sampling/sampling_logp_difference/max"] < 1e-3 for line in updates)
     loaded = load_model(config.model, CPU, folders=[folder])
