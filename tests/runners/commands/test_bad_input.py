@@ -1,28 +1,21 @@
 """What strangers and slips bring: every command ends with a line and exit code 2, and nothing half done."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
+from click import Context
 
 from runners.cli import COMMANDS, main
+from tests.support.commands import grpo
+from tests.support.damage import containing, stating
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(12)]
-FOR_A_CONFIG = (["run"], ["sft"], ["plan"], ["check"], ["bench"], ["difficulty"])
-FOR_A_MODEL = (
-    ["generate", "MODEL", "hello"],
-    ["chat", "MODEL"],
-    ["eval", "MODEL", "--data", "rows.jsonl"],
-    ["init", "MODEL", "rows.jsonl", "--out", "new.toml"],
-    ["convert", "MODEL", "--out", "new"],
-    ["export", "MODEL", "--out", "new"],
-)
-FOR_A_RUN = (["report", "nope"], ["watch", "nope"], ["runs", "nope"])
 
 
 @pytest.fixture
@@ -43,12 +36,8 @@ def sound(tmp_path_factory):
 @pytest.fixture
 def model(place, sound):
     """A model folder of this test's own."""
-    folder = place / "model"
-    folder.mkdir()
-    for file in sound.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
     write_config(model="model")
-    return folder
+    return shutil.copytree(sound, place / "model")
 
 
 def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good"):
@@ -63,29 +52,15 @@ def files():
     return {path for path in found if path.name != ".lock"}
 
 
-def refused(*arguments, code=2):
+def refused(*arguments):
     """The one line with which a command refuses; nothing was begun, and no traceback shown."""
     before = files()
-    result = CliRunner().invoke(main, [str(part) for part in arguments], input="hello\n")
-    assert isinstance(result.exception, SystemExit), (arguments, result.exception, result.output)
-    assert result.exit_code == code, (arguments, result.output)
-    lines = result.stderr.splitlines()
+    lines = grpo(*arguments, code=2, input="hello\n").stderr.splitlines()
     lines = [line for line in lines if not line.startswith("BLAS") and "OpenBLAS" not in line]
     assert lines and all(line.isprintable() and len(line) < 2100 for line in lines), lines
     assert not any("Traceback" in line for line in lines)
     assert files() == before
     return "\n".join(lines)
-
-
-def refused_by_all(folder, commands=(*FOR_A_CONFIG, *FOR_A_MODEL)):
-    """What each command says of a model folder."""
-    arguments = [[str(folder) if part == "MODEL" else part for part in command] for command in commands]
-    return [refused(*each, *(["train.toml"] if len(each) == 1 else [])) for each in arguments]
-
-
-def test_every_command_is_tried_here():
-    """A new command belongs into the tables above."""
-    assert {command[0] for command in (*FOR_A_CONFIG, *FOR_A_MODEL, *FOR_A_RUN)} | {"doctor"} == {*COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +73,10 @@ def test_every_command_is_tried_here():
 def test_bad_configs(place, text, line):
     """Each command that takes a config reads it in the same place."""
     Path("train.toml").write_text(text)
-    for command in FOR_A_CONFIG:
-        assert line in refused(*command, "train.toml")
+    commands = [name for name in COMMANDS if main.get_command(Context(main), name).params[0].name == "config"]
+    assert {"run", "sft", "plan", "check", "bench", "difficulty"} <= {*commands}
+    for command in commands:
+        assert line in refused(command, "train.toml")
 
 
 BAD_MIDDLE = [*[json.dumps(row) for row in ROWS[:5]], "{broken", *[json.dumps(row) for row in ROWS[5:]]]
@@ -150,50 +127,33 @@ def arrays_with(change):
     return spoil
 
 
-def config_with(**changes):
-    """Rewrites config.json."""
-
-    def spoil(folder):
-        content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(content | changes))
-
-    return spoil
-
-
-def write(name, content):
-    def spoil(folder):
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return spoil
-
-
-def link(name, target):
-    def spoil(folder):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return spoil
+def link_out(folder):
+    """The weights are another file of this machine."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("/etc/hostname")
 
 
 NORM = "model.norm.weight"
 SPOILED = {  # more than tests/runners/models/test_loaded_model.py has for the loader alone
-    "a header as long as the world": write("model.safetensors", b"\xff" * 8 + b"{}"),
+    "a header as long as the world": containing("model.safetensors", b"\xff" * 8 + b"{}"),
     "wrong shapes": arrays_with(lambda w: w.update({NORM: mx.ones((7,))})),
     "a missing tensor": arrays_with(lambda w: w.pop(NORM)),
-    "a size beyond memory": config_with(hidden_size=2**40),
-    "a type that leads elsewhere": config_with(model_type="../../evil"),
-    "an index that climbs": write(
+    "a size beyond memory": stating("config.json", hidden_size=2**40),
+    "a type that leads elsewhere": stating("config.json", model_type="../../evil"),
+    "an index that climbs": containing(
         "model.safetensors.index.json", '{"weight_map": {"a": "../x.safetensors"}}'
     ),
-    "weights that are a link out": link("model.safetensors", "/etc/hostname"),
-    "a tokenizer of bytes": write("tokenizer.json", b"\xff\xfe"),
-    "a tokenizer with code": write(
+    "weights that are a link out": link_out,
+    "a tokenizer of bytes": containing("tokenizer.json", b"\xff\xfe"),
+    "a tokenizer with code": containing(
         "tokenizer_config.json",
         '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}',
     ),
-    "own code": config_with(model_file="evil.py"),
-    "own code as transformers has it": config_with(model_type="evil", auto_map={"AutoModel": "evil.M"}),
-    "a config nested too deeply": write("config.json", b"[" * 100_000),
+    "own code": stating("config.json", model_file="evil.py"),
+    "own code as transformers has it": stating(
+        "config.json", model_type="evil", auto_map={"AutoModel": "evil.M"}
+    ),
+    "a config nested too deeply": containing("config.json", b"[" * 100_000),
 }
 
 
@@ -204,8 +164,8 @@ def test_bad_models(model, spoil):
         f"open({str(model.parent / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = dict\n"
     )
     spoil(model)
-    for line in refused_by_all(model, (["run"], ["generate", "MODEL", "hello"])):
-        assert "model" in line
+    for command in (["run", "train.toml"], ["generate", model, "hello"]):
+        assert "model" in refused(*command)
     assert not (model.parent / "ran").exists()
 
 
@@ -214,8 +174,6 @@ def test_a_pickle_that_would_run_a_command(place):
     folder = make_nanochat_folder(place / "model")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.pkl").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch ran\x85R.")
-    for line in refused_by_all(
-        folder, (["convert", "MODEL", "--out", "new"], ["generate", "MODEL", "hello"])
-    ):
-        assert "tokenizer.pkl" in line
+    for command in (["convert", folder, "--out", "new"], ["generate", folder, "hello"]):
+        assert "tokenizer.pkl" in refused(*command)
     assert not Path("ran").exists()

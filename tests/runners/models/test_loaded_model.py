@@ -15,6 +15,7 @@ from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
 from runners.models.model_reader import check_finite
+from tests.support.damage import containing, stating, without
 from tests.support.tiny_models import make_model_folder
 
 CPU, GPU = Platform(backend="cpu"), Platform(backend="metal")
@@ -107,26 +108,6 @@ def test_adapter_keys_choose_the_layers(llama):
         "num_layers": -1,
         "lora_parameters": {"rank": 2, "scale": 4.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]},
     }
-
-
-def without(name):
-    """Removes a file."""
-    return lambda folder: (folder / name).unlink()
-
-
-def containing(name, content):
-    """Replaces a file."""
-    return lambda folder: (folder / name).write_text(content)
-
-
-def stating(name, **keys):
-    """Changes keys of a JSON file."""
-
-    def act(folder):
-        file = folder / name
-        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | keys))
-
-    return act
 
 
 def cut_off(folder):
