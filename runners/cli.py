@@ -229,11 +229,7 @@ def _run_alone(name: str, overrides: Sequence[str], signals: StopSignals, how: d
 
 
 def _run_rank(
-    name: str,
-    overrides: Sequence[str],
-    signals: StopSignals,
-    how: dict[str, Any],
-    place: RankPlace,
+    name: str, overrides: Sequence[str], signals: StopSignals, how: dict[str, Any], place: RankPlace
 ) -> None:
     from runners.config.loading import load_config
     from runners.machine import startup

@@ -12,14 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from runners.errors import (
-    ConfigError,
-    UserError,
-    first_line,
-    is_out_of_memory,
-    one_line,
-    system_fault,
-)
+from runners.errors import ConfigError, UserError, first_line, is_out_of_memory, one_line, system_fault
 from runners.machine.metal_faults import ADVICE, is_watchdog
 from runners.machine.terminal import OutputLost, drop_output, echo
 

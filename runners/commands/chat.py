@@ -27,13 +27,7 @@ _COMMANDS = """\
 
 
 @command(
-    "chat",
-    click.argument("model"),
-    PROMPT,
-    SAMPLING,
-    MODEL,
-    TRUST,
-    notes=f"\b\nWhile chatting:\n{_COMMANDS}",
+    "chat", click.argument("model"), PROMPT, SAMPLING, MODEL, TRUST, notes=f"\b\nWhile chatting:\n{_COMMANDS}"
 )
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.

@@ -26,24 +26,14 @@ MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets i
 
 
 _COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
+_SHARE, _TOP = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
+_FACTOR = click.FloatRange(0, min_open=True)
 SAMPLING = (
     option("--temperature", "0: the likeliest token.", click.FloatRange(0), 0.7, show_default=True),
-    option(
-        "--top-p",
-        "The likeliest tokens with this share of the probability.",
-        click.FloatRange(0, 1, min_open=True),
-        1.0,
-    ),
+    option("--top-p", "The likeliest tokens with this share of the probability.", _TOP, 1.0),
     option("--top-k", "This many tokens; 0: all.", _NUMBER, 0),
-    option(
-        "--min-p", "Tokens with at least this share of the largest probability.", click.FloatRange(0, 1), 0.0
-    ),
-    option(
-        "--repetition-penalty",
-        "Above 1: tokens that have occurred become less likely.",
-        click.FloatRange(0, min_open=True),
-        1.0,
-    ),
+    option("--min-p", "Tokens with at least this share of the largest probability.", _SHARE, 0.0),
+    option("--repetition-penalty", "Above 1: tokens that have occurred become less likely.", _FACTOR, 1.0),
     option("--seed", "The same seed gives the same result.", _NUMBER, 0, show_default=True),
     option("--max-tokens", "Length limit of a reply [as in training, else 512].", _COUNT),
 )
@@ -83,11 +73,7 @@ TOOLS = (
         "A function that the model may call, or a Python file with such functions. May be repeated.",
         multiple=True,
     ),
-    option(
-        "--env as factory=FILE:CLASS",
-        "An environment, whose methods the model may call.",
-        default="",
-    ),
+    option("--env as factory=FILE:CLASS", "An environment, whose methods the model may call.", default=""),
 )
 TOOLS_OF = (
     option("--config=CONFIG", "A training's config: its [env], with the bounds.", default=""),

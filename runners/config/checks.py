@@ -12,14 +12,7 @@ import attrs
 
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
-from runners.config.names import (
-    EMBEDDED,
-    REWARD_NAMES,
-    SELF,
-    SHIPPED,
-    TASK_SCORE,
-    TASKS,
-)
+from runners.config.names import EMBEDDED, REWARD_NAMES, SELF, SHIPPED, TASK_SCORE, TASKS
 from runners.config.reading import Settings
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show

@@ -15,13 +15,7 @@ import attrs
 
 from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
-from runners.config.reading import (
-    KeyPath,
-    Settings,
-    apply_override,
-    key_hint,
-    read_settings,
-)
+from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
 from runners.errors import ConfigError, show, spell_tables
 from runners.files.durable import save_text
 from runners.files.run_files import RESOLVED

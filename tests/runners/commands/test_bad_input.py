@@ -65,10 +65,7 @@ def refused(*arguments):
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [
-        ("[model\n", "train.toml: not TOML"),
-        ("model.path = 3\n", "model.path: expected a string, found 3"),
-    ],
+    [("[model\n", "train.toml: not TOML"), ("model.path = 3\n", "model.path: expected a string, found 3")],
 )
 def test_bad_configs(place, text, line):
     """Each command that takes a config reads it in the same place."""

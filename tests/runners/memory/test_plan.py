@@ -15,13 +15,7 @@ from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.memory import plan
-from runners.memory.forecast import (
-    GPU_TOKENS,
-    ROOM_TO_LEARN,
-    forecast,
-    largest_batch,
-    with_keys,
-)
+from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch, with_keys
 from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner

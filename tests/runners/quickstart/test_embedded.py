@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quickstart_model.model import exact_match
-from benchmarks.quickstart_model.problems import (
-    LARGEST,
-    SPLIT_ROWS,
-    SPLITS,
-    draw,
-    draw_rows,
-    gold,
-)
+from benchmarks.quickstart_model.problems import LARGEST, SPLIT_ROWS, SPLITS, draw, draw_rows, gold
 from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
 from runners.quickstart import DATA_DIR, MODEL_DIR
 
