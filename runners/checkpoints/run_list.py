@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -46,10 +45,7 @@ def summarize(folder: Path) -> RunSummary:
         state = "interrupted"
     elif state != "running" and (folder / "final" / "config.json").is_file():
         state = "finished"
-    changed = 0.0
-    for path in (folder / METRICS, folder / RESOLVED):
-        with suppress(OSError):
-            changed = max(changed, path.stat().st_mtime)
+    files = [path for path in (folder / METRICS, folder / RESOLVED) if path.is_file()]
     return RunSummary(
         folder=str(folder),
         state=state,
@@ -57,7 +53,7 @@ def summarize(folder: Path) -> RunSummary:
         em=record.last("em"),
         eval_reward=record.last("eval/reward"),
         reward=record.last("reward"),
-        changed=changed,
+        changed=max((path.stat().st_mtime for path in files), default=0.0),
         go_on=_advice(folder, state),
     )
 

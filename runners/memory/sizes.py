@@ -20,11 +20,10 @@ from grpo_fn.trees import named_leaves, split_leaves
 from runners.config.loading import Config
 from runners.config.names import SELF, SHIPPED
 from runners.errors import UserError, first_lines
-from runners.files.hub import hub_errors
 from runners.images.tower import tower_bytes
 from runners.machine.startup import Platform
 from runners.models.adapters import add_adapters
-from runners.models.folders import read_config, resolve_model
+from runners.models.folders import hub_errors, read_config, resolve_model
 from runners.models.model_reader import choose_dtype, custom_loader, load_module
 from runners.models.role_quantization import is_calibrated
 

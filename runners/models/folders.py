@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from runners.errors import UserError
-from runners.files.hub import hub_errors
+from runners.errors import UserError, first_line
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
@@ -192,3 +193,29 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
         raise UserError(
             f"{folder}: tokenizer_config.json is missing; without it the special tokens are wrong"
         )
+
+
+@contextmanager
+def hub_errors(where: str) -> Iterator[None]:
+    """Turns errors of the Hub inside the block into a UserError of one line that starts with `where`."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError as error:
+        raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise UserError(
+            f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"{where}: the download failed ({first_line(error)})") from error

@@ -59,15 +59,14 @@ def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilat
     Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes). They end with
     this process, or with the compilation.
     """
-    if backend != "cuda":
-        return Compilation(Path(), (), 0)
-    from grpo_fn.backends import cuda_programs, enabled
+    if backend == "cuda":
+        from grpo_fn.backends import cuda_programs, enabled
 
-    folder = os.environ.get(_VARIABLE, "")
-    if not enabled("programs_ahead") or not folder:
-        return Compilation(Path(), (), 0)
-    wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
-    return Compilation(Path(folder), wanted, max(min(cores, memory >> 32), 1))
+        folder = os.environ.get(_VARIABLE, "")
+        if folder and enabled("programs_ahead"):
+            wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
+            return Compilation(Path(folder), wanted, max(min(cores, memory >> 32), 1))
+    return Compilation(Path(), (), 0)
 
 
 def compile_early(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
