@@ -31,7 +31,7 @@ def test_a_finished_run_is_drawn(tab, tmp_path):
 
 def test_hostile_texts_neither_run_nor_break_the_page(tab, tmp_path):
     """Tags are text, control characters are spelt out, a long text is shown in part."""
-    folder = make_run(tmp_path / "run", texts=HOSTILE, group=8, config={"run": {"name": HOSTILE[1]}})
+    folder = make_run(tmp_path / "run", texts=HOSTILE, group=8, name=HOSTILE[1])
     opened(tab, write_report([folder], tmp_path / "page.html").path, "completions")
     tab.wait_for_selector(".card", timeout=WAIT)
     shown = tab.inner_text(".cards")

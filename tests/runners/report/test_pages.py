@@ -38,7 +38,7 @@ def test_everything_is_in_the_file(tmp_path):
 
 def test_no_text_of_a_run_stands_in_the_page_as_it_is(tmp_path):
     """Names and completions are compressed or escaped: no tag of theirs is in the file."""
-    folder = make_run(tmp_path / "run", texts=HOSTILE, config={"run": {"name": "</title><script>bad()"}})
+    folder = make_run(tmp_path / "run", texts=HOSTILE, name="</title><script>bad()")
     text = write_report([folder], tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert "bad()" not in text.replace("&lt;script&gt;bad()", "") and "window.ran" not in text
     completions = [text for blob in blobs(text) for text in blob.get("completion", [])]

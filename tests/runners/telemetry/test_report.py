@@ -28,16 +28,16 @@ class Clock:
         return self.now
 
 
-def story(report, clock, *, updates=42, total=110):
+def story(report, clock):
     """A run as the loop reports it: evaluation, updates of two seconds, a checkpoint, another evaluation."""
     with report:
         report.handle(
-            Started(total, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
+            Started(110, {"run": "quickstart", "model": "embedded", "folder": "outputs/quickstart"})
         )
         report.handle(Status("evaluating"))
         clock.now += 4
         report.handle(Evaluated("start", 0.52, 104, 200, 4.0))
-        for update in range(1, updates + 1):
+        for update in range(1, 43):
             clock.now += 2
             metrics = {
                 "update": update, "reward": update / 100, "loss": -0.0123 if update != 5 else math.nan,
@@ -49,14 +49,6 @@ def story(report, clock, *, updates=42, total=110):
         clock.now += 4
         report.handle(Evaluated("end", 0.915, 183, 200, 4.0))
         report.handle(Finished({"exact match": "52.0% -> 91.5%", "model": "outputs/quickstart/final"}))
-
-
-def plain_lines(every, **settings):
-    """What a log file would hold."""
-    clock, stream = Clock(), io.StringIO()
-    report = PlainReport(stream, clock=clock, memory=lambda: 312_000_000, every=every)
-    story(report, clock, **settings)
-    return stream.getvalue().splitlines()
 
 
 def terminal(width=80, clock=None):
@@ -72,7 +64,9 @@ def current(report):
 
 def test_plain_lines_say_everything_once():
     """Header, evaluations, an update's numbers, checkpoint, summary; times and rates are right."""
-    lines = plain_lines(10)
+    clock, stream = Clock(), io.StringIO()
+    story(PlainReport(stream, clock=clock, memory=lambda: 312_000_000, every=10), clock)
+    lines = stream.getvalue().splitlines()
     assert lines[:3] == ["run     quickstart", "model   embedded", "folder  outputs/quickstart"]
     assert lines[3] == "eval start: exact match 52.0% (104 of 200) in 4.0 s"
     # 90 updates of 2 s are left; the gradient's norm has no room.

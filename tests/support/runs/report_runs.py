@@ -23,29 +23,25 @@ def make_run(
     folder: Path,
     *,
     updates: int = 6,
-    prompts: int = 2,
     group: int = 4,
     texts: tuple[str, ...] = ("<reasoning>1+1</reasoning><answer>2</answer>", "no idea"),
-    config: dict | None = None,
+    name: str = "",
     nan_at: int | None = None,
     end: str | None = "finished",
-    context: list | None = None,
     gold: bool = True,
 ) -> Path:
     """Writes a run's files. `nan_at`: the update whose loss is NaN, and which has no KL. `end`: see Diary.
 
-    `context`: the prompts' other messages; `gold`: whether held-out problems have an answer.
+    `gold`: whether held-out problems have an answer.
     """
     folder.mkdir(parents=True)
     settings = {
-        "run": {"name": folder.name, "seed": 0},
+        "run": {"name": name or folder.name, "seed": 0},
         "model": {"path": "embedded"},
         "rollout": {"num_generations": group},
         "optim": {"learning_rate": 1e-6},
         "log": {"completions": True},
     }
-    for section, values in (config or {}).items():
-        settings[section] = settings.get(section, {}) | values
     (folder / "config.resolved.json").write_text(json.dumps(settings))
     names = ("training_log", "completions", "events", "evaluations")
     files = {name: JsonLines(folder / f"{name}.jsonl") for name in names}
@@ -53,7 +49,7 @@ def make_run(
     start = {"updates": updates, "about": about, "machine": {"backend": "cpu"}, "versions": {"mlx": "0"}}
     files["events"].write({"event": "start", "time": 1_700_000_001.5, "update": 0, "given": [], **start})
     for update in range(updates + 1):
-        write_update(files, update, prompts, group, texts, nan_at, context, gold)
+        write_update(files, update, group, texts, nan_at, gold)
     if end:
         files["events"].write({"event": "end", "time": 1_700_000_061.5, "update": updates, "state": end})
     for file in files.values():
@@ -61,9 +57,8 @@ def make_run(
     return folder
 
 
-def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=None, context=None, gold=True):
+def write_update(files, update, group=4, texts=("a", "b"), nan_at=None, gold=True):
     """One update's lines; of number 0 the evaluation alone, which also follows each third one."""
-    more = {"context": context} if context else {}
     if update:
         broken = update == nan_at
         files["training_log"].write(
@@ -79,7 +74,7 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
                 **({"update_skipped": True} if broken else {"kl": 0.02}),
             }
         )  # fmt: skip
-        for row in range(prompts * group):
+        for row in range(2 * group):
             right = row % 2 == 0
             files["completions"].write(
                 {
@@ -88,7 +83,6 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
                     "answer": "2", "reward": 1.0 if right else 0.0,
                     "rewards": {"correct": 1.0 if right else 0.0, "strict_format": 0.5 if right else None},
                     "advantage": 1.0 if right else -1.0, "tokens": 5 + row, "finished": row != 1,
-                    **more,
                 }
             )  # fmt: skip
     if update % 3 == 0:
@@ -107,7 +101,7 @@ def write_update(files, update, prompts=2, group=4, texts=("a", "b"), nan_at=Non
                 "prompt": f"problem {problem}",
                 "completion": f"{right}",
             }
-            files["evaluations"].write({**record, **judged, "reward": float(right), **more})
+            files["evaluations"].write({**record, **judged, "reward": float(right)})
 
 
 def mark_running(folder: Path) -> None:
