@@ -10,7 +10,22 @@ import pytest
 
 from runners.config.reading import PRESET_FOLDER
 from tests.support.commands import grpo
-from tests.support.services.scripted_engine import SCRIPTED
+
+# The beginning of a program in which every engine gives the tokens that `tokens()` gives, one at a time.
+SCRIPTED = """
+import sys
+import runners.machine.startup
+runners.machine.startup.load_blas()
+from runners.engines.engine import Token
+from runners.engines.local import LocalEngine
+def stream(self, request, sampling, *, key, should_stop=lambda: False):
+    for token in tokens():
+        yield Token(token, 0.0, 1)
+        if should_stop():
+            return
+LocalEngine.stream = stream
+"""
+
 
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"

@@ -11,7 +11,23 @@ from runners.files.json_files import JsonLines
 from runners.report import write_report
 from runners.report.server import Server
 from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update
-from tests.support.services.browsing import WAIT, opened, quiet
+
+WAIT = 600_000  # ms: for what hangs
+
+
+def opened(tab, path, part="overview"):
+    """Opens a file at one of its parts."""
+    tab.goto(f"{path.as_uri()}#{part}")
+    tab.wait_for_selector("html[data-ready]", timeout=WAIT)
+    if part in ("completions", "problems"):
+        tab.wait_for_selector(f"#{part}[data-ready]", timeout=WAIT)
+
+
+def quiet(tab):
+    """Whether the page had no fault and asked for nothing but itself."""
+    outside = [each for each in tab.asked if not each.startswith(("file:", "data:"))]
+    return tab.problems == [] and outside == []
+
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="needs playwright: pip install -e '.[browser]'", exc_type=ImportError

@@ -9,8 +9,67 @@ from grpo_fn.backends import disabled, substituted
 from grpo_fn.backends.cuda.logit_kernels import row_gradients, row_logprobs, takes_dtype
 from grpo_fn.policy.head import Head
 from tests.grpo_fn.learner.logprobs.test_token_logprobs import assert_close, make_inputs, specified
-from tests.support.kernels import row_kernels
-from tests.support.kernels.row_kernels import float64
+
+
+def _logits(products, scale_cap):
+    """Logits, and their gradients in the products."""
+    scale, cap = scale_cap
+    if cap is None:
+        return scale * products, np.full(products.shape, scale)
+    tanh = np.tanh(scale * products / cap)
+    return cap * tanh, scale * (1 - tanh**2)
+
+
+def wanted_logprobs(products, targets, scale_cap, temperature):
+    """logp and entropy of each row, and log-probs of the whole vocabulary."""
+    z = _logits(products, scale_cap)[0] / temperature
+    top = z.max(axis=-1, keepdims=True)
+    every = z - top - np.log(np.exp(z - top).sum(axis=-1, keepdims=True))
+    probs = np.exp(every)
+    entropy = -np.where(probs > 0, probs * np.where(probs > 0, every, 0), 0).sum(axis=-1)
+    return every[np.arange(len(targets)), targets], entropy, every
+
+
+def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
+    """The gradient in the products of Σ by_logp · logp + by_entropy · H."""
+    _, entropy, every = wanted_logprobs(products, targets, scale_cap, temperature)
+    probs = np.exp(every)
+    hit = np.eye(products.shape[1])[targets]
+    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * (every + entropy[:, None])
+    return dz / temperature * _logits(products, scale_cap)[1]
+
+
+def _lse(products, scale_cap, temperature):
+    """log Σ e^z of each row."""
+    return np.logaddexp.reduce(_logits(products, scale_cap)[0] / temperature, axis=-1)
+
+
+def float64(array):
+    """The array's numbers."""
+    return np.array(array.astype(mx.float32), np.float64)
+
+
+def naive_row_logprobs(product_cv, targets_c, scale_cap, temperature):
+    """Stands in for the kernel of that name where nothing is compiled."""
+    logp, entropy, _ = wanted_logprobs(float64(product_cv), np.array(targets_c), scale_cap, temperature)
+    lse = _lse(float64(product_cv), scale_cap, temperature)
+    return tuple(mx.array(column.astype(np.float32)) for column in (logp, entropy, lse))
+
+
+def naive_row_gradients(product_cv, targets_c, found, up, scale_cap, temperature):
+    """Stands in for the kernel of that name."""
+    products = float64(product_cv)
+    lse, entropy = (
+        _lse(products, scale_cap, temperature),
+        wanted_logprobs(products, np.array(targets_c), scale_cap, temperature)[1],
+    )
+    assert np.allclose(float64(found[0]), lse, atol=1e-4), "not what the other kernel found"
+    if up[1] is not None:
+        assert np.allclose(float64(found[1]), entropy, atol=1e-4)
+    by_entropy = np.zeros(len(lse)) if up[1] is None else float64(up[1])
+    dz = wanted_gradients(products, np.array(targets_c), float64(up[0]), by_entropy, scale_cap, temperature)
+    return mx.array(dz.astype(np.float32)).astype(product_cv.dtype)
+
 
 needs_cuda = pytest.mark.skipif(not takes_dtype(mx.float32), reason="needs CUDA")
 SCALES_AND_CAPS = {"plain": (1.0, None), "scaled": (0.25, None), "capped": (1.0, 15.0), "both": (0.5, 15.0)}
@@ -40,7 +99,7 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
     bound = 1e-4 if SCALES_AND_CAPS[form] == (1.0, None) else 1e-4 + 2 * rounding / temperature
 
     logp, entropy, lse = row_logprobs(products, targets, SCALES_AND_CAPS[form], temperature)
-    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(numbers, index, SCALES_AND_CAPS[form], temperature)
+    wanted_logp, wanted_entropy, _ = wanted_logprobs(numbers, index, SCALES_AND_CAPS[form], temperature)
     assert np.abs(float64(logp) - wanted_logp).max() < bound
     assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
 
@@ -50,7 +109,7 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
         )
         assert found.dtype == dtype
         second = np.zeros(6) if up is None else float64(up)
-        wanted = row_kernels.gradients(
+        wanted = wanted_gradients(
             numbers, index, float64(by_logp), second, SCALES_AND_CAPS[form], temperature
         )
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
@@ -68,16 +127,14 @@ def test_impossible_tokens_and_numbers_that_are_none():
     targets = mx.array([40, 3, 3, 7], mx.int32)
     numbers[1, 40:] = -np.inf
     logp, entropy, lse = row_logprobs(mx.array(numbers), targets, (1.0, None), 1.0)
-    wanted_logp, wanted_entropy, _ = row_kernels.logprobs(
-        numbers[:3], np.array(targets)[:3], (1.0, None), 1.0
-    )
+    wanted_logp, wanted_entropy, _ = wanted_logprobs(numbers[:3], np.array(targets)[:3], (1.0, None), 1.0)
     assert np.allclose(np.array(logp)[:3], wanted_logp, atol=1e-4)
     assert np.allclose(np.array(entropy)[:3], wanted_entropy, atol=1e-4)
     assert np.isnan(np.array(logp)[3]) and np.isnan(np.array(entropy)[3])
     found = np.array(
         row_gradients(mx.array(numbers), targets, (lse, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
     )
-    wanted = row_kernels.gradients(
+    wanted = wanted_gradients(
         numbers[:3], np.array(targets)[:3], np.array(by_logp)[:3], np.array(by_entropy)[:3], (1.0, None), 1.0
     )
     assert np.allclose(found[:3], wanted, atol=1e-4) and np.isnan(found[3]).any()
@@ -131,7 +188,7 @@ def test_logprobs_ask_the_kernels_for_what_they_need(chunk, cap, with_entropy):
         )
         return (up[0] * logp + up[1] * entropy).sum(), logp, entropy
 
-    kernels = {name: getattr(row_kernels, name) for name in ("row_logprobs", "row_gradients")}
+    kernels = {"row_logprobs": naive_row_logprobs, "row_gradients": naive_row_gradients}
     with substituted(**kernels):
         (_, *columns), grads = mx.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
     for found, wanted in zip([*columns, *grads], [*want[: len(columns)], *want[2:]], strict=True):
