@@ -255,7 +255,7 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
     """The config's rewards and the environment's, that of its turns last. UserError if there are none, or one
     lacks an argument."""
     for reward in rewards:
-        if "environments" not in reward.needs:
+        if "environments" not in reward.parameters.needed:
             continue
         if environments is None:
             fault = "takes environments, and there are none: set env.factory or env.tools"

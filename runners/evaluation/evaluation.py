@@ -34,11 +34,6 @@ class EvalResult:
         return _mean([each.right for each in self.completions])
 
     @property
-    def total(self) -> int:
-        """Number of problems."""
-        return len(self.completions)
-
-    @property
     def reward(self) -> float | None:
         """The mean of the run's own rewards; None if there is none."""
         return _mean([each.reward for each in self.completions])

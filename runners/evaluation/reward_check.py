@@ -70,7 +70,8 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     ends, decoder = tuple(sorted(tokenizer.eos_token_ids)), TextDecoder(tokenizer)
     environments = build_environments(config.env, data, tokenizer, decoder, ends, config.folders, worker)
     # Without an episode there is nothing that these could score.
-    rewards = [reward for reward in rewards if environments is None or "environments" not in reward.needs]
+    if environments is not None:
+        rewards = [each for each in rewards if "environments" not in each.parameters.needed]
     tools = environments.chat.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
         build_examples(part, data, tokenizer, tools, processor) for part in rows

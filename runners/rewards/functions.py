@@ -42,11 +42,6 @@ class Reward:
         function = self.function
         return function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The parameters that the function cannot be called without."""
-        return self.parameters.needed
-
 
 def resolve_rewards(
     names: Sequence[str],
@@ -96,7 +91,7 @@ def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environm
     `environments` where there are none."""
     found = sorted(set(columns))
     for reward in rewards:
-        for needed in reward.needs:
+        for needed in reward.parameters.needed:
             if needed == "environments" and not environments:
                 raise UserError(f"reward {show(reward.name)} needs environments; env.factory names none")
             if needed not in found and needed not in REWARD_ARGUMENTS:

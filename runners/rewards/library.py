@@ -25,10 +25,10 @@ def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: A
     has 2 s of computing and 512 MB in a process that is kept for this, and gets None beyond: a policy writes
     texts such as 9^(9^9). Raises UserError without math-verify.
     """
-    compare = _math_process()
+    _start_math()
     texts = [answer_text(completion) for completion in completions]
     return [
-        None if gold is None else compare(value_text(gold), extract_answer(text), text)
+        None if gold is None else _compare(value_text(gold), extract_answer(text), text)
         for text, gold in zip(texts, answer, strict=True)
     ]
 
@@ -49,14 +49,13 @@ def on_texts(reward: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Called before a run loads its model: raises UserError if the reward cannot work.
-math_verify_reward.check_ready = lambda: _math_process()  # pyright: ignore[reportFunctionMemberAccess]
-_compare = BoundedFunction("runners.rewards.mathematics:compare", seconds=2.0, memory=512_000_000)
-
-
-def _math_process() -> BoundedFunction:
-    """The process that compares, started: it takes a second or two to import."""
+def _start_math() -> None:
+    """Starts the process that compares: it takes a second or two to import."""
     if importlib.util.find_spec("math_verify") is None:
         raise UserError(f"math_verify_reward needs math-verify: {install_hint('math')}")
     _compare.start()
-    return _compare
+
+
+_compare = BoundedFunction("runners.rewards.mathematics:compare", seconds=2.0, memory=512_000_000)
+# Called before a run loads its model: raises UserError if the reward cannot work.
+math_verify_reward.check_ready = _start_math  # pyright: ignore[reportFunctionMemberAccess]

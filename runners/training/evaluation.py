@@ -118,5 +118,5 @@ def _log(
     session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
     right = sum(bool(each.right) for each in result.completions)
     records = evaluation_records(problems, result.completions, state.update)
-    figures = result.score, right, result.total, result.seconds
+    figures = result.score, right, len(result.completions), result.seconds
     session.shown.handle(Evaluated(name, *figures, record, records, result.reward))

@@ -4,11 +4,10 @@ import json
 
 import attrs
 import pytest
-from click.testing import CliRunner
 
-from runners.cli import main
 from runners.config.loading import load_config
 from runners.config.sections import DataConfig
+from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.data.rendering import render
 from runners.errors import ConfigError, UserError
@@ -67,8 +66,6 @@ def test_a_raw_config_puts_nothing_before_the_text(tmp_path, monkeypatch):
             load_config(None, [*common, key])
     rows = [{"question": [{"role": "user", "content": "Q:"}], "answer": 1}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    from runners.data.datasets import load_rows
-
     config = attrs.evolve(data, source="rows.jsonl", prompt="question", on_bad_row="raise")
     with pytest.raises(UserError, match=r'line 1: question: expected a text with data.prompt_form = "raw"'):
         load_rows(config)
@@ -83,7 +80,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
     many = ["--num", "2", "--max-tokens", "2"]
     done = grpo("generate", final, "Q: 1+1?", *many)
     assert 'prompt_form = "raw"' in done.stderr
-    again = CliRunner().invoke(main, ["generate", str(final), "Q: 1+1?", *many, "--raw", "--no-prompt-file"])
+    again = grpo("generate", final, "Q: 1+1?", *many, "--raw", "--no-prompt-file")
     rows = [[json.loads(line)["completion"] for line in each.stdout.splitlines()] for each in (done, again)]
     assert rows[0] == rows[1] and len(rows[0]) == 2
     refused = grpo("generate", final, "Q:", "--raw", "--system", "x", code=2)
@@ -91,17 +88,16 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
 
 
 def test_a_template_of_ones_own_goes_with_the_model(base, tmp_path, monkeypatch):
-    """Into prompts, checkpoints and final/, for adapters too; the base keeps its own."""
+    """Into prompts and final/; the base keeps its own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     (tmp_path / "own.jinja").write_text(OWN)
     notes = Notes()
     run = trained(tmp_path, notes, chat_template="own.jinja", nudge="")
     assert any('ends a turn with "</turn>"' in line and "rollout.stop" in line for line in notes.lines)
-    shown = json.loads((run / "completions.jsonl").read_text().splitlines()[0])
     assert "<assistant>" not in (base / "tokenizer_config.json").read_text()
     assert (run / "final" / "chat_template.jinja").read_text() == OWN
     text, _ = render(load_tokenizer(run / "final"), ASKED)
-    assert text == "<user>Q: 1+1?\nA:</turn><assistant>" and shown
+    assert text == "<user>Q: 1+1?\nA:</turn><assistant>"
     with pytest.raises(ConfigError, match=r"data\.chat_template: no such file"):
         load_config("small.toml", ["data.chat_template=none.jinja"]).check()

@@ -30,14 +30,11 @@ class Tokenizer:
     chat_template = "yes"
 
     def apply_chat_template(self, messages, add_generation_prompt, tokenize, chat_template):
-        """Roles are left out."""
+        """The only message's parts."""
         assert chat_template == Processor.template
-        parts = []
-        for message in messages:
-            content = message["content"]
-            shown = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            parts += ["<image>" if part["type"] == "image" else part["text"] for part in shown]
-        return " ".join(parts)
+        content = messages[-1]["content"]
+        parts = content if isinstance(content, list) else [{"text": content}]
+        return " ".join(part.get("text", "<image>") for part in parts)
 
     def encode(self, text, add_special_tokens):
         """A token a letter."""

@@ -5,9 +5,7 @@ import json
 import attrs
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.data.datasets import load_split
 from runners.engines.engine import sampling_of
@@ -22,6 +20,7 @@ from runners.machine.startup import Platform
 from runners.rewards.functions import resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
+from tests.support.commands import grpo
 
 SOURCE = '''
 class Even:
@@ -177,13 +176,9 @@ def test_results_of_several_ranks_are_in_the_problems_order():
 
 def test_the_command(place):
     """A table with success first, and JSON."""
-    arguments = (
-        "eval", "embedded", "--set", "env.factory=even.py:Even", "--data", "rows.jsonl", "--split", "train",
-        "--samples", "4", "--max-tokens", "30", "--set", "env.max_turns=2", "--set", "reward.functions=[]",
-        "--set", "rollout.stop=['e', '1']", "--out", "rows.out", "--json", "scores.json",
-    )  # fmt: skip
-    result = CliRunner().invoke(cli.main, arguments)
-    assert result.exit_code == 0, result.stderr
+    keys = "env.factory=even.py:Even", "env.max_turns=2", "reward.functions=[]", "rollout.stop=['e', '1']"
+    options = "--data rows.jsonl --split train --samples 4 --max-tokens 30 --out rows.out --json scores.json"
+    result = grpo("eval", "embedded", *options.split(), *(f"--set={key}" for key in keys))
     lines = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
     assert lines[:4] == ["success", "exact match", "reward", "reward/Even"] and "failed calls" in lines
     scores = json.loads((place / "scores.json").read_text())

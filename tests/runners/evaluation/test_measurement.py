@@ -6,9 +6,7 @@ import shutil
 import attrs
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.checkpoints.manifest import digest
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
@@ -36,6 +34,7 @@ from runners.rewards.scoring import Scorer
 from runners.telemetry.report import Quiet
 from runners.tokenization.text import TextDecoder
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_runs import PROBLEMS, small
 
 CPU = Platform(backend="cpu")
@@ -149,26 +148,22 @@ def test_two_models_are_compared_pair_by_pair():
 
 
 @pytest.fixture
-def grpo_eval(tmp_path, monkeypatch):
-    """Runs `grpo eval …` in this process, in a fresh folder."""
+def folder(tmp_path, monkeypatch):
+    """A fresh working folder."""
     monkeypatch.chdir(tmp_path)
-    return lambda *arguments: CliRunner().invoke(cli.main, ["eval", *arguments])
+    return tmp_path
 
 
-def test_the_command_prints_a_table_and_writes_both_files(grpo_eval, tmp_path):
+def test_the_command_prints_a_table_and_writes_both_files(folder):
     """A run's own config, samples, JSON lines and JSON."""
-    config = config_of().check()
-    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
-    result = grpo_eval(
-        "embedded", "--config", "c.json", "--samples", "5", "--k", "1,2", "--max-tokens", "20",
-        "--out", "rows.jsonl", "--json", "scores.json",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.stderr
+    (folder / "c.json").write_text(json.dumps(config_of().check().to_dict()))
+    options = "--config c.json --samples 5 --k 1,2 --max-tokens 20 --out rows.jsonl --json scores.json"
+    result = grpo("eval", "embedded", *options.split())
     names = [line.split("|")[1].strip() for line in result.stdout.splitlines()[2:]]
     assert names[0] == "exact match" and {"pass@1", "pass@2", "reward", "truncated", "length"} <= set(names)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     assert len(rows) == 5 * (1 + 2) and all(row["tokens"] <= 20 for row in rows)
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores = json.loads((folder / "scores.json").read_text())
     assert scores["problems"] == 5 and list(scores["models"]) == ["embedded"]
 
 
@@ -206,78 +201,73 @@ def rows_of(folder):
 
 
 @pytest.mark.parametrize("place", ["final", "checkpoint-1", ""])
-def test_a_run_s_model_is_measured_on_its_own_data(grpo_eval, run, tmp_path, place):
+def test_a_run_s_model_is_measured_on_its_own_data(folder, run, place):
     """Its problems, prompts, limits and rewards without --config; a line says where from."""
     config = run / "config.resolved.json"
-    found = grpo_eval(str(run / place), "--out", "rows.jsonl")
-    assert found.exit_code == 0, found.stderr
+    found = grpo("eval", run / place, "--out", "rows.jsonl")
     assert f"data, prompts and rewards as in the run ({config})" in found.stderr
-    rows = rows_of(tmp_path)
+    rows = rows_of(folder)
     assert len(rows) == 3 and all(row["completion"].startswith("<reasoning>") for row in rows)
-    named = grpo_eval(str(run / place), "--config", str(config), "--out", "rows.jsonl")
-    assert named.exit_code == 0 and "as in the run" not in named.stderr
-    assert rows_of(tmp_path) == rows
+    named = grpo("eval", run / place, "--config", config, "--out", "rows.jsonl")
+    assert "as in the run" not in named.stderr and rows_of(folder) == rows
 
 
-def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(grpo_eval, run, tmp_path):
+def test_a_run_of_somebody_else_is_measured_only_if_its_config_is_named(folder, run):
     """A config that nobody has trained with here may name code; other data needs none of it."""
     ran = run.parents[1] / "ran"
-    assert "reward/mine" in grpo_eval(str(run)).stdout and ran.exists()
+    assert "reward/mine" in grpo("eval", run).stdout and ran.exists()
     ran.unlink()
-    config = shutil.copytree(run, tmp_path / "theirs") / "config.resolved.json"
+    config = shutil.copytree(run, folder / "theirs") / "config.resolved.json"
     config.write_text(json.dumps(json.loads(config.read_text())))
-    refused = grpo_eval("theirs")
-    assert refused.exit_code == 2 and "--config theirs/config.resolved.json measures" in refused.stderr
-    other = grpo_eval("theirs", "--data", str(PROBLEMS), "--split", "valid", "--samples", "2")
-    assert other.exit_code == 0 and "reward/mine" not in other.stdout and not ran.exists()
-    named = grpo_eval("theirs", "--config", str(config))
-    assert named.exit_code == 0 and "reward/mine" in named.stdout and ran.exists()
+    refused = grpo("eval", "theirs", code=2)
+    assert "--config theirs/config.resolved.json measures" in refused.stderr
+    other = grpo("eval", "theirs", "--data", PROBLEMS, "--split", "valid", "--samples", "2")
+    assert "reward/mine" not in other.stdout and not ran.exists()
+    assert "reward/mine" in grpo("eval", "theirs", "--config", config).stdout and ran.exists()
     ran.unlink()
 
 
-def test_a_moved_model_is_asked_as_in_training(grpo_eval, run, tmp_path):
+def test_a_moved_model_is_asked_as_in_training(folder, run):
     """grpo_prompt.json alone says the prompts and limits; data and rewards are the command's."""
-    shutil.copytree(run / "final", tmp_path / "moved")
-    arguments = ("--data", str(PROBLEMS), "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
-    result = grpo_eval("embedded", "moved", *arguments)
-    assert result.exit_code == 0, result.stderr
+    shutil.copytree(run / "final", folder / "moved")
+    arguments = ("--data", PROBLEMS, "--split", "valid", "--samples", "2", "--out", "rows.jsonl")
+    result = grpo("eval", "embedded", "moved", *arguments)
     assert "asked as in training (moved: grpo_prompt.json)" in result.stderr
-    rows = rows_of(tmp_path)
+    rows = rows_of(folder)
     by_hand = ("data.system_prompt=", "data.nudge=<reasoning>", "rollout.max_new_tokens=30")
-    (tmp_path / "moved" / "grpo_prompt.json").unlink()
-    plain = grpo_eval("embedded", "moved", *arguments, *(f"--set={each}" for each in by_hand))
-    assert plain.exit_code == 0 and "as in training" not in plain.stderr and rows_of(tmp_path) == rows
+    (folder / "moved" / "grpo_prompt.json").unlink()
+    plain = grpo("eval", "embedded", "moved", *arguments, *(f"--set={each}" for each in by_hand))
+    assert "as in training" not in plain.stderr and rows_of(folder) == rows
 
 
-def test_two_models_that_were_asked_in_different_ways_need_a_config(grpo_eval, run, tmp_path):
+def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run):
     """Two runs, or two files, that differ; the message says in what."""
-    other = shutil.copytree(run, tmp_path / "other")
+    other = shutil.copytree(run, folder / "other")
     content = json.loads((other / "config.resolved.json").read_text())
     content["data"]["nudge"] = "x"
     (other / "config.resolved.json").write_text(json.dumps(content))
     remember(OWN_RUNS, digest(other / "config.resolved.json"))
-    result = grpo_eval(str(run), str(other))
-    assert result.exit_code == 2 and 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
-    assert grpo_eval(str(run), str(other), "--set", "data.nudge=").exit_code == 0
+    result = grpo("eval", run, other, code=2)
+    assert 'the runs differ in data.nudge ("<reasoning>" in ' in result.stderr
+    grpo("eval", run, other, "--set", "data.nudge=")
     for name, nudge in (("one", "x"), ("two", "y")):
-        shutil.copytree(run / "final", tmp_path / name)
-        file = tmp_path / name / "grpo_prompt.json"
+        file = shutil.copytree(run / "final", folder / name) / "grpo_prompt.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"nudge": nudge}))
-    result = grpo_eval("one", "two", "--data", "embedded")
-    assert result.exit_code == 2 and "one and two were asked in different ways" in result.stderr
+    result = grpo("eval", "one", "two", "--data", "embedded", code=2)
+    assert "one and two were asked in different ways" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "b", "c"], "found 3 models, expected one or two"),
-        (["a", "a"], "a is named twice"),
-        (["embedded", "--k", "0"], "expected whole numbers from 1 on"),
-        (["embedded", "--k", "8", "--num", "4"], "--k 8 needs as many samples"),
-        (["embedded", "--out", "no/such/x.jsonl"], "there is no folder no/such"),
+        ("a b c", "found 3 models, expected one or two"),
+        ("a a", "a is named twice"),
+        ("embedded --k 0", "expected whole numbers from 1 on"),
+        ("embedded --k 8 --num 4", "--k 8 needs as many samples"),
+        ("embedded --out no/such/x.jsonl", "there is no folder no/such"),
     ],
 )
-def test_faults_end_with_code_2_and_a_line(grpo_eval, arguments, message):
+def test_faults_end_with_code_2_and_a_line(folder, arguments, message):
     """Before anything is generated."""
-    result = grpo_eval(*arguments)
-    assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+    result = grpo("eval", *arguments.split(), code=2)
+    assert result.stdout == "" and message in result.stderr

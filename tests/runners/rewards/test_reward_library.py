@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from runners.errors import UserError
+from runners.rewards.functions import resolve_rewards
 from runners.rewards.library import math_verify_reward
-from runners.rewards.scoring import Scorer, resolve_rewards
 
 
 def completions(*texts):
@@ -44,15 +44,6 @@ def tagged(answer):
 def test_mathematics_is_compared_as_mathematics(gold, text, value):
     """Fractions, LaTeX, expressions, sets; None where the gold answer is none."""
     assert math_verify_reward(completions(text), [gold]) == [value]
-
-
-def test_mathematics_under_the_scorer_s_time_limit(capfd):
-    """In a thread, where math-verify's own limits cannot work; nothing is said about that."""
-    rewards = resolve_rewards(["runners.rewards.library:math_verify_reward"])
-    texts = [tagged("0.5"), tagged("3")]
-    scores = Scorer(rewards, timeout=60.0).score(texts, [[]] * 2, {"answer": ["1/2", "1/2"]})
-    assert scores.problems == [] and scores.values_kb.tolist() == [[1.0, 0.0]]
-    assert rewards[0].name == "math_verify_reward" and "imeout" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

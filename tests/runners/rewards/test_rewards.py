@@ -101,13 +101,10 @@ def test_rewards_keep_their_range(texts: list[str]) -> None:
         assert values == [function(completions(text), answer=["12"])[0] for text in texts]
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        *("<answer>", "</answer>", "<reasoning>", "</reasoning>", "</reasoning> ", "<answer></answer>"),
-        *("<reasoning></reasoning><answer>", "1", "1,234,", " ", "<"),
-    ],
-)
+TAGS = ("<answer>", "</answer>", "<reasoning>", "</reasoning>", "</reasoning> ", "<answer></answer>")
+
+
+@pytest.mark.parametrize("unit", [*TAGS, "<reasoning></reasoning><answer>", "1", "1,234,", " ", "<"])
 def test_hostile_texts_take_linear_time(unit: str) -> None:
     """A megabyte of repeats, bare or inside an answer, takes all five under a second of the thread's time."""
     text = unit * (1_000_000 // len(unit))

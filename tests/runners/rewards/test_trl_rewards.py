@@ -101,7 +101,7 @@ def test_functions_of_plain_texts():
     scores = score(on_texts(mentions), on_texts(length), think_form)
     assert scores.problems == []
     assert scores.values_kb[:2].tolist() == [[1, 1, 1], [len(text) for text in TEXTS]]
-    assert Reward("mentions", on_texts(mentions)).needs == ("prompts", "completions", "task")
+    assert Reward("mentions", on_texts(mentions)).parameters.needed == ("prompts", "completions", "task")
 
 
 def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
