@@ -50,7 +50,7 @@ _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else a
 _Row = tuple[str, Any, str]  # key, value, comment
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class DataSurvey:
     """A data set as `data` and `answer.form` of a config describe it."""
 
@@ -110,7 +110,11 @@ def survey_data(source: str) -> DataSurvey:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
-    talks = [name for name, values in columns.items() if all(map(_is_conversation, values))]
+    talks = [
+        name
+        for name, values in columns.items()
+        if all(isinstance(value, list) and value and not prompt_fault(value) for value in values)
+    ]
     texts = [name for name, values in columns.items() if all(isinstance(value, str) for value in values)]
     # Of other names the one with the longest texts: answers are shorter than questions.
     longest = max(texts, key=lambda name: sum(map(len, columns[name])), default="")
@@ -122,18 +126,13 @@ def survey_data(source: str) -> DataSurvey:
     coded = _named([name for name in others if all(map(_has_tests, columns[name]))], _ANSWERS)
     plain = [name for name in others if not any(isinstance(value, list | dict) for value in columns[name])]
     answer = coded or _named(plain, _ANSWERS)
-    values = [_text(value) for value in columns[answer]] if answer else []
+    values = [
+        (gold_answer(value) or "") if isinstance(value, bool) else value_text(value)  # true, not True
+        for value in (columns[answer] if answer else ())
+    ]
     form, why = ("code", "tests of a program") if coded else _form(values)
     labels = tuple(sorted(set(values))) if why == "a few labels" else ()
-    return DataSurvey(
-        eval_split=eval_split,
-        question=question,
-        prompt=talks[0] if talks else "",
-        answer=answer,
-        form=form,
-        why=why,
-        labels=labels,
-    )
+    return DataSurvey(eval_split, question, talks[0] if talks else "", answer, form, why, labels)
 
 
 def _rows(source: str) -> tuple[str, Sequence[Row]]:
@@ -159,21 +158,12 @@ def _rows(source: str) -> tuple[str, Sequence[Row]]:
     return next(filter(is_there, ("test", "valid", "validation")), "train"), rows
 
 
-def _text(value: Any) -> str:
-    """An answer as text: true and false as they are compared, in small letters."""
-    return (gold_answer(value) or "") if isinstance(value, bool) else value_text(value)
-
-
 def _has_tests(value: Any) -> bool:
     """Whether these are tests of a program: statements with `assert`, or inputs and outputs."""
     try:
         return any(isinstance(test, dict) or "assert" in test for test in read_tests(value))
     except ValueError:
         return False
-
-
-def _is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and not prompt_fault(value)
 
 
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
@@ -249,10 +239,10 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
         ],
         "eval": [("every", 25, "updates"), ("samples", 100, "held-out problems")],
     }
-    first = (
-        "# Written by `grpo init`. Other keys have their defaults: `grpo-run --explain SECTION` shows them."
-    )
-    parts = [first, *(f"[{name}]\n{_written(rows)}" for name, rows in tables.items() if rows)]
+    parts = ["# Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."]
+    for name, rows in tables.items():
+        lines = [f"{key} = {spell(value)}{why and '  # '}{why}" for key, value, why in rows]
+        parts += ["\n".join([f"[{name}]", *lines])] if rows else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -279,10 +269,6 @@ def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
         rows.append(("prompt_form", "raw", "a base model, without a chat template, continues the text"))
         rows.append(("nudge", "\n```python\n" if found.form == "code" else asks, "so the prompt ends"))
     return rows
-
-
-def _written(rows: list[_Row]) -> str:
-    return "\n".join(f"{key} = {spell(value)}{why and '  # '}{why}" for key, value, why in rows)
 
 
 def _name(model: str, data: str) -> str:

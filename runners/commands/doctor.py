@@ -51,14 +51,19 @@ def examine() -> tuple[dict[str, Any], str]:
     """What was found, as JSON has it, and why no run can start here; empty if one can."""
     import runners
     from runners.machine.versions import installed_version
+    from runners.sandbox.sandbox import mechanism
 
+    try:
+        sandbox = mechanism()
+    except UserError:
+        sandbox = None
     found: dict[str, Any] = {
         "grpo_fn": runners.__version__,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "compiler": shutil.which("g++") is not None,
-        "sandbox": _sandbox(),
+        "sandbox": sandbox,
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
     try:
@@ -83,15 +88,6 @@ def _device() -> dict[str, Any]:
         "blas": Path(machine.blas).name if machine.blas else None,
         "slow": list(machine.notices),
     }
-
-
-def _sandbox() -> str | None:
-    from runners.sandbox.sandbox import mechanism
-
-    try:
-        return mechanism()
-    except UserError:
-        return None
 
 
 def _text(value: Any) -> str:

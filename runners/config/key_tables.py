@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
 from runners.config import rules
@@ -39,12 +37,9 @@ def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
         limits = f"`{within}`" if within[0] in "<>-0123456789" or within[-1].isdigit() else within
     else:
         limits = "–" if kind == "true or false" else "any"
-    return kind, _default(field.default), limits, field.metadata["meaning"]
-
-
-def _default(value: Any) -> str:
-    if value is attrs.NOTHING or value is None:
-        return "required" if value is attrs.NOTHING else "preset's"
-    if isinstance(value, str) and "\n" in value:
-        return "below"
-    return f"`{spell(value)}`"
+    default = field.default
+    if default is attrs.NOTHING or default is None:
+        shown = "required" if default is attrs.NOTHING else "preset's"
+    else:
+        shown = "below" if isinstance(default, str) and "\n" in default else f"`{spell(default)}`"
+    return kind, shown, limits, field.metadata["meaning"]

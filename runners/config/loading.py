@@ -202,50 +202,42 @@ def _check_complete(config: Config) -> None:
         raise ConfigError(faults)
 
 
-def section_values(name: str, raw: Any, found: Settings) -> dict[str, Any]:
-    """The possible values of a section's known keys; other keys are faults in `found.problems`."""
-    return _values(SECTIONS[name], raw, (name,), found)
-
-
-def _values(kind: Any, raw: Any, path: KeyPath, found: Settings) -> dict[str, Any]:
+def known_values(path: KeyPath, raw: Any, found: Settings) -> dict[str, Any]:
+    """The possible values of a table's known keys; other keys are faults in `found.problems`."""
     if not isinstance(raw, Mapping):
         found.fault(path, f"expected a table, found {show(raw)}")
         return {}
-    fields, values = attrs.fields_dict(kind), {}
+    values: dict[str, Any] = {}
     for key, value in raw.items():
         place = (*path, key)
-        if key not in fields:
-            found.fault(place, f"unknown key{key_hint(place, KEYS)}")
-        elif nested := _table_kind(fields[key].type):
-            values[key] = _values(nested, value, place, found)
-        else:
+        if place in KEYS:
             try:
-                rules.check(value, fields[key])
+                rules.check(value, KEYS[place])
                 values[key] = value
             except rules.Mismatch as error:
                 found.fault(place, error.reason(value))
+        elif any(known[: len(place)] == place for known in KEYS):
+            values[key] = known_values(place, value, found)
+        else:
+            found.fault(place, f"unknown key{key_hint(place, KEYS)}")
     return values
 
 
 def _build(name: str, raw: Any, found: Settings) -> Any:
     """A section from its raw table; None if it has faults, which are added to `found.problems`."""
     before = len(found.problems)
-    values = section_values(name, raw, found)
+    values = known_values((name,), raw, found)
     if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     return None if len(found.problems) > before else rules.structure(values, SECTIONS[name])
 
 
-def _table_kind(kind: Any) -> Any:
-    """The attrs class of a nested table (optional or not), or None."""
-    return next((part for part in (kind, *get_args(kind)) if attrs.has(part)), None)
-
-
 def _leaves(kind: Any, path: KeyPath) -> dict[KeyPath, attrs.Attribute]:
     found: dict[KeyPath, attrs.Attribute] = {}
     for field in attrs.fields(kind):
-        nested = _table_kind(field.type)
-        found |= _leaves(nested, (*path, field.name)) if nested else {(*path, field.name): field}
+        place = (*path, field.name)
+        nested = next(filter(attrs.has, (field.type, *get_args(field.type))), None)  # a table
+        found |= _leaves(nested, place) if nested else {place: field}
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runners.config.loading import SECTIONS, section_values
+from runners.config.loading import SECTIONS, known_values
 from runners.config.reading import Settings, parse
 from runners.errors import UserError
 from runners.files.json_files import open_file
@@ -32,7 +32,7 @@ def read_recorded(file: Path) -> dict[str, dict[str, Any]]:
     Raises UserError if it cannot be read as a JSON object, and for a link or anything else but a file.
     """
     found, tables = Settings(label=str(file), folder=Path()), parse(file, str(file), open_file)
-    return {name: section_values(name, table, found) for name, table in tables.items() if name in SECTIONS}
+    return {name: known_values((name,), table, found) for name, table in tables.items() if name in SECTIONS}
 
 
 def recorded_in(folder: Path) -> dict[str, dict[str, Any]]:
