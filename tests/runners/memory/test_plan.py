@@ -5,11 +5,9 @@ import json
 import attrs
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 
 from grpo_fn.policy.decode_weights import decode_weights
 from grpo_fn.trees import named_leaves, nbytes
-from runners import cli
 from runners.config.loading import load_config
 from runners.data.stream import RunLength
 from runners.errors import UserError
@@ -19,6 +17,7 @@ from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest
 from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
+from tests.support.commands import grpo
 from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
 from tests.support.tiny_runs import PROBLEMS
@@ -56,9 +55,9 @@ def config(tmp_path):
 def grpo_plan(tmp_path):
     """`grpo plan` of the config with overrides, and other options."""
 
-    def run(*overrides, options=()):
+    def run(*overrides, options=(), code=0):
         settings = [word for text in overrides for word in ("--set", text)]
-        return CliRunner().invoke(cli.main, ["plan", str(tmp_path / "train.toml"), *settings, *options])
+        return grpo("plan", tmp_path / "train.toml", *settings, *options, code=code)
 
     return run
 
@@ -127,9 +126,7 @@ def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):
 def test_the_plan_is_a_table_or_json(config, grpo_plan):
     """Both tell the same peak; the longest prompt is the data's own; a run that fits ends with 0."""
     config()
-    result = grpo_plan(options=["--json"])
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
+    facts = json.loads(grpo_plan(options=["--json"]).stdout)
     assert facts["prompt_tokens_from"] == "the longest prompt of the data" and facts["fits"]
     for phase in facts["phases"].values():
         assert phase["total"] == sum(phase["parts"].values())
@@ -243,8 +240,8 @@ def test_a_run_that_cannot_fit_is_refused_before_the_model_is_loaded(config, grp
     with pytest.raises(UserError, match=r"needs .* for weights, moments and gradients") as caught:
         setup.SetUp(checked, CPU).build()
     assert "(system.memory_limit_gb)" in str(caught.value) and "\n" not in str(caught.value)
-    result = grpo_plan("system.memory_limit_gb=0.0001")
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1) and "gradients alone" in result.stderr
+    said = grpo_plan("system.memory_limit_gb=0.0001", code=2).stderr
+    assert said.count("\n") == 1 and "gradients alone" in said
 
 
 def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
