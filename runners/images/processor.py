@@ -32,16 +32,16 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
     """The model_type of a config.json whose model takes images; UserError, with a list, for any other."""
     kind = config.get("model_type")
     known = f"model_type {' and '.join(FAMILIES)}"
-    if kind in FAMILIES and has_vision(config):
-        return str(kind)
     if not has_vision(config):
         raise UserError(
             f"{path}: config.json has no vision_config; prompts with images need a model of {known}"
         )
-    raise UserError(
-        f"{path}: prompts with images: expected a model of {known}, found model_type {show(kind)} "
-        '(data.image = "" trains its language part on text, where mlx-lm knows it)'
-    )
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{path}: prompts with images: expected a model of {known}, found model_type {show(kind)} "
+            '(data.image = "" trains its language part on text, where mlx-lm knows it)'
+        )
+    return str(kind)
 
 
 def mrope_sections(config: Mapping[str, Any], path: Path) -> tuple[int, ...]:
@@ -109,12 +109,6 @@ class ImageProcessor:
             raise self._refused(file, error) from error
         time, rows, columns = (int(number) for number in np.array(found["image_grid_thw"])[0])
         return np.array(found["pixel_values"], np.float32), (time, rows, columns)
-
-    def cells(self, grid: Grid) -> Grid:
-        """The grid of tokens for a grid of patches."""
-        time, rows, columns = grid
-        merge = int(self.processor.merge_size)
-        return time, rows // merge, columns // merge
 
     def expanded(self, tokens: Sequence[int], images: Sequence[ImageFile]) -> tuple[int, ...]:
         """The prompt with all image tokens of each image. UserError unless it has one for each image."""

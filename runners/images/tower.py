@@ -38,7 +38,6 @@ class VisionPart:
     """A model's vision part: processor and tower. It is never trained."""
 
     path: Path  # the model's folder
-    kind: str  # its model_type
     module: nn.Module  # mlx-vlm's vision tower, in the model's compute dtype
     processor: ImageProcessor
     dtype: mx.Dtype
@@ -74,10 +73,11 @@ class VisionPart:
             self._cache.move_to_end(file)
             return self._cache[file]
         patches, grid = self.processor.patches(file)
+        (time, rows, columns), merge = grid, int(self.processor.processor.merge_size)
         features = self.module(mx.array(patches).astype(self.dtype), mx.array([grid]))
         features = mx.stop_gradient(features.astype(self.dtype))
         mx.eval(features)
-        found = self._cache[file] = features, self.processor.cells(grid)
+        found = self._cache[file] = features, (time, rows // merge, columns // merge)
         while sum(each.nbytes for each, _ in self._cache.values()) > CACHE_BYTES and len(self._cache) > 1:
             self._cache.popitem(last=False)
         return found
@@ -107,7 +107,7 @@ def prepare_vision(module: nn.Module, path: Path, dtype: mx.Dtype, max_pixels: i
     tower.freeze()
     tower.set_dtype(dtype)
     mx.eval(tower.parameters())
-    return VisionPart(path, kind, tower, processor, dtype)
+    return VisionPart(path, tower, processor, dtype)
 
 
 def tower_bytes(config: Mapping[str, Any], path: Path, dtype: mx.Dtype) -> int:

@@ -5,6 +5,7 @@ Completions are scored as text but never tokenized again, so the loops need only
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -99,20 +100,15 @@ class TextDecoder:
             last_characters.add("\ufffd")  # a token may hold only a part of such a character
         # A token has at least a byte; an extra one avoids a decoder's trimming.
         reach = max(len(stop.encode()) for stop in texts) + 1
-        looked_at: set[int] = set()
-        ends: set[int] = set()  # tokens at which a stop string may end
+
+        @functools.cache
+        def may_end(token: int) -> bool:
+            # Twice, because decoders trim the first token's space.
+            return not last_characters.isdisjoint(self.part([token, token]))
 
         def find(tokens: Sequence[int], start: int) -> int | None:
-            new = tokens[start:]
-            for token in set(new) - looked_at:
-                piece = self.part([token, token])  # twice: decoders trim the first token's space
-                if any(character in piece for character in last_characters):
-                    ends.add(token)
-                looked_at.add(token)
-            if ends.isdisjoint(new):
-                return None
-            for position, token in enumerate(new, start + 1):
-                if token in ends:
+            for position, token in enumerate(tokens[start:], start + 1):
+                if may_end(token):
                     tail = self._tail(tokens[max(position - reach - 3, 0) : position], reach)
                     if any(stop in tail for stop in texts):
                         return position

@@ -1,6 +1,7 @@
 """Tiny vision-language models with random weights, and pictures: needs mlx-vlm (the extra `vlm`)."""
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ VISION_TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 needs_mlx_vlm = pytest.mark.skipif(not find_spec("mlx_vlm"), reason="wants mlx-vlm: the extra `vlm`")
+
+
+def without_mlx_vlm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not installed, whatever of it was imported before."""
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    for name in [name for name in sys.modules if name.startswith("mlx_vlm.")]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def vision_settings(family: str = "qwen2_vl") -> dict[str, Any]:

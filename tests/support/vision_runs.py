@@ -20,6 +20,7 @@ CONFIG: dict[str, dict[str, Any]] = {
     "run": {"name": "seeing"},
     "model": {"path": "model", "tune": "lora", "lora": {"rank": 4, "scale": 8.0}},
     "data": {"source": "train.jsonl", "image": "image", "system_prompt": "Look.", "nudge": ""},
+    "answer": {"form": "xml"},
     "rollout": {"num_generations": 3, "max_new_tokens": 8, "launch": "eval"},
     "reward": {"functions": ["letters.py:letters"]},
     "optim": {"learning_rate": 5e-3, "batch_size": 2, "max_steps": 2},

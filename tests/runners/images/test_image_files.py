@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -16,7 +15,7 @@ from runners.machine.startup import Platform
 from runners.training.setup import SetUp
 from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
-from tests.support.vision_models import vision_settings
+from tests.support.vision_models import vision_settings, without_mlx_vlm
 from tests.support.vision_runs import write_vision_data, write_vision_run
 
 pytest.importorskip("PIL")
@@ -177,9 +176,7 @@ def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     folder = make_model_folder(tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(vision_settings()))
     (folder / "preprocessor_config.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
-    for name in [name for name in sys.modules if name.startswith("mlx_vlm.")]:
-        monkeypatch.delitem(sys.modules, name)
+    without_mlx_vlm(monkeypatch)
     result = grpo("check", write_vision_run(tmp_path), code=2)
     assert result.output.count("\n") == 1
     assert "prompts with images need mlx-vlm: pip install -e '.[vlm]'" in result.output

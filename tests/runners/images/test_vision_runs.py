@@ -260,10 +260,13 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
 
 def test_the_plan_counts_the_tower(folder, run):
     """In each phase, as many bytes as its weights are."""
-    result = grpo("plan", folder / "seeing.toml", "--json")
+    seeing, blind = (
+        json.loads(grpo("plan", folder / "seeing.toml", "--json", *more).stdout)["phases"].values()
+        for more in ([], ["--set", "data.image="])
+    )
     held = sum(leaf.nbytes for leaf in named_leaves(run.loaded.vision.module.parameters()).values())
-    phases = json.loads(result.stdout)["phases"].values()
-    assert {phase["parts"]["vision tower"] for phase in phases} == {held}
+    weights = ([phase["parts"]["weights"] for phase in phases] for phases in (seeing, blind))
+    assert {with_it - without for with_it, without in zip(*weights, strict=True)} == {held}
 
 
 def test_the_processor_s_template_is_used(folder, run, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,7 @@ from runners import cli
 from runners.models.model_reader import load_tokenizer
 from runners.tokenization.text import TextDecoder
 from tests.support.tiny_models import make_model_folder
-from tests.support.vision_models import make_vision_folder, needs_mlx_vlm, write_picture
+from tests.support.vision_models import make_vision_folder, needs_mlx_vlm, without_mlx_vlm, write_picture
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def with_vision(tmp_path):
 
 def test_without_the_extra_one_line_names_it(grpo, with_vision, monkeypatch):
     """Images need it, and the language part alone does not; the whole is for mlx-vlm's own command."""
-    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    without_mlx_vlm(monkeypatch)
     shutil.copytree(with_vision, with_vision.parent / "qwen")
     stated = json.loads((with_vision / "config.json").read_text()) | {"model_type": "qwen2_vl"}
     (with_vision.parent / "qwen" / "config.json").write_text(json.dumps(stated))
