@@ -4,12 +4,12 @@ shell takes. `make lint` holds the graph of the folders."""
 import ast
 import functools
 import json
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+
+from tests.support.processes.new_process import in_new_process
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = sorted((ROOT / "runners").rglob("*.py"))
@@ -43,10 +43,7 @@ def test_light_folders_load_no_mlx():
         f"import importlib, json, sys; [importlib.import_module(name) for name in {modules!r}];"
         "print(json.dumps(sorted({'mlx', 'mlx_lm', 'grpo_fn', 'transformers'} & set(sys.modules))))"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert json.loads(printed.stdout) == []
+    assert json.loads(in_new_process(code)) == []
 
 
 @functools.cache

@@ -41,11 +41,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(words, folder, **environment):
+def run(words, folder, start=python):
     """In a process of its own."""
     module = "runners.cli" if words[0] == "grpo" else words[0]
     code = f"import runpy, sys; sys.argv = {words!r}; runpy.run_module({module!r}, run_name='__main__')"
-    python("-c", code, cwd=folder, **environment)
+    start("-c", code, cwd=folder)
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=[" ".join(words[:4]) for words in COMMANDS])
@@ -54,7 +54,7 @@ def test_a_command_runs(folder, words):
     forced = [*words, "--force"] if words[0] == "grpo" else words
     if "--push" in words:
         with serving() as hub:
-            run(forced, folder, **hub.environment(folder / "hf"))
+            run(forced, folder, hub.python)
             assert "model.safetensors" in hub.repos["someone/my-model"]
     else:
         run(forced, folder)

@@ -2,10 +2,7 @@
 
 import getpass
 import json
-import os
 import socket
-import subprocess
-import sys
 
 import mlx.core as mx
 import mlx_lm
@@ -13,11 +10,10 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from runners.config.reading import PRESET_FOLDER
 from runners.conversion.model_card import shareable
 from runners.evaluation.estimators import wilson
 from tests.support.commands import grpo
-from tests.support.services.hub import serving
+from tests.support.services.hub import TOKEN, serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
 
@@ -173,25 +169,17 @@ def test_faults_are_lines(runs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def with_hub(hub, cwd, *arguments):
-    """`grpo …` in a process of its own that knows this Hub alone."""
-    command = [sys.executable, "-m", "runners.cli", *map(str, arguments)]
-    here = {**os.environ, "PYTHONPATH": str(PRESET_FOLDER.parent), **hub.environment(cwd / "hf")}
-    return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, timeout=600)
-
-
 def test_an_upload_happens_when_asked_for(runs, tmp_path):
     """Every file as it is on the disk, the card with the repository's name."""
     with serving() as hub:
         name = "someone/my-model"
-        done = with_hub(hub, tmp_path, "export", runs["full"], "--out", "out", "--push", name, "--private")
-        assert done.returncode == 0, done.stderr
+        words = ("export", runs["full"], "--out", "out", "--push", name, "--private")
+        done = hub.grpo(*words, cwd=tmp_path)
         assert done.stdout.splitlines()[-1].startswith(f"uploaded: {hub.url}/{name}/commit/")
         files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
         assert hub.repos == {name: files} and b"# someone/my-model\n" in files["README.md"]
-    token = hub.environment("")["HF_TOKEN"].encode()
     kept = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(token in text for text in (*kept, done.stdout.encode(), done.stderr.encode()))
+    assert not any(TOKEN.encode() in text for text in (*kept, done.stdout.encode(), done.stderr.encode()))
 
 
 CARD = """---
@@ -214,9 +202,7 @@ def test_the_bases_licence_is_on_the_card(tmp_path):
     with serving() as hub:
         hub.add("someone/base", base)
         (base / "README.md").unlink()
-        names = ("--out", "online", "--push", "me/mine")
-        done = with_hub(hub, tmp_path, "export", "someone/base", *names)
-        assert done.returncode == 0, done.stderr
+        hub.grpo("export", "someone/base", "--out", "online", "--push", "me/mine", cwd=tmp_path)
     for place in ("beside", "online"):
         data = ModelCard.load(tmp_path / place / "README.md").data
         assert (data.license, data.license_name) == ("other", "my-licence")

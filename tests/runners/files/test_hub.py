@@ -1,18 +1,13 @@
 """The Hub path, run and not assumed: commands in processes of their own, with a Hub on this machine."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from runners.config.reading import PRESET_FOLDER
 from tests.support.services.hub import serving
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import PROBLEMS
 
-ROOT = PRESET_FOLDER.parent
 NAME = "someone/tiny-llama"
 CONFIG = f"""
 [model]
@@ -47,29 +42,16 @@ def home(tmp_path_factory):
     return tmp_path_factory.mktemp("hf")
 
 
-def grpo(hub, home, cwd, *arguments, **environment):
-    """`grpo …` in a process of its own that knows this Hub alone."""
-    return subprocess.run(
-        [sys.executable, "-m", "runners.cli", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **hub.environment(home), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-
-
 def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
     """What mlx-lm needs is fetched and no more; then it is found in the cache, without a Hub at all."""
     (tmp_path / "train.toml").write_text(CONFIG)
-    done = grpo(hub, home, tmp_path, "run", "train.toml")
-    assert done.returncode == 0, done.stderr
+    hub.grpo("run", "train.toml", cwd=tmp_path, home=home)
     fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /someone")}
     assert fetched == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert json.loads((tmp_path / "outputs/grpo/final/config.json").read_text())["model_type"] == "llama"
     before = len(hub.requests)
-    done = grpo(hub, home, tmp_path, "generate", NAME, "hi", "--max-tokens", "2", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr
+    words = ("generate", NAME, "hi", "--max-tokens", "2")
+    hub.grpo(*words, cwd=tmp_path, home=home, HF_HUB_OFFLINE="1")
     assert len(hub.requests) == before
 
 
@@ -85,8 +67,8 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
 def test_a_name_that_is_not_there_is_a_line(hub, home, tmp_path, command, key):
     """The key, the name, and that it is neither here nor there; code 2."""
     (tmp_path / "train.toml").write_text(CONFIG.replace("tiny-llama", "tiny-lama"))
-    done = grpo(hub, home, tmp_path, *command)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = hub.grpo(*command, cwd=tmp_path, home=home, code=2)
+    assert done.stdout == ""
     assert [line for line in done.stderr.splitlines() if "BLAS" not in line] == [
         f'{key} = "someone/tiny-lama": there is no such folder here and no such model on the Hub'
     ]
@@ -107,6 +89,6 @@ def test_a_hub_that_may_not_be_asked_is_a_line(hub, tmp_path, command, line):
     """One line, at once, for models and data sets alike."""
     (tmp_path / "train.toml").write_text(CONFIG)
     before = len(hub.requests)
-    done = grpo(hub, tmp_path, tmp_path, *command, HF_HUB_OFFLINE="1")
-    assert done.returncode == 2 and line in done.stderr.splitlines()[-1]
+    done = hub.grpo(*command, cwd=tmp_path, code=2, HF_HUB_OFFLINE="1")
+    assert line in done.stderr.splitlines()[-1]
     assert len(hub.requests) == before

@@ -12,7 +12,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+from tests.support.processes.new_process import python
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_of_this_test"
+REPO = "/api/models/([^/]+/[^/]+)"
 
 
 class Hub:
@@ -27,18 +31,16 @@ class Hub:
         """Publishes the files of a folder."""
         self.repos[name] = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
-    def environment(self, home):
-        """What a process needs in its environment to find this Hub, and nothing of the user's."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN": "hf_of_this_test",
-            "HF_HUB_OFFLINE": "0",
-            "NO_PROXY": "127.0.0.1",
-            "no_proxy": "127.0.0.1",
-        }
+    def python(self, *words, cwd, home=None, code=0, **more):
+        """`python WORDS`, with this Hub and nothing of the user's; HF_HOME is `home`, or in `cwd`."""
+        here = {"HF_ENDPOINT": self.url, "HF_HOME": str(home or cwd / "hf"), "HF_TOKEN": TOKEN}
+        here |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+        here |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        return python(*words, cwd=cwd, code=code, **here | more)
+
+    def grpo(self, *words, **options):
+        """`grpo WORDS`, as `python`."""
+        return self.python("-m", "runners.cli", *words, **options)
 
 
 @contextmanager
@@ -47,7 +49,7 @@ def serving():
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub
@@ -64,43 +66,33 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         """Says nothing."""
 
-    def do_GET(self):
-        self._read("GET")
-
     def do_HEAD(self):
-        self._read("HEAD")
+        self.do_GET()
 
-    def _read(self, method):
+    def do_GET(self):
         path = unquote(urlsplit(self.path).path)
-        self.hub.requests.append(f"{method} {path}")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-            return self._of_repo(match[1], lambda files: self._json(self._info(match[1], files)))
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
-            return self._of_repo(match[1], lambda files: self._json([_entry(*f) for f in files.items()]))
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
-            return self._of_repo(match[1], lambda files: self._file(files.get(match[2])))
-        return self._refuse("EntryNotFound")
-
-    def _of_repo(self, name, answer):
-        if name not in self.hub.repos:
-            return self._refuse("RepoNotFound")
-        return answer(self.hub.repos[name])
-
-    def _info(self, name, files):
-        siblings = [{"rfilename": file} for file in files]
-        return {
-            "id": name,
-            "modelId": name,
-            "sha": COMMIT,
-            "private": False,
-            "tags": [],
-            "siblings": siblings,
-        }
-
-    def _file(self, content):
-        if content is None:
-            return self._refuse("EntryNotFound")
-        return self._send(200, content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT})
+        self.hub.requests.append(f"{self.command} {path}")
+        info, tree = (
+            re.fullmatch(rf"{REPO}(/revision/[^/]+)?", path),
+            re.fullmatch(rf"{REPO}/tree/[^/]+", path),
+        )
+        match = info or tree or re.fullmatch("/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)
+        if match and match[1] not in self.hub.repos:
+            self._refuse("RepoNotFound")
+            return
+        files = self.hub.repos[match[1]] if match else {}
+        if info:
+            about = {"id": match[1], "modelId": match[1], "sha": COMMIT, "private": False, "tags": []}
+            self._json(about | {"siblings": [{"rfilename": file} for file in files]})
+        elif tree:
+            self._json(
+                [{"type": "file", "path": n, "size": len(c), "oid": _oid(c)} for n, c in files.items()]
+            )
+        elif match and match[2] in files:
+            content = files[match[2]]
+            self._send(200, content, {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self._refuse("EntryNotFound")
 
     def do_POST(self):
         path = urlsplit(self.path).path
@@ -110,24 +102,21 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
             self.hub.repos.setdefault(name, {})
-            return self._json({"url": f"{self.hub.url}/{name}", "id": name})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", path):
-            modes = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            return self._json({"files": modes})
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
-            for line in body.splitlines():
-                entry = json.loads(line)
+            self._json({"url": f"{self.hub.url}/{name}", "id": name})
+        elif re.fullmatch(rf"{REPO}/preupload/main", path):
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            self._json({"files": [mode | {"path": file["path"]} for file in json.loads(body)["files"]]})
+        elif match := re.fullmatch(rf"{REPO}/commit/main", path):
+            for entry in map(json.loads, body.splitlines()):
                 if entry["key"] == "file":
                     content = base64.b64decode(entry["value"]["content"])
                     self.hub.repos[match[1]][entry["value"]["path"]] = content
             url = f"{self.hub.url}/{match[1]}/commit/{COMMIT}"
-            return self._json({"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
-        if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
-        return self._refuse("EntryNotFound")
+            self._json({"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
+        elif path == "/api/validate-yaml":
+            self._json({"errors": [], "warnings": []})
+        else:
+            self._refuse("EntryNotFound")
 
     def _refuse(self, code):
         self._send(404, b"{}", {"X-Error-Code": code, "X-Error-Message": "not here"})
@@ -146,7 +135,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _oid(content):
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def _entry(name, content):
-    return {"type": "file", "path": name, "size": len(content), "oid": _oid(content)}
