@@ -28,71 +28,47 @@ FINER = {  # the format that follows one whose numbers are too coarse; after the
 SAMPLE_SIZE = 0.5  # effective sample size below which a format is too coarse
 
 
+@attrs.define(eq=False, slots=False)
 class LocalEngine:
-    """An engine over a policy.
+    """An engine over a policy, without weights: `load` comes first."""
 
-    Attributes:
-        version: see `Engine`.
-        fallback: None, or why the quantized weights were given up. After that it samples in full precision.
-        format: of the quantized weights; finer than at the start if that was too coarse.
-        moments: of their layers' inputs, for calibrated rounding; None: there are none.
-        formats: of weights that have another format.
-    """
+    full: g.Policy  # the learner's
+    decoding: g.Decoding = attrs.field(factory=g.Decoding)
+    quantized: QuantizedRole | None = None  # the same model with few-bit weights; None: full precision
+    # The format of these weights; finer than at the start if that was too coarse.
+    format: str = attrs.field(default="none", alias="name")
+    calibrates: bool = False  # whether it samples in full precision until it has `moments`
+    # KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
+    mismatch_limit: float = 0.0
+    vocabulary: int = 0  # token ids that the model knows; 0: not checked
+    advance: Advance | None = None  # hears several times a second how far a rollout has come
+    ranks: Ranks = attrs.field(factory=Ranks)  # those that sample together, each its share
 
-    def __init__(
-        self,
-        policy: g.Policy,
-        decoding: g.Decoding | None = None,
-        *,
-        quantized: QuantizedRole | None = None,
-        name: str = "none",
-        calibrates: bool = False,
-        mismatch_limit: float = 0.0,
-        vocabulary: int = 0,
-        advance: Advance | None = None,
-        ranks: Ranks | None = None,
-    ) -> None:
-        """An engine without weights: `load` comes first.
-
-        Args:
-            policy: the learner's.
-            decoding: how it decodes.
-            quantized: the same model with few-bit weights; None: it samples in full precision.
-            name: their `rollout.quantization`.
-            calibrates: it samples in full precision until `calibrate`.
-            mismatch_limit: KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
-            vocabulary: token ids that the model knows; 0: not checked.
-            advance: hears several times a second how far a rollout has come.
-            ranks: those that sample together, each its share; None: this process alone.
-        """
-        self.version, self.fallback = 0, None
-        self.full, self.decoding = policy, decoding or g.Decoding()
-        self._quantized, self.format = quantized, name
-        self._calibrates = calibrates
-        self.moments: Moments | None = None
-        self.formats: Mapping[str, str] = {}
-        self._limit, self._vocabulary, self._advance = mismatch_limit, vocabulary, advance
-        self._ranks = ranks or Ranks()
-        self._loaded: Tree = None  # the learner's parameters
-        self._params: Tree = None  # those that it samples with
-        self._kept: tuple[list[int], Any] | None = None  # tokens of the last stream, and its caches
-        self._events: list[str] = []
+    version: int = attrs.field(default=0, init=False)  # see `Engine`
+    fallback: str | None = attrs.field(default=None, init=False)  # why the quantized weights were given up
+    moments: Moments | None = attrs.field(default=None, init=False)  # of their layers' inputs
+    formats: Mapping[str, str] = attrs.field(factory=dict, init=False)  # of weights with another format
+    _loaded: Tree = attrs.field(default=None, init=False)  # the learner's parameters
+    _params: Tree = attrs.field(default=None, init=False)  # those that it samples with
+    # The tokens of the last stream, and its caches.
+    _kept: tuple[list[int], Any] | None = attrs.field(default=None, init=False)
+    _events: list[str] = attrs.field(factory=list, init=False)
 
     @property
     def quantization(self) -> str:
         """The present weights' quantization: "none" is full precision."""
-        waits = self._calibrates and self.moments is None
-        return "none" if self._quantized is None or self.fallback is not None or waits else self.format
+        waits = self.calibrates and self.moments is None
+        return "none" if self.quantized is None or self.fallback is not None or waits else self.format
 
     @property
     def sampler(self) -> tuple[g.Policy, Tree]:
         """The policy and the parameters that it samples with now: they are rounded at their first use."""
-        if self._quantized is None or self.quantization == "none":
+        if self.quantized is None or self.quantization == "none":
             return self.full, self._loaded
         if self._params is None and self._loaded is not None:
-            self._params = self._quantized.transform(self._loaded)
+            self._params = self.quantized.transform(self._loaded)
             g.materialize(self._params)
-        return self._quantized.policy, self._params
+        return self.quantized.policy, self._params
 
     def load(self, params: Tree, version: int) -> None:
         """As `Engine`."""
@@ -119,7 +95,7 @@ class LocalEngine:
                 raise Cancelled(rollout)
             fault = None
             if self.quantization != "none":
-                found = self._ranks.all_gather_object("the sampler", self._fault(rollout))
+                found = self.ranks.all_gather_object("the sampler", self._fault(rollout))
                 fault = next((message.value for message in found if message.value is not None), None)
             if fault is None:
                 versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
@@ -166,27 +142,27 @@ class LocalEngine:
 
     def round_as(self, name: str, moments: Moments | None, formats: Mapping[str, str] | None = None) -> None:
         """From now on its weights have that format ("": the present one), or theirs in `formats`."""
-        if self._quantized is None:
+        if self.quantized is None:
             return
-        self.format, self.moments = name or self.format, moments if self._calibrates else None
+        self.format, self.moments = name or self.format, moments if self.calibrates else None
         self.formats = formats or {}
-        made = self._quantized.remade(self.format, self.moments, self.formats)
-        before = self._quantized.policy
+        made = self.quantized.remade(self.format, self.moments, self.formats)
+        before = self.quantized.policy
         parts = {part: getattr(made.policy, part) for part in ("module", "frozen", "split")}
-        self._quantized = attrs.evolve(made, policy=attrs.evolve(before, **parts))
+        self.quantized = attrs.evolve(made, policy=attrs.evolve(before, **parts))
         self.load(self._loaded, self.version)
 
     def check_mismatch(self, stats: g.LossStats) -> None:
         """A finer format, after the last full precision, if the weights π/μ of an update are too uneven."""
-        if self.quantization == "none" or not self._limit or not stats.num_tokens.item():
+        if self.quantization == "none" or not self.mismatch_limit or not stats.num_tokens.item():
             return
         size, kl = float(stats.ess), float(stats.sampling_kl_k3)
-        if size >= SAMPLE_SIZE and kl <= self._limit:
+        if size >= SAMPLE_SIZE and kl <= self.mismatch_limit:
             return
         reason = (
             f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from the "
             f"learner; expected at least {SAMPLE_SIZE:g}, and at most "
-            f"rollout.mismatch_limit = {self._limit:g}"
+            f"rollout.mismatch_limit = {self.mismatch_limit:g}"
         )
         if finer := FINER.get(self.format):
             self._events.append(f"sampling continues in {finer}: {self.format} has {reason}")
@@ -201,7 +177,7 @@ class LocalEngine:
 
     def metrics(self) -> dict[str, str]:
         """Metrics of an engine whose weights are or were quantized."""
-        if self._quantized is None:
+        if self.quantized is None:
             return {}
         why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
         return {"rollout/quantization": self.quantization, **why}
@@ -246,7 +222,7 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
-        meter = Meter(self._advance, requests, sampling, self.decoding.max_batch, policy.module)
+        meter = Meter(self.advance, requests, sampling, self.decoding.max_batch, policy.module)
         try:
             while True:
                 meter.count(next(columns))
@@ -259,8 +235,8 @@ class LocalEngine:
         tokens_bt = rollout.tokens_bt
         finite = mx.isfinite(rollout.logp_bt).all()
         known = (tokens_bt >= 0).all()
-        if self._vocabulary:
-            known = known & (tokens_bt < self._vocabulary).all()
+        if self.vocabulary:
+            known = known & (tokens_bt < self.vocabulary).all()
         if not finite.item():
             return "its log-probs are not finite"
         return None if known.item() else "it drew a token that the model does not have"

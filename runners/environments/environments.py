@@ -127,9 +127,9 @@ class Environments:
         episodes, prompts = [Episode(row) for row in rows], [row.tokens for row in rows]
         if self.has_instances:
             episodes, prompts = self._reset(rows, should_stop)
-        schemas = [tool.schema for tool in self.tools]
+        schemas, tools = [tool.schema for tool in self.tools], {tool.name: tool for tool in self.tools}
         reader = CallReader.of(self.chat.tokenizer, schemas, marked=bool(self.chat.mark_ids))
-        parts = (self.chat, self.calls, self.tools, self.config, self.nudge)
+        parts = (self.chat, self.calls, tools, self.config, self.nudge)
         return Session(episodes, prompts, reader, *parts, should_stop)
 
     def release(self, session: Session) -> None:

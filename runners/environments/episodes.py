@@ -33,28 +33,21 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
+@attrs.define(eq=False)
 class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes observations."""
 
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        prompts: Sequence[tuple[int, ...]],
-        reader: CallReader,
-        chat: ChatTurns,
-        calls: Calls,
-        tools: Sequence[Tool],
-        limits: EnvConfig,
-        nudge: str = "",
-        should_stop: ShouldStop = never,
-    ) -> None:
-        """`episodes`: started ones of all rows; `nudge` precedes each row's first words."""
-        self.episodes, self.prompts = episodes, prompts
-        self._reader, self._chat, self._calls, self._limits, self._nudge = reader, chat, calls, limits, nudge
-        self._tools = {tool.name: tool for tool in tools}
-        self._check = interruptible(should_stop)
-        # Of each row that waits for a reply: its turn, and the calls that are not made.
-        self._turns: dict[int, tuple[Sequence[int], list[str]]] = {}
+    episodes: Sequence[Episode]  # started ones of all rows
+    prompts: Sequence[tuple[int, ...]]  # of each row
+    _reader: CallReader
+    _chat: ChatTurns
+    _calls: Calls
+    _tools: Mapping[str, Tool]  # by name
+    _limits: EnvConfig
+    _nudge: str = ""  # precedes each row's first words
+    _should_stop: ShouldStop = never
+    # Of each row that waits for a reply: its turn, and the calls that are not made.
+    _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: a turn without a call, or one too many, ends the conversation."""
@@ -80,7 +73,7 @@ class Session:
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """As `Replies`. Raises Interrupted if `should_stop` ends the waiting."""
-        outcomes = self._calls.collect(least, self._check)
+        outcomes = self._calls.collect(least, interruptible(self._should_stop))
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
     def finish(self, rollout: g.Rollout) -> FinishedEpisodes:

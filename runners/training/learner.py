@@ -139,7 +139,7 @@ def build_learner(
             mismatch_limit=rollout.mismatch_limit,
             vocabulary=vocabulary,
             advance=advance,
-            ranks=ranks,
+            ranks=ranks or Ranks(),
         ),
         evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
