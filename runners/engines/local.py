@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,9 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.policy import Moments, QuantizedRole
-from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
+from grpo_fn.rollout import PREFILL_TOKENS, Column, Columns, Interrupted, decode, decode_after
 from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
-from runners.engines.meter import Meter
 from runners.errors import is_out_of_memory
 from runners.ranks.ranks import Ranks
 
@@ -25,6 +25,7 @@ FINER = {  # the format that follows one whose numbers are too coarse; after the
     "mxfp4": "mxfp8",
     "nvfp4": "mxfp8",
 }
+PAUSE = 0.2  # seconds between two reports of how far a rollout has come
 SAMPLE_SIZE = 0.5  # effective sample size below which a format is too coarse
 
 
@@ -222,7 +223,7 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
-        meter = Meter(self.advance, requests, sampling, self.decoding.max_batch, policy.module)
+        meter = Meter(self, requests, sampling)
         try:
             while True:
                 meter.count(next(columns))
@@ -287,3 +288,41 @@ def _empty(sampling: g.Sampling) -> g.Rollout:
         finished_b=mx.zeros((0,), mx.bool_),
         entropy_bt=none if sampling.with_entropy else None,
     )
+
+
+class Meter:
+    """Counts prompt tokens until the first token is drawn, then the steps of decoding, all rows at once."""
+
+    def __init__(self, engine: LocalEngine, requests: Requests, sampling: g.Sampling) -> None:
+        """Reports to the engine's `advance`, if it has one."""
+        max_batch, module = engine.decoding.max_batch, engine.full.module
+        together = max(max_batch // sampling.num_generations, 1) if max_batch else len(requests.prompts)
+        parts = -(-len(requests.prompts) // together)  # decoded one after the other
+        lengths = list(map(len, requests.prompts[:together]))
+        # A prefill gives control after each layer of each piece.
+        self._pieces = -(-max(lengths) // PREFILL_TOKENS) * max(len(getattr(module, "layers", ())), 1)
+        self._prompt_tokens, self._most = sum(lengths), sampling.max_new_tokens
+        self._advance, self._total = engine.advance, parts * sampling.max_new_tokens
+        self._computed = self._steps = self._before = 0
+        self._rows: set[int] = set()  # that are decoded, or were
+        self._reported = 0.0
+
+    def count(self, column: Column | None) -> None:
+        """Takes what the decoding has given."""
+        if column is None:
+            self._computed += 1
+        elif column.rows[0] in self._rows:
+            self._steps += 1
+        else:  # the next part
+            self._before += self._most if self._rows else 0
+            self._rows.update(column.rows)
+            self._steps = 1
+        now = time.perf_counter()
+        if self._advance is None or now < self._reported + PAUSE:
+            return
+        self._reported = now
+        if self._rows:
+            self._advance("tokens", self._before + min(self._steps, self._most), self._total)
+        else:
+            share = min(self._computed / self._pieces, 1.0)
+            self._advance("prompt tokens", round(self._prompt_tokens * share), self._prompt_tokens)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import attrs
 import numpy as np
 
 from runners.errors import one_line
@@ -95,27 +96,21 @@ _INTERVAL = 0.25  # seconds between two checks
 _GRACE = 3.0  # seconds in which the ranks may end by themselves
 
 
+@attrs.define(eq=False, slots=False)
 class Watchdog:
-    """A thread that checks the other ranks, and how long this one has waited.
+    """A thread that checks the other ranks, and how long this one has waited."""
 
-    Attributes:
-        timeout: seconds that a collective may take.
-        names: of all ranks; none before they have met.
-        here: the other ranks of this host, which the `board` shows.
-        on_fault: gets the reason why the process ends.
-    """
-
-    def __init__(self, rank: int, timeout: float, signals: StopSignals) -> None:
-        """A signal that comes to one rank of this host comes to the `signals` of all of them."""
-        self.rank, self.timeout, self._signals = rank, timeout, signals
-        self.names: Sequence[str] = ()
-        self.here: Sequence[int] = ()
-        self.board: Scoreboard | None = None
-        self.on_fault: Callable[[str], None] = lambda line: None
-        self._what = ""  # the main thread's current collective; "": none
-        self._number = 0  # of collectives
-        self._parent = os.getppid()  # the launcher
-        self._off = threading.Event()
+    rank: int
+    timeout: float  # seconds that a collective may take
+    _signals: StopSignals  # a signal that comes to one rank of this host comes to those of all of them
+    names: Sequence[str] = ()  # of all ranks; none before they have met
+    here: Sequence[int] = ()  # the other ranks of this host, which the `board` shows
+    board: Scoreboard | None = None
+    on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
+    _what: str = attrs.field(default="", init=False)  # the main thread's current collective; "": none
+    _number: int = attrs.field(default=0, init=False)  # of collectives
+    _parent: int = attrs.field(factory=os.getppid, init=False)  # the launcher
+    _off: threading.Event = attrs.field(factory=threading.Event, init=False)
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
-from runners.engines import meter
+from runners.engines import local
 from runners.engines.engine import Cancelled, Requests
 from runners.engines.local import LocalEngine
 from tests.support.generating import EOS, RAGGED, roll
@@ -98,7 +98,7 @@ def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
 def test_a_rollout_reports_how_far_it_has_come(monkeypatch):
     """First the tokens of the prompts, then the steps of decoding; the parts of a rollout add up."""
     policy, reports = tiny_policy("llama"), []
-    monkeypatch.setattr(meter, "PAUSE", 0.0)
+    monkeypatch.setattr(local, "PAUSE", 0.0)
     engine = LocalEngine(policy, g.Decoding(max_batch=2), advance=lambda *report: reports.append(report))
     engine.load(policy.params, 0)
     prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 4], [4, 5, 1]]
