@@ -24,8 +24,7 @@ from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
 from grpo_fn.policy import plain_caches
 from grpo_fn.rollout import FindStop, Respond
-from grpo_fn.rollout.decode_step import CacheSteps
-from grpo_fn.rollout.prefill import Extender, prefill, result_of
+from grpo_fn.rollout.decode_step import CacheSteps, Extender, prefill, result_of
 from runners.user_code.worker import Calls, Worker
 
 SLEEP = 0.1  # seconds of a call

@@ -21,23 +21,16 @@ _SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"  # mlx::core::se
 _UNFUSED, _FUSED = 2, 3  # of MLX's modes
 
 
-class _Hole:
-    """Marks the place of an array in a template."""
+def _refill(tree: Any) -> Callable[[list[mx.array]], Any]:
+    """The function that gives the tree with other arrays in place of its own, which are not kept."""
+    hole = type("Hole", (), {})  # marks the place of an array
+    empty = map_arrays(lambda _: hole(), tree)
 
-
-class _Template:
-    """A tree without its arrays, which would keep their memory."""
-
-    def __init__(self, tree: Any) -> None:
-        # Kept here, because importlib.reload binds the name to another class.
-        self._kind = _Hole
-        hole = self._kind()
-        self._tree = map_arrays(lambda _: hole, tree)
-
-    def fill(self, leaves: list[mx.array]) -> Any:
-        """The tree with these arrays in place of its own, in their order."""
+    def fill(leaves: list[mx.array]) -> Any:
         remaining = iter(leaves)
-        return map_arrays(lambda _: next(remaining), self._tree, kind=self._kind)
+        return map_arrays(lambda _: next(remaining), empty, kind=hole)
+
+    return fill
 
 
 class Compiled:
@@ -81,8 +74,8 @@ class Compiled:
         leaves: list[mx.array] = []
         structure = structure_of(args, leaves)
         if not self._enabled:
-            arguments = _Template(args)
-            return (lambda leaves: self._function(*arguments.fill(leaves))), leaves
+            fill = _refill(args)
+            return (lambda leaves: self._function(*fill(leaves))), leaves
         key = (structure, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
         program = self._programs.pop(key, None) or self._compile_for(args)
         self._programs[key] = program  # as the last
@@ -91,26 +84,26 @@ class Compiled:
         return program, leaves
 
     def _compile_for(self, example: tuple[Any, ...]) -> Callable[[list[mx.array]], Any]:
-        arguments = _Template(example)
-        result_template: list[_Template] = []
+        fill_arguments = _refill(example)
+        fill_result: list[Callable[[list[mx.array]], Any]] = []
 
         def flat(leaves: list[mx.array]) -> list[mx.array]:
             self.traces += 1
-            result = self._function(*arguments.fill(leaves))
+            result = self._function(*fill_arguments(leaves))
             found: list[mx.array] = []
             structure_of(result, found)
-            result_template[:] = [_Template(result)]
+            fill_result[:] = [_refill(result)]
             return found
 
         program = mx.compile(flat)
 
         def call(leaves: list[mx.array]) -> Any:
-            if result_template or self._fuse:
-                found = program(leaves)  # fills the template the first time
+            if fill_result or self._fuse:
+                found = program(leaves)  # sets `fill_result` the first time
             else:
                 with _unfused():
                     found = program(leaves)
-            return result_template[0].fill(found)
+            return fill_result[0](found)
 
         return call
 
@@ -127,6 +120,12 @@ def recomputed(primals: Any, cotangent: mx.array) -> Any:
     These arrays depend on the cotangent, so that nothing is merged.
     """
     return mx.depends(list(primals), [cotangent])
+
+
+def round_up(size: int) -> int:
+    """The next size on a ladder with 8 steps per octave (16, 18, 20, …), for few shapes; up to 16 all."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // step) * step
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import attrs
 import mlx.core as mx
 
+from grpo_fn.compile import round_up
+
 Grid = tuple[int, int, int]  # cells of an image, a token each: time, rows, columns
 
 
@@ -95,7 +97,7 @@ def image_rows(
         shifts += [shift] * repeat
     features = mx.concatenate([each.features_fd for each in found])
     return ImageRows(
-        mx.pad(features, [(0, _rounded(count) - count), (0, 0)]),
+        mx.pad(features, [(0, round_up(count) - count), (0, 0)]),
         mx.array(feature_rl, mx.int32),
         mx.array(positions_r3l, mx.int32),
         mx.array(shifts, mx.int32),
@@ -142,8 +144,3 @@ def multimodal_positions(
     for positions in found:
         positions.extend(range(following, following + len(tokens) - place))
     return tuple(map(tuple, found))
-
-
-def _rounded(number: int) -> int:
-    step = 1 << max(number.bit_length() - 4, 0)
-    return -(-number // step) * step

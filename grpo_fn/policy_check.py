@@ -7,7 +7,6 @@ The structure of a model decides which fast paths are offered. Here its numbers 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -144,8 +143,18 @@ def _check_decoding(
     def attempt(given_up: Sequence[str]) -> tuple[str, Rollout | None]:
         drawn: list[Rollout] = []
         plainer = without_paths(policy, given_up)
-        fault = _fault_of(lambda: _decoding_fault(plainer, params, prompts, limit, drawn))
-        return fault, drawn[0] if drawn else None
+
+        def difference() -> str:
+            """Of a rollout from the forward pass of its rows."""
+            drawn.append(generate(plainer, params, prompts, SAMPLING, key=mx.random.key(0)))
+            for row, completion in enumerate(drawn[0].completions()):
+                prompt = prompts[row // SAMPLING.num_generations]
+                want_t = completion_logprobs(plainer, params, prompt, completion)
+                if fault := _difference(drawn[0].logp_bt[row, : len(completion)], want_t, limit):
+                    return fault
+            return ""
+
+        return _fault_of(difference), drawn[0] if drawn else None
 
     first, rollout = attempt(())
     fault, given_up, notices = first, (), ()
@@ -163,19 +172,6 @@ def _check_decoding(
     if fault or rollout is None:
         raise ValueError(f"sampling and training log-probs differ even on the slowest path: {fault}")
     return CheckedPolicy(without_paths(policy, given_up), given_up, notices), rollout
-
-
-def _decoding_fault(
-    policy: Policy, params: Tree, prompts: list[list[int]], limit: float, drawn: list[Rollout]
-) -> str:
-    """The difference of a rollout, which is added to `drawn`, from the forward pass of its rows."""
-    drawn.append(generate(policy, params, prompts, SAMPLING, key=mx.random.key(0)))
-    for row, completion in enumerate(drawn[0].completions()):
-        want_t = completion_logprobs(policy, params, prompts[row // SAMPLING.num_generations], completion)
-        fault = _difference(drawn[0].logp_bt[row, : len(completion)], want_t, limit)
-        if fault:
-            return fault
-    return ""
 
 
 def _learner_fault(policy: Policy, params: Tree, rollout: Rollout, share: bool, limit: float) -> str:
@@ -197,7 +193,7 @@ def _learner_fault(policy: Policy, params: Tree, rollout: Rollout, share: bool, 
         size = mx.stack([mx.square(leaf).sum() for leaf in plain.values()]).sum()
         apart = mx.stack([mx.square(gradient[name] - leaf).sum() for name, leaf in plain.items()]).sum()
         if not (apart <= (2 * limit) ** 2 * size).item():  # both may be 0
-            off = cast(float, mx.sqrt(apart / size).item())
+            off = float(mx.sqrt(apart / size))
             return f"checkpointed blocks give another gradient, off by {off:.2g} of its norm"
     return ""
 
@@ -232,7 +228,7 @@ def _fault_of(compare: Callable[[], object]) -> str:
 
 def _difference(got_t: mx.array, want_t: mx.array, limit: float) -> str:
     """The difference of a row's log-probs; "" if rounding can explain it."""
-    apart = cast(float, mx.abs(got_t - want_t).mean().item())
+    apart = float(mx.abs(got_t - want_t).mean())
     if not mx.isfinite(mx.stack([got_t, want_t])).all().item():
         return "log-probs are not finite"
     return f"log-probs of a row are off by {apart:.2g} nats a token" if apart > limit else ""

@@ -6,9 +6,11 @@ Imports only the root helpers: no model, no device, no backend.
 from grpo_fn.algorithm.advantages import (
     AGGREGATES,
     combine_rewards,
+    discounted_returns,
     group_advantages,
     has_varied_rewards,
     overlong_penalty,
+    turn_advantages,
 )
 from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
 from grpo_fn.algorithm.baselines import BASELINES, SCALES, Baseline
@@ -19,4 +21,3 @@ from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
 from grpo_fn.algorithm.spec import CHOICES, LossSpec
 from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate
-from grpo_fn.algorithm.turns import discounted_returns, turn_advantages

@@ -11,26 +11,18 @@ import mlx.core as mx
 
 
 class Aggregation(NamedTuple):
-    """A row's contribution to the sum, and the sum's denominator."""
+    """What the rows' losses are divided by, and whether each is first the mean of its counted tokens."""
 
-    row: Callable[[mx.array, mx.array], mx.array]  # (Σ_t l of each row [B], its counted tokens [B]) -> [B]
     denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
+    row_mean: bool = False
     needs_max_length: bool = False
 
 
-def _row_sum(sum_b: mx.array, length_b: mx.array) -> mx.array:
-    return sum_b
-
-
-def _row_mean(sum_b: mx.array, length_b: mx.array) -> mx.array:
-    return sum_b / mx.maximum(length_b, 1)
-
-
 AGGREGATIONS: dict[str, Aggregation] = {
-    "sequence_mean": Aggregation(_row_mean, lambda sequences, tokens, longest: sequences),
-    "token_mean": Aggregation(_row_sum, lambda sequences, tokens, longest: tokens),
-    "constant": Aggregation(_row_sum, lambda sequences, tokens, longest: sequences * longest, True),
-    "sequence_sum_norm": Aggregation(_row_sum, lambda sequences, tokens, longest: sequences),
+    "sequence_mean": Aggregation(lambda sequences, tokens, longest: sequences, row_mean=True),
+    "token_mean": Aggregation(lambda sequences, tokens, longest: tokens),
+    "constant": Aggregation(lambda sequences, tokens, longest: sequences * longest, needs_max_length=True),
+    "sequence_sum_norm": Aggregation(lambda sequences, tokens, longest: sequences),
 }
 
 

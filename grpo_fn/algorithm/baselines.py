@@ -14,11 +14,6 @@ STD_EPSILON = 1e-4  # TRL's; added to a standard deviation before dividing by it
 _FLOAT32_EPSILON = 2.0**-23
 
 
-def group_mean(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
-    """The mean of the group (GRPO)."""
-    return mean(rewards_pg, given_pg)
-
-
 def leave_one_out(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """The mean of the group's other completions (RLOO, arXiv 2402.14740 eq. 6)."""
     count_p1 = total(given_pg)
@@ -52,27 +47,6 @@ def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     return mx.array(1.0)
 
 
-class Baseline(NamedTuple):
-    """A baseline and its properties."""
-
-    function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
-    of_batch: bool = False  # whether it compares a completion with the batch, not with its group alone
-    by_state: bool = False  # whether `turn_advantages` also compares the steps that start in one state
-
-
-BASELINES: dict[str, Baseline] = {
-    "group_mean": Baseline(group_mean),
-    "leave_one_out": Baseline(leave_one_out),
-    "batch_mean": Baseline(batch_mean, of_batch=True),
-    "turn": Baseline(group_mean, by_state=True),
-}
-SCALES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
-    "group": group_scale,
-    "batch": batch_scale,
-    "none": no_scale,
-}
-
-
 def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
     """The batch as a single group: both arrays as [1,P·G], or [1,P·G,S]."""
     shape = (1, -1, *rewards_pg.shape[2:])
@@ -96,3 +70,24 @@ def std(values_pg: mx.array, given_pg: mx.array) -> mx.array:
     two."""
     centred_pg = mx.where(given_pg, values_pg - mean(values_pg, given_pg), 0.0)
     return mx.sqrt(total(mx.square(centred_pg)) / mx.maximum(total(given_pg) - 1, 1))
+
+
+class Baseline(NamedTuple):
+    """A baseline and its properties."""
+
+    function: Callable[[mx.array, mx.array], mx.array]  # (rewards, given) -> what is subtracted
+    of_batch: bool = False  # whether it compares a completion with the batch, not with its group alone
+    by_state: bool = False  # whether `turn_advantages` also compares the steps that start in one state
+
+
+BASELINES: dict[str, Baseline] = {
+    "group_mean": Baseline(mean),
+    "leave_one_out": Baseline(leave_one_out),
+    "batch_mean": Baseline(batch_mean, of_batch=True),
+    "turn": Baseline(mean, by_state=True),
+}
+SCALES: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
+    "group": group_scale,
+    "batch": batch_scale,
+    "none": no_scale,
+}

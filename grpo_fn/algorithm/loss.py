@@ -122,7 +122,8 @@ def loss_sum(
 
     aggregation = AGGREGATIONS[spec.aggregation]
     length_b = mask_bt.sum(axis=1)
-    total = aggregation.row((mask_bt * term_bt).sum(axis=1), length_b).sum()
+    sum_b = (mask_bt * term_bt).sum(axis=1)
+    total = (sum_b / mx.maximum(length_b, 1) if aggregation.row_mean else sum_b).sum()
     denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
     return total, loss_stats(x, spec, ratio_bt, kl_bt, mismatch, weight_bt, total, denominator)
 

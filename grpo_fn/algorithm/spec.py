@@ -55,9 +55,6 @@ def _pair(value: Sequence[float]) -> tuple[float, float]:
     return tuple(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
-_OPTIONAL_PAIR = attrs.converters.optional(_pair)
-
-
 @attrs.frozen(kw_only=True)
 class LossSpec:
     """loss = level × surrogate × correction × KL × aggregation; `policy_loss` evaluates it.
@@ -87,7 +84,7 @@ class LossSpec:
         None,
         "what `sequence_mask` and `sequence_mask_weighted` keep; may stand beside the other forms",
         "0 <= low < high",
-        converter=_OPTIONAL_PAIR,
+        converter=_pair,
     )
     sequence_ratio: str = _key(
         "geometric",

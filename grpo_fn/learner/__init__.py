@@ -14,16 +14,15 @@ from grpo_fn.learner.forward_steps import (
 )
 from grpo_fn.learner.grad_step import SFT, GradStep, make_grad_step, make_sft_step
 from grpo_fn.learner.logprobs.completion_states import can_share
-from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
 from grpo_fn.learner.logprobs.token_logprobs import (
     Head,
     chunk_rows,
+    reverse_kl,
     token_logprobs,
     token_logprobs_and_entropy,
 )
-from grpo_fn.learner.micro_batches import halve_batch, shape_of, split_batch
 from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
-from grpo_fn.learner.packing import Packer, Row, Shape, piece_tokens, round_up
+from grpo_fn.learner.packing import Packer, Row, Shape, halve_batch, piece_tokens, shape_of, split_batch
 from grpo_fn.learner.ranks.reduce import (
     Collectives,
     MlxCollectives,

@@ -22,8 +22,7 @@ from grpo_fn.compile import Compiled, compiled
 from grpo_fn.learner.batch import Batch, as_teacher_reads, check_fits
 from grpo_fn.learner.forward_steps import Teacher, batch_logprobs
 from grpo_fn.learner.logprobs.completion_states import completion_hidden, completion_hidden_and_routing
-from grpo_fn.learner.logprobs.teacher_kl import reverse_kl
-from grpo_fn.learner.logprobs.token_logprobs import token_logprobs_and_entropy
+from grpo_fn.learner.logprobs.token_logprobs import reverse_kl, token_logprobs_and_entropy
 from grpo_fn.learner.state import TrainState
 from grpo_fn.policy import experts_per_token
 from grpo_fn.policy.policy import Policy

@@ -4,7 +4,6 @@ Imports the backends' interface and the root helpers; not `grpo_fn.algorithm`, `
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.policy.bits_budget import formats_within, rounding_effects
 from grpo_fn.policy.caches import kv_caches
 from grpo_fn.policy.caches.kv_caches import plain_caches
 from grpo_fn.policy.caches.prefix_cache import ROOM, shares_prefix, sharing_pays
@@ -32,8 +31,10 @@ from grpo_fn.policy.quantized_role import (
     MODES,
     STORAGES,
     QuantizedRole,
+    formats_within,
     is_quantized,
     quant_mode,
     quantizable,
     quantized_role,
+    rounding_effects,
 )

@@ -7,7 +7,7 @@ object that returns given hidden states.
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -163,19 +163,15 @@ def _function_of_product(
     if mx.any(split.logits(module, mx.zeros_like(probe)) != 0):
         return None  # there is a bias
     product, logits = at(_SMALL)
-    scale = _number((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
+    scale = float((product * logits).sum() / mx.maximum(mx.square(product).sum(), 1e-30))
     if not scale > 0:
         return None
     product, logits = at(_LARGE)
-    highest = _number(mx.abs(logits).max())
-    cap = highest if highest < 0.5 * scale * _number(mx.abs(product).max()) else None
+    highest = float(mx.abs(logits).max())
+    cap = highest if highest < 0.5 * scale * float(mx.abs(product).max()) else None
     for size in (1.0, _LARGE) if cap is None else [factor * cap / scale for factor in _BETWEEN]:
         product, logits = at(size)
         wanted = product * scale if cap is None else cap * mx.tanh(product * (scale / cap))
         if not mx.abs(logits - wanted).max() <= 1e-2 * mx.abs(wanted).max():
             return None
     return (1.0 if abs(scale - 1) < 1e-3 else scale), cap
-
-
-def _number(value: mx.array) -> float:
-    return float(cast(float, value.item()))

@@ -5,7 +5,7 @@ then restored. The module decides what is trainable (all of it, or LoRA's adapte
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -115,12 +115,10 @@ class Policy:
             self.compiled_programs[name] = compiled(partial(forward, self.bound))
         return self.compiled_programs[name]
 
-    @contextmanager
-    def bound(self, params: Tree, frozen: Tree | None = None) -> Iterator[nn.Module]:
+    def bound(self, params: Tree, frozen: Tree | None = None) -> AbstractContextManager[nn.Module]:
         """The module with these parameters in it, until the end of the `with` block."""
         frozen = self.frozen if frozen is None else frozen
-        with parameters_replaced(self.module, self.cast(frozen), self.cast(params)) as module:
-            yield module
+        return parameters_replaced(self.module, self.cast(frozen), self.cast(params))
 
     @contextmanager
     def sampling(self, params: Tree, rows: int = 1) -> Iterator[nn.Module]:

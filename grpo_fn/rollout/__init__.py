@@ -5,7 +5,7 @@ Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grp
 """
 
 from grpo_fn.rollout.decode_loop import Column, Columns, Decoding
+from grpo_fn.rollout.decode_step import PREFILL_TOKENS
 from grpo_fn.rollout.generation import Interrupted, decode, decode_after, generate
-from grpo_fn.rollout.prefill import PREFILL_TOKENS
 from grpo_fn.rollout.sampling import FindStop, Sampling, draw, draw_bits
 from grpo_fn.rollout.turns import Replies, Respond

@@ -4,19 +4,16 @@ It is a generator: whoever drives it gets each step's tokens as a `Column`, and 
 """
 
 from collections.abc import Generator
-from typing import TypeVar
 
 import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import enabled
-from grpo_fn.rollout.decode_step import RowBatch
+from grpo_fn.rollout.decode_step import RowBatch, T
 from grpo_fn.rollout.sampling import Sampling, compiled_draw, mark_seen, penalize
 from grpo_fn.rollout.turns import Transcript, Turns
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
-
-T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)

@@ -7,6 +7,7 @@ completion depends only on its key, its prompt and the model (to the rounding of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -24,8 +25,16 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.prng import completion_keys
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.decode_loop import Columns, Decoding, decode_rows
-from grpo_fn.rollout.decode_step import CacheSteps, RowBatch, Steps
-from grpo_fn.rollout.prefill import Extender, Prefill, prefill, prefill_once, result_of
+from grpo_fn.rollout.decode_step import (
+    CacheSteps,
+    Extender,
+    Prefill,
+    RowBatch,
+    Steps,
+    prefill,
+    prefill_once,
+    result_of,
+)
 from grpo_fn.rollout.sampling import Sampling, draw_bits, seen_tokens
 from grpo_fn.rollout.turns import Replies, Transcript, Turns
 from grpo_fn.trees import Tree
@@ -70,18 +79,8 @@ def generate(
             replies are not those asked for, or images do not fit the prompts, the policy's module
             (`use_multimodal_rope`) or replies.
     """
-    columns = decode(
-        policy,
-        params,
-        prompts,
-        sampling,
-        key=key,
-        prompt_numbers=prompt_numbers,
-        replies=replies,
-        images=images,
-        decoding=decoding,
-    )
-    return result_of(columns)
+    more: dict[str, Any] = {"prompt_numbers": prompt_numbers, "replies": replies, "images": images}
+    return result_of(decode(policy, params, prompts, sampling, key=key, decoding=decoding, **more))
 
 
 def decode(

@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Rollout
-from grpo_fn.rollout.decode_step import RowBatch
-from grpo_fn.rollout.prefill import Extender, Prefill
+from grpo_fn.rollout.decode_step import Extender, Prefill, RowBatch
 from grpo_fn.rollout.sampling import seen_tokens
 from grpo_fn.trees import on_host
 

@@ -9,7 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 import grpo_fn as g
-from grpo_fn.learner import Teacher, as_teacher_reads, can_share, round_up
+from grpo_fn.compile import round_up
+from grpo_fn.learner import Teacher, as_teacher_reads, can_share
 from grpo_fn.trees import Tree, named_leaves
 from runners.config.loading import Config
 from runners.config.names import SELF

@@ -121,11 +121,8 @@ def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[...
     return fused
 
 
-_fused_remainder, _fused_power, _fused_scale_bits = (
-    _fused(_remainder),
-    _fused(_power),
-    _fused(_scale_bits, mx.int32),
-)
+_fused_remainder, _fused_power = _fused(_remainder), _fused(_power)
+_fused_scale_bits = _fused(_scale_bits, mx.int32)
 _fused_rounded = _fused(lambda x: _rounded(x, _LOG2_E))
 _fused_rounded_of_minus = _fused(lambda x: _rounded(x, -_LOG2_E))
 _fused_remainder_of_minus = _fused(lambda x, rounded: _remainder(-x, rounded))

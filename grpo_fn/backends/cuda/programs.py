@@ -59,7 +59,7 @@ _CHAINS: dict[str, tuple[Callable[..., mx.array], tuple[tuple[tuple[int, ...], m
         lambda a, b: a + b,
         (((4,), mx.int32), ((), mx.int32)),
     ),
-    # A draw: softmax, counts, the place in them, and the token's log-prob, as in rollout/categorical.py.
+    # A draw: softmax, counts, the place in them, and the token's log-prob, as in rollout/sampling.py.
     "Cf4IBroadcastBDf4OSubtractAC_VV_f4f4_6142509188972423790": (lambda z, top: z - top, (_FLOATS, _FLOAT)),
     "Cf4IBroadcastBDf4ISubtractACEf4OExpD_VV_f4f4_6142509188972423790": (
         lambda z, top: mx.exp(z - top),

@@ -31,7 +31,24 @@ def completion_hidden(policy: Policy, params: Tree, frozen: Tree, batch: Batch) 
         return _predicting(batch, hidden_bld)
     if batch.experts_blnk is not None:
         raise ValueError("experts_blnk are those of whole rows: make micro-batches without shared prompts")
-    return hidden_after_shared_prompts(policy, params, frozen, batch)
+    lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
+    images = batch.images
+    at = 0 if images is None else Positions(images.positions_r3l)
+    shift_p = None if images is None else images.shift_r
+    prompts = [_PromptLayer(at) for _ in plain_caches(policy.module)]
+    with policy.learning(params, frozen) as module:
+        backbone = policy.split.backbone(module)
+        if images is None:
+            hidden_pld = backbone(batch.tokens_bl, cache=prompts)
+        else:
+            hidden_pld = forward_with_images(backbone, batch.tokens_bl, images, prompts)
+        last_pd = hidden_pld[mx.arange(lengths_p.shape[0]), lengths_p - 1]
+        first_b1d = last_pd[index_b][:, None]  # predicts each completion's first token
+        if batch.targets_bt.shape[1] == 1:
+            return first_b1d
+        completions = [_CompletionLayer(layer, lengths_p, index_b, shift_p) for layer in prompts]
+        rest_btd = backbone(batch.targets_bt[:, :-1], cache=completions)
+    return mx.concatenate([first_b1d, rest_btd], axis=1)
 
 
 def completion_hidden_and_routing(
@@ -94,29 +111,6 @@ def can_share(module: nn.Module) -> bool:
 
     plain = all(type(cache) is KVCache for cache in plain_caches(module))
     return plain and not shares_keys(module) and takes_ragged(module)
-
-
-def hidden_after_shared_prompts(policy: Policy, params: Tree, frozen: Tree, batch: Batch) -> mx.array:
-    """Hidden states [B,T,D] that predict the completions' tokens, for a batch that shares prompts."""
-    assert batch.prompt_index_b is not None
-    lengths_p, index_b = batch.prompt_lengths_b, batch.prompt_index_b
-    images = batch.images
-    at = 0 if images is None else Positions(images.positions_r3l)
-    shift_p = None if images is None else images.shift_r
-    prompts = [_PromptLayer(at) for _ in plain_caches(policy.module)]
-    with policy.learning(params, frozen) as module:
-        backbone = policy.split.backbone(module)
-        if images is None:
-            hidden_pld = backbone(batch.tokens_bl, cache=prompts)
-        else:
-            hidden_pld = forward_with_images(backbone, batch.tokens_bl, images, prompts)
-        last_pd = hidden_pld[mx.arange(lengths_p.shape[0]), lengths_p - 1]
-        first_b1d = last_pd[index_b][:, None]  # predicts each completion's first token
-        if batch.targets_bt.shape[1] == 1:
-            return first_b1d
-        completions = [_CompletionLayer(layer, lengths_p, index_b, shift_p) for layer in prompts]
-        rest_btd = backbone(batch.targets_bt[:, :-1], cache=completions)
-    return mx.concatenate([first_b1d, rest_btd], axis=1)
 
 
 class _PromptLayer:

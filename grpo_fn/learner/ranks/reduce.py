@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from grpo_fn.backends import number
 from grpo_fn.learner.batch import Batch, take_part, take_rows
-from grpo_fn.learner.micro_batches import halve_batch, shape_of
+from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
 from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
 

@@ -148,7 +148,7 @@ def test_preset_changes_are_checked_and_spelled():
     assert g.preset("grpo", epsilon_low=0.1, beta=0.04) == g.LossSpec(epsilon_low=0.1, beta=0.04)
     with pytest.raises(ValueError, match=r"'gropo'.*did you mean 'grpo'"):
         g.preset("gropo")
-    with pytest.raises(ValueError, match=r"epsilon_lo\b.*did you mean epsilon_low"):
+    with pytest.raises(ValueError, match=r"epsilon_lo\b.*did you mean 'epsilon_low'"):
         g.preset("grpo", epsilon_lo=0.1)
     with pytest.raises(ValueError, match="sequence_sum_norm"):
         g.preset("grpo", aggregation="sequence_sum_norm")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import grpo_fn as g
+from grpo_fn.compile import round_up
 from grpo_fn.learner import deal, halve_batch, pieces_of_rank, take_rows
 from grpo_fn.learner.batch import AXES
-from grpo_fn.learner.packing import round_up
 from tests.support.tiny_policies import tiny_advantages, tiny_rollout
 
 GRPO = g.LossSpec()

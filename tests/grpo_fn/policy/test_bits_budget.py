@@ -5,8 +5,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 
-from grpo_fn.policy.bits_budget import formats_within, rounding_effects
-from grpo_fn.policy.quantized_role import quantized_role
+from grpo_fn.policy.quantized_role import formats_within, quantized_role, rounding_effects
 from grpo_fn.trees import from_names, named_leaves
 from tests.support.tiny_policies import lora_policy, tiny_policy, token_rows
 

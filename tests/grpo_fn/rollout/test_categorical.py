@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_fn.rollout import categorical
-from grpo_fn.rollout.categorical import RANDOM_NUMBERS, WIDTH, draw
+from grpo_fn.rollout import sampling
+from grpo_fn.rollout.sampling import RANDOM_NUMBERS, WIDTH, draw_tokens
 
 FULL = 2**32 - 1  # the largest word
 QWEN = 151_936  # its vocabulary
@@ -46,7 +46,7 @@ def words_for(weights, token):
 def drawn(weights, words):
     """Tokens by rows of words from one row of weights."""
     row = mx.broadcast_to(mx.array(weights.astype(np.float32)), (len(words), len(weights)))
-    return np.array(draw(row, mx.array(words))[0])
+    return np.array(draw_tokens(row, mx.array(words))[0])
 
 
 def chances(weights):
@@ -58,7 +58,7 @@ def chances(weights):
     low, high = np.zeros(count, np.int64), np.full(count, 2**32, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
-        found = np.array(categorical._inverted(row, total, mx.array(middle.astype(np.uint32))[:, None]))[:, 0]
+        found = np.array(sampling._inverted(row, total, mx.array(middle.astype(np.uint32))[:, None]))[:, 0]
         reached = (found >= np.arange(count)) | (middle == 2**32)
         low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
     return np.diff(np.append(low, 2**32)) / 2**32
@@ -114,7 +114,7 @@ def test_rows_that_are_no_distribution_stay_inside_the_vocabulary():
     """No weight at all, NaN among them or everywhere: some token of the vocabulary, never one behind it."""
     bad = mx.array([[0.0] * 40, [float("nan")] * 40, [1.0] * 32 + [float("nan")] * 8, [1.0] * 40])
     for word in (0, 2**31, FULL):
-        tokens, _ = draw(bad, mx.full((4, RANDOM_NUMBERS), word, mx.uint32))
+        tokens, _ = draw_tokens(bad, mx.full((4, RANDOM_NUMBERS), word, mx.uint32))
         assert all(0 <= token < 40 for token in tokens.tolist())
 
 
@@ -127,11 +127,11 @@ def test_a_row_and_its_words_decide_alone(seed, vocabulary, spread):
     """Alone, or among other rows: the same token and sum; the sum is that of the weights."""
     weights = np.stack([weights_of(vocabulary, spread, seed + row) for row in range(4)]).astype(np.float32)
     words = mx.array(words_of(4, seed))
-    tokens, totals = draw(mx.array(weights), words)
+    tokens, totals = draw_tokens(mx.array(weights), words)
     assert tokens.dtype == mx.int32
     assert totals.tolist() == pytest.approx(weights.sum(axis=1).tolist(), rel=1e-5)
     for row in range(4):
-        token, total = draw(mx.array(weights[row : row + 1]), words[row : row + 1])
+        token, total = draw_tokens(mx.array(weights[row : row + 1]), words[row : row + 1])
         assert (token.item(), total.item()) == (tokens[row].item(), totals[row].item())
-    scaled, _ = draw(mx.array(weights * 1024), words)
+    scaled, _ = draw_tokens(mx.array(weights * 1024), words)
     assert scaled.tolist() == tokens.tolist(), "weights need not add up to 1"

@@ -5,7 +5,7 @@ import pytest
 
 import grpo_fn as g
 from grpo_fn.policy.caches.kv_caches import keep_rows
-from grpo_fn.rollout import prefill
+from grpo_fn.rollout import decode_step
 from tests.support.generating import (
     EOS,
     EQUAL,
@@ -157,14 +157,14 @@ def test_a_long_prompt_goes_in_by_pieces(name, piece, monkeypatch):
     """Prefill in several calls, whatever is left for the last one, changes nothing."""
     policy = tiny_policy(name)
     whole = roll(policy)
-    monkeypatch.setattr(prefill, "PREFILL_TOKENS", piece)
+    monkeypatch.setattr(decode_step, "PREFILL_TOKENS", piece)
     assert_same(roll(policy), whole)
 
 
 def test_forking_copies_only_what_is_in_use():
     """A cache has room for 256 tokens; G completions of a short prompt do not get G times that."""
     policy = tiny_policy()
-    _, caches = prefill.result_of(prefill.prefill(policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]]))
+    _, caches = decode_step.result_of(decode_step.prefill(policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]]))
     assert caches[0].nbytes > 2 * 200 * 2 * 16 * 4
     keep_rows(caches, [0] * 5 + [1] * 5)
     assert [cache.nbytes for cache in caches] == [10 * 4 * 2 * 16 * 4] * 2

@@ -10,7 +10,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 import grpo_fn as g
 from grpo_fn.policy.caches.prefix_cache import fork
-from grpo_fn.rollout import decode_loop, prefill
+from grpo_fn.rollout import decode_loop, decode_step
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_module, tiny_policy
 
@@ -31,8 +31,8 @@ def test_one_copy_of_a_prompt_serves_all_its_completions(name, prompts, monkeypa
 def test_a_prompt_is_held_once():
     """The caches after the fork hold P prompts, not P · G."""
     policy = tiny_policy()
-    steps = prefill.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
-    _, plain = prefill.result_of(steps)
+    steps = decode_step.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    _, plain = decode_step.result_of(steps)
     caches = fork(plain, [4, 4], 50)
     assert [sum(a.nbytes for a in cache.state) for cache in caches] == [2 * 4 * 2 * 16 * 4] * 2
 

@@ -14,9 +14,8 @@ from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
-from grpo_fn.rollout.decode_step import CacheSteps
+from grpo_fn.rollout.decode_step import CacheSteps, result_of
 from grpo_fn.rollout.generation import prefilled
-from grpo_fn.rollout.prefill import result_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_policy, token_rows
 
