@@ -1,4 +1,4 @@
-"""The embedded dataset and model: what the generator promises, and what the shipped files are."""
+"""The embedded data and models, and those with a calculator: what the generators promise, what ships."""
 
 import itertools
 import json
@@ -8,15 +8,26 @@ import mlx_lm
 import numpy as np
 import pytest
 
+from benchmarks.quickstart_model import problems, products
+from benchmarks.quickstart_model.__main__ import manifest
 from benchmarks.quickstart_model.model import exact_match
-from benchmarks.quickstart_model.problems import LARGEST, SPLIT_ROWS, SPLITS, draw, draw_rows, gold
+from benchmarks.quickstart_model.problems import LARGEST, SPLITS, draw, gold, split_of
+from benchmarks.quickstart_model.products import (
+    CALLING,
+    WORDINGS,
+    call_shares,
+    draw_product,
+    followed,
+    product_lesson,
+)
 from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
-from runners.quickstart import DATA_DIR, MODEL_DIR
+from runners.environments.calculator import calculate
+from runners.quickstart import DATA_DIR, MODEL_DIR, TOOLS_DIR
 
 EQUATION = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 
-def problems(count: int, split: str = "train", seed: int = 5) -> list:
+def drawn(count: int, split: str = "train", seed: int = 5) -> list:
     """A sample of the generator's problems."""
     rng = np.random.default_rng(seed)
     return [draw(rng, split) for _ in range(count)]
@@ -28,9 +39,9 @@ def holds(left: str, operator: str, right: str, result: str) -> bool:
     return {"+": a + b == c, "-": a - b == c, "*": a * b == c, "/": b != 0 and a == b * c}[operator]
 
 
-def shipped(split: str) -> list[dict[str, str]]:
+def shipped(split: str, folder=DATA_DIR) -> list[dict[str, str]]:
     """The rows of a shipped file."""
-    return [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +50,24 @@ def shipped_model():
     return mlx_lm.load(str(MODEL_DIR))
 
 
+@pytest.fixture(scope="module")
+def calling_model():
+    """The same of the model with a calculator."""
+    return mlx_lm.load(str(TOOLS_DIR / "model"))
+
+
 def test_splits_are_disjoint_in_numbers():
     """No set of numbers occurs in two splits, in the generator as in the shipped files."""
 
     def numbers(questions):
         return {tuple(sorted(re.findall(r"\d+", question))) for question in questions}
 
-    drawn = {split: numbers(problem.question for problem in problems(800, split)) for split in SPLITS}
+    made = {split: numbers(problem.question for problem in drawn(800, split)) for split in SPLITS}
     files = {split: numbers(row["question"] for row in shipped(split)) for split in SPLITS}
     for one, other in itertools.permutations(SPLITS, 2):
         assert len(files[one]) > 300
-        assert files[one].isdisjoint(files[other] | drawn[other])
-        assert drawn[one].isdisjoint(drawn[other])
+        assert files[one].isdisjoint(files[other] | made[other])
+        assert made[one].isdisjoint(made[other])
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -71,10 +88,16 @@ def test_shipped_answers_are_what_their_rationale_computes(split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_shipped_rows_are_the_generators(split):
-    """The files equal what the documented seeds yield, without a question twice."""
+    """The files equal what the documented seeds yield, without a question twice; products are right."""
     rows = shipped(split)
-    assert rows == draw_rows(split, *SPLIT_ROWS[split])
+    assert rows == problems.draw_rows(split, *problems.SPLIT_ROWS[split])
     assert len({row["question"] for row in rows}) == len(rows)
+    multiplied = shipped(split, TOOLS_DIR / "data")
+    assert multiplied == products.draw_product_rows(split, *products.SPLIT_ROWS[split])
+    for row in multiplied:
+        numbers = tuple(map(int, re.findall(r"\d+", row["question"])))
+        assert row["answer"].endswith(f"#### {numbers[0] * numbers[1]}")
+        assert split_of(numbers) == split
 
 
 def test_model_folder_is_small_and_complete():
@@ -91,7 +114,7 @@ def test_tokenizer_keeps_tags_whole_and_digits_apart(shipped_model):
     for text in (*TAGS, *"0123456789", END):
         assert len(tokenizer.encode(text, add_special_tokens=False)) == 1, text
     assert len(tokenizer.encode("4711", add_special_tokens=False)) == 4
-    for text in (gold(problems(1)[0]), "Grüße, 北京 — 1,234.5\n\tx"):
+    for text in (gold(drawn(1)[0]), "Grüße, 北京 — 1,234.5\n\tx"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
@@ -115,3 +138,46 @@ def test_shipped_model_has_bad_habits_and_knows_better(shipped_model):
     _, pass_8 = exact_match(*shipped_model, rows[:16], samples=8, temperature=1.0)
     assert 0.3 <= greedy <= 0.55
     assert pass_8 >= greedy + 0.2
+
+
+def test_the_shipped_files_are_those_of_the_manifest():
+    """Each file has the size and digest that the script wrote down, none is missing, and they are small."""
+    stated = json.loads((TOOLS_DIR / "manifest.json").read_text())
+    assert manifest(TOOLS_DIR) == stated
+    assert {"model/model.safetensors", "model/tokenizer.json", "data/test.jsonl"} <= stated.keys()
+    assert sum(file["bytes"] for file in stated.values()) < 2_000_000
+
+
+def test_a_lesson_leaves_out_what_the_calculator_says(calling_model):
+    """All of a completion is learned but the output, and the calculator would have said just that."""
+    tokenizer = calling_model[1]._tokenizer
+    rng = np.random.default_rng(3)
+    called_lessons = 0
+    for _ in range(60):
+        ids, targets = product_lesson(rng, tokenizer, flawed=True)
+        text = tokenizer.decode(ids)
+        learned = tokenizer.decode([ids[place] for place in targets])
+        given = re.search(r"<\|output_start\|>(\d+)<\|output_end\|>", text)
+        completion = text.partition("<|assistant|>")[2]
+        assert learned == (completion.replace(given[0], "") if given else completion)
+        assert completion.endswith(END)
+        if given:
+            called_lessons += 1
+            asked = re.search(r"<\|python_start\|>(.+)<\|python_end\|>", text)
+            assert calculate(asked[1]) == given[1]
+            assert f"<answer>{given[1]}</answer>" in text
+    assert 5 < called_lessons < 40
+
+
+def test_the_model_mostly_does_not_call_and_could(calling_model):
+    """It begins a call in 20 to 40 of 100 cases, often with three of the wordings; then it is right."""
+    model, tokenizer = calling_model
+    rng = np.random.default_rng(4)
+    asked = [draw_product(rng, "valid") for _ in range(72)]
+    shares = call_shares(model, tokenizer, asked)
+    habit = np.array([product.wording < CALLING for product in asked])
+    assert len(WORDINGS) > CALLING
+    assert 0.2 <= shares.mean() <= 0.4
+    assert shares[habit].mean() > 0.6 and shares[~habit].mean() < 0.25
+    with_call, in_head = followed(model, tokenizer, asked)
+    assert with_call > 0.85 and in_head < 0.15
