@@ -197,7 +197,7 @@ def error_line(error: BaseException, path: object = None) -> str:
     return f"{where}{type(error).__name__}: {text[:_QUOTED]}"
 
 
-def gigabytes(size: int) -> str:
+def gigabytes(size: float) -> str:
     """Bytes as GB of 10^9: 0.31 GB, 12.4 GB; MB below 0.1 GB, kB below 1 MB."""
     if size < 1e6:
         return f"{size / 1e3:.0f} kB"
