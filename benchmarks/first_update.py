@@ -88,7 +88,7 @@ class Case:
 
 LORA = ("model.tune=lora", "model.lora={rank=16}")
 REAL, REAL_MODEL = "real", "GRPO_REAL_MODEL"  # a case's model, and the variable that names its folder
-REAL_GPU = Case(model=REAL, prompts=32, generations=16, command_at_most=(25.0, 8.0), warms=3)
+REAL_GPU = Case(model=REAL, prompts=32, generations=16, updates=3, command_at_most=(25.0, 8.0), warms=3)
 REAL_CPU = Case(model=REAL, prompts=2, generations=4, new=64, updates=2, cold_at_most=None, warm_at_most=None)
 GPU_CASES = {
     "real, LoRA": attrs.evolve(REAL_GPU, settings=LORA),
