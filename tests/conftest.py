@@ -54,10 +54,3 @@ def pytest_collection_finish(session):
     """Modules and tests stay to the end: the garbage collector need not look through them again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_configure(config):
-    """Warnings are errors (pyproject.toml), except what other people's modules say about themselves."""
-    ours = "(?!grpo_fn|runners|benchmarks|configs|tests|test_|conftest|__main__)"
-    for category in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning"):
-        config.addinivalue_line("filterwarnings", f"ignore::{category}:{ours}.*")

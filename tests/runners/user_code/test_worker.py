@@ -125,7 +125,7 @@ def test_a_call_ends_whatever_it_does(worker, folder, name, fault):
     """Within its time and a few seconds, as one reward's fault; the next calls are fine."""
     score(worker, folder, "ones")
     started = time.monotonic()
-    limit = 1.0 if fault == "timed out" else 60.0
+    limit = 0.3 if fault == "timed out" else 60.0
     values, scores = score(worker, folder, name, timeout=limit)
     assert time.monotonic() - started < 300
     assert fault in " ".join(scores.problems) and bool(scores.failed) == bool(fault)
