@@ -8,7 +8,7 @@ from typing import Any
 
 from runners.config.names import TASKS
 from runners.config.sections import DataConfig
-from runners.data.row_files import Row
+from runners.data.row_files import Row, table_rows
 from runners.errors import UserError, did_you_mean, error_line, show
 from runners.machine.versions import install_hint
 
@@ -21,8 +21,6 @@ _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
     import datasets
-
-    from runners.data.parquet_rows import table_rows
 
     try:
         found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
