@@ -57,10 +57,13 @@ def run_program(program: str, *, stdin: bytes = b"", limits: Limits = DEFAULT) -
 
     Raises UserError where this system offers no sandbox.
     """
+    # Inside, a Python sets limits that the program cannot lift, then runs its text.
+    numbers = [limits.memory, limits.processes, limits.disk, int(limits.seconds) + 1]
+    inside = [_interpreter(), "-I", "-S", "-B", "-c", _INSIDE, *map(str, numbers), program]
     with _command(limits) as (command, folder):
         places = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
         process = subprocess.Popen(
-            [*command, *_python(limits, program)],
+            [*command, *inside],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -104,12 +107,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.kill(int(child), signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _python(limits: Limits, program: str) -> list[str]:
-    """The command inside: sets limits that the program cannot lift, then runs its text."""
-    numbers = [limits.memory, limits.processes, limits.disk, int(limits.seconds) + 1]
-    return [_interpreter(), "-I", "-S", "-B", "-c", _INSIDE, *map(str, numbers), program]
 
 
 _INSIDE = """

@@ -73,31 +73,18 @@ def test_arguments_are_copies() -> None:
     assert scores.problems == [] and repr((prompts, columns)) == before
 
 
-@pytest.mark.parametrize(
-    ("result", "expected"),
-    [
-        ([1, 0.5, None], [1.0, 0.5, None]),
-        (np.array([1.0, 2.0, 3.0], dtype=np.float32), [1.0, 2.0, 3.0]),
-        ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0]),
-        ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0]),
-        ([mx.array(2.0) * k for k in range(3)], [0.0, 2.0, 4.0]),
-        ([1e15, -1e15, 0.0], [1e15, -1e15, 0.0]),
-    ],
-)
-def test_results_that_count(result: Any, expected: list[float | None]) -> None:
-    """Numbers of every common kind count as float64, True as 1, None as no reward, without a note."""
-    scores = score(lambda completions: result)
-    assert_row(scores.values_kb[0], expected)
-    assert scores.values_kb.dtype == np.float64
-    assert scores.problems == []
-
-
 BEYOND = "returned a number beyond 1e+15, whose square float32 cannot hold, at completion 0"
 
 
 @pytest.mark.parametrize(
     ("result", "expected", "note"),
     [
+        ([1, 0.5, None], [1.0, 0.5, None], ""),
+        (np.array([1.0, 2.0, 3.0], dtype=np.float32), [1.0, 2.0, 3.0], ""),
+        ([np.float32(0.5), np.int64(3), np.bool_(True)], [0.5, 3.0, 1.0], ""),
+        ([Fraction(1, 4), Decimal("0.5"), np.array(2.0)], [0.25, 0.5, 2.0], ""),
+        ([mx.array(2.0) * k for k in range(3)], [0.0, 2.0, 4.0], ""),
+        ([1e15, -1e15, 0.0], [1e15, -1e15, 0.0], ""),
         ([1.0, "2", "3"], [1.0, None, None], 'a number or None, at completion 1 ("2") and 1 more'),
         ([1.0, float("nan"), 2.0], [1.0, None, 2.0], "not finite, at completion 1 (nan)"),
         ([float("-inf"), 1, 10**400], [None, 1.0, None], "not finite, at completion 0 (-inf) and 1 more"),
@@ -110,11 +97,15 @@ BEYOND = "returned a number beyond 1e+15, whose square float32 cannot hold, at c
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_results_that_do_not_count(result: Any, expected: list[float | None], note: str) -> None:
-    """A result that cannot be used gives no reward, only where it cannot, and one line that says why."""
+def test_what_counts_of_a_result(result: Any, expected: list[float | None], note: str) -> None:
+    """Numbers of every common kind, True as 1; else no reward, only there, and one line that says why."""
     scores = score(lambda completions: result, lambda completions: [1.0, 1.0, 1.0])
     assert_row(scores.values_kb[0], expected)
     assert_row(scores.values_kb[1], [1.0, 1.0, 1.0])
+    assert scores.values_kb.dtype == np.float64
+    if not note:
+        assert scores.problems == []
+        return
     (line,) = scores.problems
     assert line.startswith('reward "f0" ') and note in line
     with pytest.raises(UserError, match=re.escape(note)):
