@@ -59,7 +59,6 @@ class InferenceModel:
     tokenizer: TokenizerWrapper
     decoder: TextDecoder
     path: Path  # the folder it was loaded from
-    adapter: Path | None  # the folder of its adapters
     eos_ids: tuple[int, ...]
     prompt: PromptSettings | None  # how it was asked in training; None: not known, or not read
     notices: tuple[str, ...]
@@ -155,7 +154,6 @@ def load_inference(
         tokenizer=tokenizer,
         decoder=TextDecoder(tokenizer),
         path=path,
-        adapter=adapters,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
         prompt=prompt,
         notices=(*notes, *notices),

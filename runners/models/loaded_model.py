@@ -34,8 +34,7 @@ class LoadedModel:
     tokenizer: TokenizerWrapper
     config: dict  # config.json in mlx-lm's spelling
     path: Path  # the folder it was loaded from
-    source: str  # the config's model.path
-    tune: str  # "full" | "lora" | "dora"
+    settings: ModelConfig  # the config's [model]
     adapter: dict | None  # mlx-lm's lora_parameters and num_layers; None if tune is "full"
     compute_dtype: mx.Dtype
     source_dtypes: dict[str, mx.Dtype]  # flat name -> dtype in the model's files, and in final/
@@ -46,7 +45,6 @@ class LoadedModel:
     num_trainable: int
     notices: tuple[str, ...] = ()
     base_digest: str = ""  # of the weights under adapters; "" if tune is "full"
-    custom_loader: bool = False  # whether a custom function opened the folder
     vision: VisionPart | None = None  # its vision part, if prompts have images
     chat_template: str = ""  # in place of the folder's own; empty: that one
 
@@ -114,8 +112,7 @@ def load_model(
         tokenizer=tokenizer,
         config=config,
         path=path,
-        source=settings.path,
-        tune=settings.tune,
+        settings=settings,
         adapter=adapter,
         compute_dtype=compute_dtype,
         source_dtypes=source_dtypes,
@@ -126,6 +123,5 @@ def load_model(
         num_trainable=sum(leaf.size for leaf in trainable.values()),
         notices=notices,
         base_digest=digest,
-        custom_loader=loader is not None,
         vision=vision,
     )

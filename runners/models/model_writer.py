@@ -89,15 +89,15 @@ def write_trained(folder: Path, weights: dict[str, mx.array], loaded: LoadedMode
         save_arrays(folder / "model.safetensors", weights, _MLX)
     else:
         save_arrays(folder / ADAPTERS, weights, _MLX)
-        source = str(loaded.path) if Path(loaded.source).exists() else loaded.source
-        base = {"model": source, BASE_DIGEST: loaded.base_digest}
-        write_json(folder / ADAPTER_CONFIG, {"fine_tune_type": loaded.tune, **base, **loaded.adapter})
+        source = str(loaded.path) if Path(loaded.settings.path).exists() else loaded.settings.path
+        base = {"fine_tune_type": loaded.settings.tune, "model": source, BASE_DIGEST: loaded.base_digest}
+        write_json(folder / ADAPTER_CONFIG, {**base, **loaded.adapter})
     _write_companions(folder, _stated(loaded), loaded)
 
 
 def _stated(loaded: LoadedModel) -> dict:
     """The source's config.json in mlx-lm's spelling; unchanged for a custom loader."""
-    config = read_json(loaded.path / "config.json") if loaded.custom_loader else read_config(loaded.path)
+    config = read_json(loaded.path / "config.json") if loaded.settings.loader else read_config(loaded.path)
     if loaded.adapter is None:
         config.pop("quantization_config", None)  # unpacked while it was loaded
     return config
