@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -63,14 +64,12 @@ class Stepping:
             learned += np.array(rollout.lengths_b).sum().item()
             learned += rollout.num_generations * sum(map(len, rollout.prompts))  # their prompts
             columns += rollout.tokens_bt.shape[1]
-        pieces = sum(len(part) for parts in self.state.waiting for part in parts)
         for _ in range(taken.uses):
             sums = taken.gradients(taken.free_sampler(self.state))
             self.state = attrs.evolve(self.state, train=None)
             state, *_ = taken.update(sums)
             self.state = taken.sync(state)
-        counts = {"tokens": tokens, "learned": learned, "columns": columns, "micro-batches": pieces}
-        return {**taken.times.take(), **counts}
+        return {**taken.times.take(), "tokens": tokens, "learned": learned, "columns": columns}
 
 
 def bench_steps(
@@ -104,6 +103,11 @@ def bench_steps(
     problems = len(run.data.evaluation)
     evaluating = evaluations * problems * _problem_seconds(whole, median)
     training = first + (run_steps - 1) * step
+    expected = None  # if the model's config lacks what a forecast needs
+    with suppress(UserError):
+        sizes, total = model_sizes(run.config, machine), usable_memory(run.config.system.memory_limit_gb)
+        longest = max(len(example.tokens) for example in run.data.train)
+        expected = forecast(run.config, machine, total, prompt=longest, sizes=sizes).peak[1]
     formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
     return {
         "steps": steps,
@@ -116,7 +120,7 @@ def bench_steps(
         "tokens_per_second_of_steps": median["tokens"] / max(step, 1e-9),
         "learned_tokens_per_step": median["learned"],
         "peak_bytes": read_memory().peak,
-        "expected_peak_bytes": _expected(run, machine),
+        "expected_peak_bytes": expected,
         "limited_by": slowest,
         "advice": ADVICE[slowest],
         "run_steps": run_steps,
@@ -166,14 +170,3 @@ def _problem_seconds(config: Config, median: Mapping[str, float]) -> float:
     prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
     token = median["time/rollout"] / max(median["tokens"] + prompt * prompts, 1)
     return (prompt + completion * longer) * token
-
-
-def _expected(run: Run, machine: startup.Platform) -> int | None:
-    """Bytes; None if the model's config lacks what a forecast needs."""
-    try:
-        sizes = model_sizes(run.config, machine)
-    except UserError:
-        return None
-    longest = max(len(example.tokens) for example in run.data.train)
-    total = usable_memory(run.config.system.memory_limit_gb)
-    return forecast(run.config, machine, total, prompt=longest, sizes=sizes).peak[1]

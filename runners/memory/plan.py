@@ -58,14 +58,12 @@ def make_plan(
     rows = [["phase", "in all", *Phase._fields, ""]]
     for name, each in phases.items():
         rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
+    batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
+    formats = "chosen after the first rollout: grpo bench CONFIG shows them"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {gigabytes(total)}{limited}",
-        "largest batch": f"optim.batch_size = {best} (now {config.optim.batch_size})"
-        if best
-        else "not even one prompt fits",
-        "formats": "chosen after the first rollout: grpo bench CONFIG shows them"
-        if config.rollout.bits_budget
-        else "",
+        "largest batch": batch if best else "not even one prompt fits",
+        "formats": formats if config.rollout.bits_budget else "",
         "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and says how long the run will take",
