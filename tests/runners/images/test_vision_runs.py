@@ -114,10 +114,8 @@ def test_the_tower_sees_an_image_once(run, monkeypatch):
     """Not once a completion, and not again for the gradient or the next time the prompt comes."""
     vision, seen = run.loaded.vision, []
     vision._cache.clear()
-    patches = type(vision.processor).patches
-    monkeypatch.setattr(
-        type(vision.processor), "patches", lambda self, file: seen.append(file.name) or patches(self, file)
-    )
+    kind, patches = type(vision.processor), type(vision.processor).patches
+    monkeypatch.setattr(kind, "patches", lambda self, file: seen.append(file.name) or patches(self, file))
     state, examples = run.learner.state, run.data.train[:2]
     for _ in range(2):
         rollout = sampled(run, examples, 1)
@@ -234,9 +232,8 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
     }
     mx.save_safetensors(str(other / "model.safetensors"), renamed, metadata={"format": "pt"})
     stated = json.loads((source / "config.json").read_text())
-    outer = {
-        name: stated.pop(name) for name in list(stated) if "_token_id" in name or name == "vision_config"
-    }
+    outside = [name for name in stated if "_token_id" in name or name == "vision_config"]
+    outer = {name: stated.pop(name) for name in outside}
     scaling = stated.pop("rope_scaling")
     theta = {"rope_theta": stated.pop("rope_theta"), "rope_type": "default"}
     text = {**stated, "rope_parameters": {**theta, "mrope_section": scaling["mrope_section"]}}
@@ -305,9 +302,8 @@ def test_it_learns_from_what_it_sees(folder, tmp_path):
         bright = number % 2
         pixels = draws.integers(0, 60, (24, 24, 3), np.uint8) + np.uint8(180 * bright)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-        rows.append(
-            {"question": "Is it bright?", "answer": str(bright), "image": f"{number}.png", "seen": bright}
-        )
+        row = {"question": "Is it bright?", "answer": str(bright), "image": f"{number}.png"}
+        rows.append(row | {"seen": bright})
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "half.py").write_text(UPPER_HALF)
     path = write_vision_run(

@@ -130,15 +130,12 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     """The same weights wherever they lie and in whatever dtype holds them; others are refused by name."""
     assert load_inference(str(base), CPU, adapter=str(adapter)).notices == ()
     shutil.copytree(base, tmp_path / "moved")
-    weights = {
-        name: leaf.astype(mx.float32) for name, leaf in mx.load(str(base / "model.safetensors")).items()
-    }
-    mx.save_safetensors(str(tmp_path / "moved" / "model.safetensors"), weights, {"format": "mlx"})
+    weights = mx.load(str(base / "model.safetensors")).items()
+    wide = {name: leaf.astype(mx.float32) for name, leaf in weights}
+    mx.save_safetensors(str(tmp_path / "moved" / "model.safetensors"), wide, {"format": "mlx"})
     assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
     other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
-    line = (
-        rf"{adapter}: the adapters were made for other weights than {other} has; their base model is {base}"
-    )
+    line = f"{adapter}: the adapters were made for other weights than {other} has; their base model is {base}"
     with pytest.raises(UserError, match=line):
         load_inference(str(other), CPU, adapter=str(adapter))
     edit(adapter, model=str(other))

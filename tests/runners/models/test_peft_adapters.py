@@ -7,11 +7,9 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.models.adapters import read_folder
@@ -168,9 +166,7 @@ def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
     tuned.save_pretrained(str(tmp_path / "peft"))
     with torch.no_grad():
         want = tuned(torch.tensor(TOKENS)).logits.numpy()
-    export = ["export", "peft", "--out", "fused"]
-    done = CliRunner().invoke(cli.main, export)
-    assert done.exit_code == 0, done.output
+    grpo("export", "peft", "--out", "fused")
     assert np.abs(logits_of(tmp_path / "fused") - want).max() < 1e-5
     (tmp_path / "run.toml").write_text(
         small(
@@ -184,7 +180,7 @@ def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
     stated = json.loads((run.folder / "final" / "adapter_config.json").read_text())
     assert stated["fine_tune_type"] == tune and stated["lora_parameters"]["rank"] == 4
     assert np.abs(logits_of(run.folder / "final") - want).max() < 0.1 * np.abs(want).max()
-    done = grpo("export", run.folder, "--peft", "again")
+    grpo("export", run.folder, "--peft", "again")
 
 
 def test_a_model_without_adapters_is_a_line(tmp_path):

@@ -76,14 +76,8 @@ def test_what_is_written_is_read(tmp_path):
         ({"version": 4}, "version: expected 3, found 4"),
         ({"version": True}, "version: expected 3, found true"),
         ({"chat_template_kwargs": {"a": [1]}}, "expected a table of strings, numbers, true or false, found"),
-        (
-            {"chat_template_kwargs": {"tokenize": True}},
-            "what the template itself reads, found {tokenize = true}",
-        ),
-        (
-            {"chat_template_kwargs": {"a": "\ud800"}},
-            "chat_template_kwargs: expected text that UTF-8 can hold",
-        ),
+        ({"chat_template_kwargs": {"tokenize": True}}, "what the template itself reads, found {tokenize ="),
+        ({"chat_template_kwargs": {"a": "\ud800"}}, "kwargs: expected text that UTF-8 can hold"),
         ({"nudg": "x"}, 'unknown key "nudg"; did you mean nudge?'),
         ({"nudge": None}, "nudge: expected a string, found None"),
         ({"stop": [""]}, "expected a list of strings: no empty string, found"),
@@ -159,9 +153,7 @@ def test_a_run_s_folder_is_its_final_model_or_newest_whole_checkpoint(runs, tmp_
     assert model_of_run(str(run), notes.append) == str(run / "final") and notes == []
     shutil.rmtree(run / "final")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-4")
-    assert (
-        notes.pop() == f"{run}: this run has no final model; using its newest whole checkpoint, checkpoint-4"
-    )
+    assert notes.pop().endswith("no final model; using its newest whole checkpoint, checkpoint-4")
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"cut off")
     assert model_of_run(str(run), notes.append) == str(run / "checkpoint-2")
     assert "checkpoint-4 is skipped" in notes[0] and "checkpoint-2" in notes[1]
@@ -183,24 +175,18 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
     )
     base = make_model_folder(tmp_path / "base")
     (base / "chat_template.jinja").write_text(template)
-    (tmp_path / "rows.jsonl").write_text(
-        '{"question": "7+5", "answer": "12"}\n{"question": "7+5", "answer": "12"}'
-    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "7+5", "answer": "12"}\n' * 2)
     (tmp_path / "letters.py").write_text(LETTERS)
-    (tmp_path / "train.toml").write_text(
-        small(
-            run={"name": "thought", "output_dir": str(tmp_path / "outputs")},
-            model={"path": str(base)},
-            data={
-                "source": "rows.jsonl",
-                "nudge": "",
-                "chat_template_kwargs": {"enable_thinking": False, "depth": 7},
-            },
-            optim={"max_steps": 1, "batch_size": 1},
-            eval={"samples": 1},
-            reward=BY_LETTERS,
-        )
+    kwargs = {"chat_template_kwargs": {"enable_thinking": False, "depth": 7}}
+    config = small(
+        run={"name": "thought", "output_dir": str(tmp_path / "outputs")},
+        model={"path": str(base)},
+        data={"source": "rows.jsonl", "nudge": "", **kwargs},
+        optim={"max_steps": 1, "batch_size": 1},
+        eval={"samples": 1},
+        reward=BY_LETTERS,
     )
+    (tmp_path / "train.toml").write_text(config)
     asked = []
 
     def watched(real):
@@ -228,6 +214,5 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
         result = grpo(*arguments, **options)
         assert result.exit_code == 0, result.stderr
         assert set(asked) == {wanted}, arguments
-    assert (
-        "chat_template_kwargs = {enable_thinking = false, depth = 7}" in grpo("generate", run, "7+5").stderr
-    )
+    told = grpo("generate", run, "7+5").stderr
+    assert "chat_template_kwargs = {enable_thinking = false, depth = 7}" in told
