@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -19,6 +18,7 @@ from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
 from runners.machine import startup
 from runners.machine.signals import Stopped
+from tests.support.processes.new_process import python
 
 ROOT = PRESET_FOLDER.parent
 MODEL = 'model.path = "embedded"\n'
@@ -65,9 +65,9 @@ def help_in_a_process(arguments):
         f"main({[*arguments, '--help']!r})"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = python("-c", code)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stderr == ""
     return done.stdout, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 

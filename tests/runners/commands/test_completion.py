@@ -1,14 +1,12 @@
 """`grpo --install-completion`: a file where the shell looks, which completes commands and options."""
 
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 from tests.support.commands import grpo
-from tests.support.pages import ROOT
+from tests.support.processes.new_process import python
 
 
 @pytest.mark.parametrize(
@@ -35,13 +33,7 @@ def test_commands_and_options_are_completed(tmp_path):
     code = "from runners.cli import main; main(prog_name='grpo')"
     for words, number, wanted in (("grpo ex", 1, "plain,export"), ("grpo export --gg", 2, "plain,--gguf")):
         asked = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **asked, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = python("-c", code, **asked)
         assert done.stdout.split() == [wanted]
 
 

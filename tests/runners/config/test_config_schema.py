@@ -1,7 +1,5 @@
 """The config's keys: their types, ranges and meanings, and their agreement with the core."""
 
-import subprocess
-import sys
 from typing import get_args, get_origin
 
 import attrs
@@ -11,8 +9,8 @@ from click.testing import CliRunner
 from runners.cli import run_command
 from runners.config import names, sections
 from runners.config.loading import KEYS, ConfigError
-from runners.config.reading import PRESET_FOLDER
 from runners.config.rules import is_text, is_within
+from tests.support.processes.new_process import in_new_process
 
 
 def test_the_schema_names_what_the_core_has():
@@ -38,9 +36,7 @@ def test_loading_imports_nothing_heavy():
         "heavy = {'mlx', 'mlx_lm', 'datasets', 'transformers', 'numpy', 'rich', 'grpo_fn'};"
         "loaded = heavy & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )
-    root = PRESET_FOLDER.parent
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    in_new_process(code)
 
 
 _SAMPLES = {int: "2", float: "2.5", bool: "true", str: '"x"', list: "[true]", dict: "{x = 1}"}
