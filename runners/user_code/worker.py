@@ -46,6 +46,8 @@ class Call:
     """A call that has been started."""
 
     mode: str
+    timeout: float = 0.0  # seconds; 0: no limit
+    latest: float = inf  # when it is too late, by the monotonic clock
     number: int = attrs.field(factory=_numbers.__next__)
     outcome: Future[Outcome] = attrs.field(factory=Future)
     let_go: threading.Event = attrs.field(factory=threading.Event)  # it blocks no other call
@@ -209,20 +211,13 @@ class Worker:
         return outcome.value
 
 
-@attrs.frozen
-class _Running:
-    call: Call
-    timeout: float
-    latest: float  # its time limit, by the monotonic clock
-
-
 class Calls:
     """Calls by key, of which one runs at a time for each. A time limit counts from a call's start."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
         self.worker, self._workers = worker, workers
-        self._running: dict[Any, _Running] = {}
+        self._running: dict[Any, Call] = {}
         self._done: queue.SimpleQueue[tuple[Any, Call]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
@@ -244,15 +239,15 @@ class Calls:
             while not self._done.empty():
                 self._take(found, *self._done.get())
             now = time.monotonic()
-            for key, running in list(self._running.items()):
-                if now >= running.latest:
-                    self._give_up(key)
-                    fault = f"timed out after {running.timeout:g} s"
-                    found[key] = Outcome(fault=fault, ended=True, timed_out=True, seconds=running.timeout)
+            for key, call in list(self._running.items()):
+                if now >= call.latest:
+                    self.worker.cancel(self._running.pop(key))
+                    fault = f"timed out after {call.timeout:g} s"
+                    found[key] = Outcome(fault=fault, ended=True, timed_out=True, seconds=call.timeout)
             self._start_waiting()
             if len(found) >= least:
                 return found
-            latest = min((running.latest for running in self._running.values()), default=inf)
+            latest = min((call.latest for call in self._running.values()), default=inf)
             if check is not None:
                 check()
                 latest = min(latest, time.monotonic() + _LOOK)
@@ -262,18 +257,16 @@ class Calls:
 
     def _start_waiting(self) -> None:
         while self._waiting:
-            if sum(each.call.mode == THREAD for each in self._running.values()) >= self._workers:
+            if sum(each.mode == THREAD for each in self._running.values()) >= self._workers:
                 return
             self._start(*self._waiting.popleft(), THREAD)
 
     def _start(self, key: Any, operation: tuple[Any, ...], timeout: float, mode: str) -> None:
         call = self.worker.submit(*operation, mode=mode)
-        self._running[key] = _Running(call, timeout, time.monotonic() + (timeout or inf))
+        call.timeout, call.latest = timeout, time.monotonic() + (timeout or inf)
+        self._running[key] = call
         call.outcome.add_done_callback(lambda _: self._done.put((key, call)))
 
     def _take(self, found: dict[Any, Outcome], key: Any, call: Call) -> None:
-        if key in self._running and self._running[key].call is call:  # else it was given up
-            found[key] = self._running.pop(key).call.outcome.result()
-
-    def _give_up(self, key: Any) -> None:
-        self.worker.cancel(self._running.pop(key).call)
+        if self._running.get(key) is call:  # else it was given up
+            found[key] = self._running.pop(key).outcome.result()
