@@ -14,9 +14,9 @@ from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
 from runners.telemetry.report import Quiet
-from runners.training.train import RunResult, run_training
+from runners.training.train import run_training
 from tests.support.runs.talking_runs import talking_run
-from tests.support.tiny_runs import ran, small
+from tests.support.tiny_runs import Ran, ran, small
 
 # So hot that completions differ early, and each earns something else: every group has a gradient.
 CONFIG = small(
@@ -32,16 +32,10 @@ def sums(completions, **_):
 """
 
 
-def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> tuple[RunResult, list[dict]]:
-    """Run a config; its result and its log lines."""
+def run(tmp_path: Path, *overrides: str, text: str = CONFIG) -> Ran:
+    """Run a config, with SUMS beside it."""
     (tmp_path / "sums.py").write_text(SUMS, encoding="utf-8")
-    found = ran(tmp_path, *overrides, text=text)
-    return found.result, found.log
-
-
-def updates_of(log: list[dict]) -> list[dict]:
-    """The log lines of updates, without those of evaluations."""
-    return [line for line in log if "loss" in line]
+    return ran(tmp_path, *overrides, text=text)
 
 
 SCORED = 'reward.functions=["correctness_reward_func", "sums.py:sums"]'
@@ -51,7 +45,8 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
     """Resolved config, both logs with the design's metric names, a checkpoint, and a model that loads."""
     from mlx_lm import load
 
-    result, log = run(tmp_path, SCORED, "checkpoint.every=2")
+    found = run(tmp_path, SCORED, "checkpoint.every=2")
+    result, log = found.result, found.log
     names = {path.name for path in result.folder.iterdir()}
     assert {
         "config.resolved.json",
@@ -70,7 +65,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
         "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
         "sampling/importance_sampling_ratio/max",
     }  # fmt: skip
-    first, last = updates_of(log)
+    first, last = found.updates
     assert wanted <= set(first)
     assert (first["update"], last["update"], last["batch_step"]) == (1, 2, 2)
     assert log[-1]["em"] == result.last_em and log[-1]["em_subset"] == 2
@@ -118,8 +113,7 @@ def test_own_rewards_by_path_see_the_nudge(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARDS, encoding="utf-8")
     functions = 'reward.functions=["mine.py:starts_with_the_nudge", "mine.py:brevity"]'
     one = ("optim.max_steps=1", 'reward.on_error="raise"', "data.nudge=<reasoning>")
-    _, log = run(tmp_path, functions, "reward.weights=[1.0, 0.5]", *one)
-    line = updates_of(log)[0]
+    (line,) = run(tmp_path, functions, "reward.weights=[1.0, 0.5]", *one).updates
     assert line["rewards/starts_with_the_nudge/mean"] == 1.0
     assert line["rewards/brevity/mean"] < 0
     assert -12 < line["reward"] < 1
@@ -130,12 +124,12 @@ def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -
     """The first KL is what rounding costs; a reference that is synced is the policy, rounded again."""
     more = ["loss.beta=0.05", "loss.ref_quantization=affine-4", f"loss.ref_storage={storage}"]
     many = ("rollout.max_new_tokens=24", "optim.batch_size=4")  # tokens, for a mean
-    result, log = run(tmp_path, *more, *many, "optim.learning_rate=1e-5")
-    kl = [line["kl"] for line in updates_of(log)]
+    found = run(tmp_path, *more, *many, "optim.learning_rate=1e-5")
+    kl = [line["kl"] for line in found.updates]
     assert 1e-5 < kl[0] < 0.5 and abs(kl[1] / kl[0] - 1) < 0.9
-    assert ("scales" in str(named_leaves(result.state.ref_params).keys())) is (storage == "packed")
+    assert ("scales" in str(named_leaves(found.result.state.ref_params).keys())) is (storage == "packed")
     sync = ["loss.ref_sync_every=2", "loss.ref_mixup=1.0", "rollout.calibration=none"]
-    result, _ = run(tmp_path, *more, *sync)
+    result = run(tmp_path, *more, *sync).result
     rounded = named_leaves(result.state.ref_params)["model.layers.0.mlp.up_proj.weight"]
     weight = named_leaves(result.state.params)["model.layers.0.mlp.up_proj.weight"]
     packed, *rest = mx.quantize(weight, 64, 4)
@@ -153,11 +147,11 @@ def test_dynamic_sampling_replaces_flat_groups(tmp_path: Path) -> None:
     """Flat groups are replaced by fresh prompts, within the rounds, and the cost is in the log."""
     (tmp_path / "mine.py").write_text(OFTEN_FLAT)
     more = ('reward.functions=["mine.py:often_flat"]', "optim.batch_size=4")
-    _, log = run(tmp_path, "loss.dynamic_sampling=true", "loss.max_resample=2", *more)
-    plain = run(tmp_path, *more)[1]
-    assert updates_of(log)[0]["dynamic_sampling/resampled_groups"] > 0
-    assert updates_of(log)[0]["dynamic_sampling/tokens_per_used_token"] > 1
-    share = [np.mean([line["frac_reward_zero_std"] for line in updates_of(lines)]) for lines in (log, plain)]
+    log = run(tmp_path, "loss.dynamic_sampling=true", "loss.max_resample=2", *more).updates
+    plain = run(tmp_path, *more).updates
+    assert log[0]["dynamic_sampling/resampled_groups"] > 0
+    assert log[0]["dynamic_sampling/tokens_per_used_token"] > 1
+    share = [np.mean([line["frac_reward_zero_std"] for line in lines]) for lines in (log, plain)]
     assert share[0] < share[1]
 
 
@@ -206,10 +200,10 @@ def test_a_run_without_answers(tmp_path: Path) -> None:
         reward={"functions": []},
         env={"factory": "talks.py:Talks"},
     )
-    whole, log = run(tmp_path, text=text)
-    (update,) = updates_of(log)
-    assert 11 <= update["reward"] <= 12 and not any("em" in line for line in log)
-    assert (whole.folder / "final" / "model.safetensors").is_file()
+    found = run(tmp_path, text=text)
+    (update,) = found.updates
+    assert 11 <= update["reward"] <= 12 and not any("em" in line for line in found.log)
+    assert (found.result.folder / "final" / "model.safetensors").is_file()
 
 
 def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +228,8 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         checkpoint={"every": 1},
         eval={"samples": 2, "at_start": False},
     )
-    whole, log = run(tmp_path, text=text)
-    (update, _) = updates_of(log)
+    found = run(tmp_path, text=text)
+    whole, (update, _) = found.result, found.updates
     assert update["turns/max"] > 1 and update["tools/call_frequency"] > 0
     assert {"rewards/by_length/mean", "rewards/Talks/mean", "tools/failure_frequency"} <= set(update)
     lines = (whole.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
@@ -277,3 +271,19 @@ def test_the_learner_compiles_unless_it_is_told_not_to(tmp_path, monkeypatch):
         return len(made)
 
     assert programs("false") < programs("true")
+
+
+def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_says_so(tmp_path, monkeypatch):
+    """As a rollout does: the line is the evaluation's."""
+    sampled, tries = LocalEngine._sampled, []
+
+    def short(engine, *rest):
+        tries.append(engine)
+        if len(tries) == 1:
+            raise RuntimeError("out of memory")
+        return sampled(engine, *rest)
+
+    monkeypatch.setattr(LocalEngine, "_sampled", short)
+    found = ran(tmp_path, text=small(optim={"max_steps": 1}, eval={"samples": 12, "at_start": True}))
+    assert found.result.first_em is not None
+    assert sum(line.startswith("out of memory") for line in found.notes) == 1
