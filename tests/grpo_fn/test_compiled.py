@@ -15,7 +15,7 @@ import grpo_fn as g
 from grpo_fn import compile as compile_module
 from grpo_fn.compile import Compiled
 from grpo_fn.trees import arrays_of
-from tests.support.properties.examples import examples
+from tests.support.properties.strategies import examples
 from tests.support.tiny_policies import memory_in_use
 
 

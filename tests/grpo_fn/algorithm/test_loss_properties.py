@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.algorithm import loss as losses
-from tests.support.properties.examples import examples
 from tests.support.properties.harness import run_library, run_reference, same_outcome
 from tests.support.properties.strategies import (
     AGGREGATIONS,
     LEVELS,
     SURROGATES,
+    examples,
     legal,
     loss_cases,
     make_case,

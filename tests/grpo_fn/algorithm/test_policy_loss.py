@@ -9,9 +9,8 @@ from hypothesis import assume, given, settings
 
 import grpo_fn as g
 from tests.support import reference
-from tests.support.properties.examples import examples
 from tests.support.properties.harness import assert_matches_reference, run_reference
-from tests.support.properties.strategies import all_field_sets, loss_cases, make_case, spec_fields
+from tests.support.properties.strategies import all_field_sets, examples, loss_cases, make_case, spec_fields
 
 # Closer than this to a kink or a threshold, float32 and float64 may take different sides.
 MARGIN = 1e-4

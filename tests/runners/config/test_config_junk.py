@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from runners.config.loading import KEYS, SECTIONS, ConfigError, load_config
 from runners.errors import spell
-from tests.support.properties.examples import examples
+from tests.support.properties.strategies import examples
 
 MODEL = 'model.path = "embedded"\n'
 _NAMES = sorted({*SECTIONS, *(path[-1] for path in KEYS), "", "x.y", "\n"})

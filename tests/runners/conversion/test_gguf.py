@@ -28,7 +28,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.tokenization.prompt_settings import PromptSettings
 from tests.support import gguf_files
 from tests.support.commands import grpo
-from tests.support.properties.examples import examples
+from tests.support.properties.strategies import examples
 from tests.support.tiny_models import make_model_folder, make_tokenizer, sentence_tokenizer
 
 TOKENS = [5, 9, 70, 31, 12]

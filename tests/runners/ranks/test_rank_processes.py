@@ -17,8 +17,7 @@ from runners.quickstart import MODEL_DIR, MODELS
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.ranks.launching import begin, launch
-from tests.support.ranks.runs_on_ranks import config_writer
+from tests.support.ranks.launching import begin, config_writer
 from tests.support.resuming import lines_of
 
 FAULT = '''"""A reward that ends rank 1 in its third call."""
@@ -146,8 +145,15 @@ STAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """The folder of a run that no signal disturbs."""
+    config = config_writer(tmp_path_factory.mktemp("straight"))("straight")
+    return run_training(load_config(str(config)), report=Quiet()).folder
+
+
 @pytest.mark.parametrize(("stage", "rank"), [("loading", 1), ("sampling", 0), ("learning", 1)])
-def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path, stage, rank):
+def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path, straight, stage, rank):
     """Whatever the ranks are doing: rank 0 says how to go on, and saves what was finished before."""
     target, call, saved = STAGES[stage]
     config = write("early", checkpoint={"every": 0})
@@ -166,7 +172,6 @@ def test_sigterm_to_a_rank_ends_all_at_once_and_the_run_goes_on(write, tmp_path,
     folder = tmp_path / "outputs/early"
     assert [path.name for path in folder.glob("checkpoint-*")] == saved, said
     run_training(load_config(str(config)), report=Quiet(), resume=True)
-    straight = run_training(load_config(str(write("straight"))), report=Quiet()).folder
     assert_same_weights(folder / "final", straight / "final", MODEL_DIR)
 
 
@@ -181,9 +186,10 @@ def test_three_ranks_train_as_one(one):
     """The same completions, rewards and advantages in the same order; weights to rounding; whole metrics. The
     batch of five prompts is no multiple of three; rank 0 speaks alone.
     """
-    done = launch(3, config_writer(one.parents[1])("three", **USUAL))
+    folder = one.parents[1]
+    said = begin(3, folder / "three-ranks", [str(config_writer(folder)("three", **USUAL))]).end()
     three = one.with_name("three")
-    assert done.stdout.count("finished in") == 1, done.stdout
+    assert said.count("finished in") == 1, said
     same = ("batch_step", "prompt", "completion", "reward", "tokens")
     want, found = lines(one, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [[line[key] for key in same] for line in found] == [[line[key] for key in same] for line in want]
@@ -205,9 +211,8 @@ def test_a_killed_rank_ends_all_with_its_name(one):
     (folder / "fault.py").write_text(FAULT)
     own = {"functions": ["fault.py:fault"], "timeout": 0}  # in the rank's own process
     config = config_writer(folder)("killed", reward=own, optim={"batch_size": 2, "max_steps": 5})
-    done = launch(2, config)
-    assert "rank 1 (" in done.stdout, done.stdout
-    assert "is gone: it was killed, or has crashed" in done.stdout
+    said = begin(2, folder / "killed-ranks", [str(config)]).end()
+    assert "rank 1 (" in said and "is gone: it was killed, or has crashed" in said, said
     fault = lines(folder / "outputs/killed", "training_log.jsonl")[-1]["fault"]
     assert fault.startswith("rank 1 (")
     check_manifest(folder / "outputs/killed/checkpoint-2")

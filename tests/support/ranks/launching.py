@@ -1,4 +1,4 @@
-"""Runs on several ranks, as real processes under mlx.launch."""
+"""Runs on several ranks, as real processes under mlx.launch, and their configs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import attrs
 
 from tests.support.processes.waiting import HANGS
+from tests.support.tiny_runs import small
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,9 +123,38 @@ def begin(ranks: int, folder: Path, options: Sequence[str], *hooks: str, **envir
     return Launched(process, output, folder, ranks)
 
 
-def launch(ranks: int, config: Path, *options: str, timeout: float = HANGS, **environ: str):
-    """A finished `mlx.launch -n RANKS grpo-run CONFIG OPTIONS`, with its output as text."""
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        started = begin(ranks, Path(folder), [str(config), *options], **environ)
-        said = started.end(timeout)
-        return subprocess.CompletedProcess(started.process.args, started.process.returncode, said)
+LETTERS = '''"""How many different characters a completion has; a group may be alike, and is drawn again."""
+
+import zlib
+
+
+def letters(completions, **_):
+    return [float(len(set(completion[0]["content"]))) // 2 for completion in completions]
+
+
+def sums(completions, **_):
+    return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
+'''
+
+
+def config_writer(folder: Path) -> Callable[..., Path]:
+    """Writes configs in the folder, of small runs rewarded by `LETTERS`; each gives its path."""
+    (folder / "letters.py").write_text(LETTERS)
+
+    def make(name: str, **tables) -> Path:
+        path = folder / f"{name}.toml"
+        settings = {
+            "rollout": {"max_new_tokens": 8, "launch": "eval", "check_every": 8, "max_batch": 64},
+            "reward": {"functions": ["letters.py:letters"]},
+            "optim": {"batch_size": 3, "max_steps": 4, "learning_rate": 1e-3},
+            "eval": {"samples": 3, "at_start": False},
+            "checkpoint": {"every": 1, "keep_last": 0},
+            "log": {"report": False},
+            "system": {"compile": False},
+        }
+        merged = {key: settings.get(key, {}) | tables.get(key, {}) for key in {**settings, **tables}}
+        run = {"name": name, "output_dir": str(folder / "outputs"), **merged.pop("run", {})}
+        path.write_text(small(run=run, **merged))
+        return path
+
+    return make
