@@ -61,23 +61,21 @@ def test_gold_tokens_are_those_of_the_chat_template(tmp_path, model, row, data):
     assert example.gold[-1] in tokenizer.eos_token_ids and not notices
 
 
-def test_gold_begins_behind_the_nudge_and_ends_at_a_stop_string(tmp_path, model):
-    """As a completion that was sampled does: without the nudge's words again, and with no end token."""
-    row = {"question": "7+5?", "answer": "<reasoning>\n7+5=12</reasoning><answer>12</answer> thanks"}
-    data, rollout = {"nudge": "<reasoning>"}, {"stop": ["</answer>"]}
+@pytest.mark.parametrize(
+    ("answer", "data", "rollout", "prompt", "gold"),
+    [
+        ("<r>\n7+5</r> thanks", {"nudge": "<r>"}, {"stop": ["</r>"]}, "<r>", "\n7+5</r>"),
+        (" = 12", {"prompt_form": "raw"}, {}, "7+5", " = 12"),
+    ],
+)
+def test_gold_is_as_a_sampled_completion_would_be(tmp_path, model, answer, data, rollout, prompt, gold):
+    """Behind the nudge, up to a stop string, else the model's end; a raw text keeps its blanks."""
+    row = {"question": "7+5", "answer": answer}
     reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data, rollout=rollout)
     (example,), _ = reader.of_rows(examples, rows, "train")
-    assert example.text.endswith("<reasoning>")
-    assert tokenizer.decode(example.gold) == "\n7+5=12</reasoning><answer>12</answer>"
-
-
-def test_raw_gold_keeps_its_blanks_and_ends_with_the_model_s_end(tmp_path, model):
-    """A text that goes on from another has no template."""
-    row, data = {"question": "7+5", "answer": " = 12"}, {"prompt_form": "raw"}
-    reader, examples, tokenizer, rows = read(tmp_path, model, [row], data=data)
-    (example,), _ = reader.of_rows(examples, rows, "train")
-    assert tokenizer.decode([*example.tokens, *example.gold[:-1]]) == "7+5 = 12"
-    assert example.gold[-1] in tokenizer.eos_token_ids
+    assert example.text.endswith(prompt)
+    tokens = example.gold if rollout else example.gold[:-1]
+    assert tokenizer.decode(tokens) == gold and (rollout or example.gold[-1] in tokenizer.eos_token_ids)
 
 
 def test_long_and_missing_gold_is_left_out_with_a_line(tmp_path, model):

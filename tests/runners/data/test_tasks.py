@@ -77,8 +77,8 @@ def gym(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(SCORED))
-def test_the_rewards_of_the_page(folder, name):
-    """A right completion gets the most; each fault costs what the page says."""
+def test_a_config_of_the_page_has_its_rewards_and_trains(folder, name):
+    """A right completion gets the most, a fault costs what the page says; exact match where a form is."""
     config = load_config(f"{name}.toml").check()
     texts, wanted = zip(*SCORED[name], strict=True)
     row = load_rows(config.data, [folder])[0][0]
@@ -86,11 +86,6 @@ def test_the_rewards_of_the_page(folder, name):
     rewards = resolve_rewards(config.reward.functions, (), [folder], form=config.answer_form)
     scores = Scorer(rewards).score(list(texts), [[]] * len(texts), columns)
     assert scores.values_kb[0].tolist() == pytest.approx(wanted) and scores.problems == []
-
-
-@pytest.mark.parametrize("name", sorted(SCORED))
-def test_a_config_of_the_page_trains(folder, name):
-    """A step on the shipped model, with its rewards, and exact match where there is a form."""
     run_training(load_config(f"{name}.toml", [*SMALL, "run.name=r"]).check(), report=Notes())
     lines = [json.loads(line) for line in (folder / "outputs/r/training_log.jsonl").read_text().splitlines()]
     assert [type(line["reward"]) for line in lines if "reward" in line] == [float]
