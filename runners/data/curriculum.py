@@ -75,21 +75,18 @@ def draw_weights(known: Estimates, step: int, *, target: float, decay: float, si
     return np.exp(-2 * size * divergence_n) * rested_n
 
 
-def drawn(weights_n: np.ndarray, number: int, taken: Collection[int], key: mx.array) -> list[int]:
+def drawn(weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int) -> list[int]:
     """Prompts drawn by their weights without replacement, none of `taken` while there are others.
 
-    The key's bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w win.
+    The bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w win. They
+    depend on the seed and on how many prompts came before alone, so that all ranks draw the same.
     """
+    key = fold_in(mx.random.key(seed), CURRICULUM, position)
     bits_n = np.array(random_bits(key[None], 0, len(weights_n), 1)).reshape(-1).astype(np.float64)
     place_n = np.log((bits_n + 0.5) / 2.0**32) / np.maximum(weights_n, 1e-290)
     place_n[list(taken)] = -np.inf
     order = np.argsort(-place_n, kind="stable")
     return [int(order[i % len(order)]) for i in range(number)]
-
-
-def draw_key(seed: int, position: int) -> mx.array:
-    """The key of the draw that begins after `position` prompts: the same on all ranks."""
-    return fold_in(mx.random.key(seed), CURRICULUM, position)
 
 
 def explores(position: int, share: float) -> int | None:

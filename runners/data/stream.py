@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from runners.config.loading import Config
-from runners.data.curriculum import Estimates, draw_key, draw_weights, drawn, explores
+from runners.data.curriculum import Estimates, draw_weights, drawn, explores
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 
@@ -47,12 +47,11 @@ class PromptStream:
         weights_n = draw_weights(known, step, size=config.rollout.num_generations, **how)
 
         def take(number: int) -> list[Example]:
-            key, start = draw_key(self.seed, self.position), self.position
-            self.position += number
+            start, self.position = self.position, self.position + number
             places = [explores(position, data.explore) for position in range(start, self.position)]
             chosen = [self._in_order(place) for place in places if place is not None]
             taken.update(chosen)
-            chosen += drawn(weights_n, number - len(chosen), taken, key)
+            chosen += drawn(weights_n, number - len(chosen), taken, self.seed, start)
             taken.update(chosen)
             return [self.examples[each] for each in chosen]
 

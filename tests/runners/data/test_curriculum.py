@@ -13,7 +13,6 @@ from runners.config.sections import DataConfig
 from runners.data.curriculum import (
     NEVER,
     Estimates,
-    draw_key,
     draw_weights,
     drawn,
     explores,
@@ -76,7 +75,7 @@ def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, numbe
     """Without replacement, the same each time; prompts that are taken come last."""
     weights_n = draw_weights(Estimates.of([(each, 8) for each in passes]), 3, **HOW)
     taken = set(range(0, len(passes), 2))
-    first, again = (drawn(weights_n, number, taken, draw_key(seed, position)) for _ in range(2))
+    first, again = (drawn(weights_n, number, taken, seed, position) for _ in range(2))
     assert first == again
     others = len(passes) - len(taken)
     assert not taken & set(first[:others])
@@ -87,7 +86,7 @@ def test_prompts_are_drawn_as_often_as_their_weights_say():
     """The first of a draw, over many keys, against weights with a ratio of 1 to 2 to 5."""
     weights_n, found = np.array([1.0, 2.0, 5.0]), np.zeros(3)
     for position in range(2000):
-        found[drawn(weights_n, 1, (), draw_key(0, position))[0]] += 1
+        found[drawn(weights_n, 1, (), 0, position)[0]] += 1
     np.testing.assert_allclose(found / 2000, weights_n / 8, atol=4 * np.sqrt(0.25 / 2000))
 
 
