@@ -40,11 +40,6 @@ def is_packed(layer: Any) -> bool:
     return computes_as(layer) in _PACKED
 
 
-def is_one_token(x: mx.array) -> bool:
-    """Whether [...,1,D] is the input of a decoding step, which has no backward pass."""
-    return x.ndim < 2 or x.shape[-2] == 1
-
-
 @contextmanager
 def replaced_layers(module: nn.Module, new: NamedLayers, old: NamedLayers) -> Iterator[nn.Module]:
     """The module with the new layers at their paths, until the end of the `with` block: then the old ones."""

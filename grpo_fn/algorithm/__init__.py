@@ -12,12 +12,11 @@ from grpo_fn.algorithm.advantages import (
     overlong_penalty,
     turn_advantages,
 )
-from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
 from grpo_fn.algorithm.baselines import BASELINES, SCALES, Baseline
 from grpo_fn.algorithm.diagnostics import LossStats, empty_stats, merge_stats
 from grpo_fn.algorithm.experts import expert_shares, load_balancing_loss
 from grpo_fn.algorithm.kl import ESTIMATORS, kl_estimate
 from grpo_fn.algorithm.loss import LossArrays, loss_sum, policy_loss
 from grpo_fn.algorithm.presets import PRESETS, Recipe, preset
-from grpo_fn.algorithm.spec import CHOICES, LossSpec
+from grpo_fn.algorithm.spec import AGGREGATIONS, CHOICES, LossSpec, check_max_length
 from grpo_fn.algorithm.surrogates import SURROGATES, Surrogate

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from grpo_fn.algorithm.aggregation import AGGREGATIONS, check_max_length
 from grpo_fn.algorithm.diagnostics import LossInputs, LossStats, loss_stats
 from grpo_fn.algorithm.kl import kl_estimate
 from grpo_fn.algorithm.ratios import CORRECTIONS, drop_sequences, policy_ratio, rollout_mismatch
-from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 

@@ -1,16 +1,46 @@
-"""LossSpec: the frozen value that selects an algorithm."""
+"""LossSpec: the frozen value that selects an algorithm; and how the losses of tokens become one number.
+
+The learner accumulates sum and denominator of an aggregation separately and divides once, at the update. So
+any split of a batch gives the same gradient. To add one: give it a line in AGGREGATIONS.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
+import mlx.core as mx
 
-from grpo_fn.algorithm.aggregation import AGGREGATIONS
 from grpo_fn.algorithm.kl import ESTIMATORS
 from grpo_fn.algorithm.ratios import CORRECTIONS, LEVELS, SEQUENCE_RATIOS
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_choice
+
+
+class Aggregation(NamedTuple):
+    """What the rows' losses are divided by, and whether each is first the mean of its counted tokens."""
+
+    denominator: Callable[[mx.array, mx.array, Any], mx.array]  # (sequences, tokens, L_max) -> 0-d
+    row_mean: bool = False
+    needs_max_length: bool = False
+
+
+AGGREGATIONS: dict[str, Aggregation] = {
+    "sequence_mean": Aggregation(lambda sequences, tokens, longest: sequences, row_mean=True),
+    "token_mean": Aggregation(lambda sequences, tokens, longest: tokens),
+    "constant": Aggregation(lambda sequences, tokens, longest: sequences * longest, needs_max_length=True),
+    "sequence_sum_norm": Aggregation(lambda sequences, tokens, longest: sequences),
+}
+
+
+def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
+    """Raise ValueError if the aggregation divides by L_max and there is none."""
+    needed = AGGREGATIONS[aggregation].needs_max_length
+    if needed and (max_completion_length is None or max_completion_length < 1):
+        raise ValueError(
+            f"aggregation = {aggregation!r} needs max_completion_length >= 1; found {max_completion_length}"
+        )
+
 
 CHOICES: dict[str, Collection[str]] = {
     "level": LEVELS,

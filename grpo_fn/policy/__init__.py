@@ -20,8 +20,8 @@ from grpo_fn.policy.calibration import (
 from grpo_fn.policy.decode_weights import decode_weights_bytes
 from grpo_fn.policy.head import Head
 from grpo_fn.policy.image_forward import takes_images, use_multimodal_rope
-from grpo_fn.policy.layers.learned_positions import bound_positions
 from grpo_fn.policy.layers.learning_form import checkpoint_layers
+from grpo_fn.policy.layers.model_fixes import bound_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.quantized_layers import QuantMode, quantize
 from grpo_fn.policy.layers.routers import check_replay, experts_per_token, has_routers

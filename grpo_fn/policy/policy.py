@@ -22,8 +22,8 @@ from grpo_fn.policy.caches.prefix_cache import shares_prefix
 from grpo_fn.policy.decode_weights import decode_weights, supports_compiled_decode
 from grpo_fn.policy.head import Head, HeadSplit, split_head
 from grpo_fn.policy.image_forward import WholeRows, forward_with_images
-from grpo_fn.policy.layers.learned_positions import bound_positions
 from grpo_fn.policy.layers.learning_form import learning_form
+from grpo_fn.policy.layers.model_fixes import bound_positions
 from grpo_fn.policy.layers.patched_layers import patch_layers
 from grpo_fn.policy.layers.routers import recorded_routing, replayed_routing
 from grpo_fn.process_check import check_process

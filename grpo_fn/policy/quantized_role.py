@@ -19,7 +19,7 @@ from grpo_fn.checks import check_choice
 from grpo_fn.layers import parameters_replaced
 from grpo_fn.policy.calibration import Carries, Moments, carries_of, round_calibrated
 from grpo_fn.policy.head import HeadSplit
-from grpo_fn.policy.layers.learned_positions import is_position_table
+from grpo_fn.policy.layers.model_fixes import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, packed_names, quantize
 from grpo_fn.policy.policy import Policy

@@ -10,10 +10,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.rounding import stochastic_round, storing
 from grpo_fn.trees import map_arrays
-from tests.support.tiny_policies import (
-    memory_in_use,
-    same_tree,
-)
+from tests.support.tiny_policies import memory_in_use, same_tree
 
 KEY = mx.random.key(11)
 LARGEST = np.array([0x7F7F0000], np.uint32).view(np.float32)[0]

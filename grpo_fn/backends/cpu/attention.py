@@ -9,7 +9,6 @@ from typing import Any, cast
 import mlx.core as mx
 
 from grpo_fn.backends.cpu.elementwise import softmax, softmax_gradient
-from grpo_fn.layers import is_one_token
 
 _MOST_SCORES = 2**23  # more than these are left to MLX, whose softmax needs no second array of their size
 
@@ -20,7 +19,8 @@ def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
-    return known and not is_one_token(queries) and scores <= _MOST_SCORES
+    several = queries.shape[-2] > 1  # not a decoding step
+    return known and several and scores <= _MOST_SCORES
 
 
 def attention(

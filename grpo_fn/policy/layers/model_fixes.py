@@ -1,11 +1,20 @@
-"""Fixes for faults of mlx-lm's experts, and of one of its models, in one instance."""
+"""Fixes for faults of mlx-lm's experts, of one of its models, and of tables of positions, in one instance.
+
+MLX reads past the end of a table of learned positions, such as GPT-2's `wpe`, and a gradient writes there:
+numbers of other arrays, NaN, or a crash.
+"""
 
 import functools
+from contextlib import suppress
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.layers import CANNOT_CALL, calls_noted
+from grpo_fn.trees import on_host
+
+_PROBED = 3  # tokens
 _SORTED_FROM = 64  # pairs of token and expert from which on mlx-lm sorts them
 
 
@@ -59,3 +68,48 @@ def _fix_kimi_k3(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, kimi_k3.KimiK3DeltaAttention):
             layer._step = layer._decode_core
+
+
+def bound_positions(module: nn.Module) -> int | None:
+    """How many positions the module has learned; None: it has no table of positions.
+
+    A table is one whose rows are taken by the tokens' places. A call shows it, of which only the places are
+    computed. From then on places behind the table, which only padding may have, take its last row.
+    """
+    from mlx_lm.tuner.dora import DoRAEmbedding
+    from mlx_lm.tuner.lora import LoRAEmbedding
+
+    kinds = (nn.Embedding, nn.QuantizedEmbedding, LoRAEmbedding, DoRAEmbedding)
+    tables: Any = {path: layer for path, layer in module.named_modules() if isinstance(layer, kinds)}
+    if len(tables) < 2:
+        return None
+    taken: list[tuple[str, mx.array]] = []
+    with calls_noted(tables, lambda path, places: taken.append((path, places))), suppress(*CANNOT_CALL):
+        module(mx.zeros((1, _PROBED), mx.int32))
+    most: list[int] = []
+    for path, places in taken:
+        table = tables[path]
+        found = on_host(places.reshape(-1)) if places.size == _PROBED else []
+        if found and found == list(range(found[0], found[0] + _PROBED)):
+            rows = getattr(table, "embedding", table)["weight"].shape[0]
+            most.append(rows - found[0])
+            table.__class__ = _bounded(type(table), rows - 1)
+    return min(most, default=None)
+
+
+def is_position_table(layer: Any) -> bool:
+    """Whether `bound_positions` has found the layer to be one."""
+    return "bounded" in vars(type(layer))
+
+
+@functools.cache
+def _bounded(kind: type[Any], last: int) -> type[Any]:
+    """A class that takes row `last` for every place behind it."""
+    if "bounded" in vars(kind):
+        return kind
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        return kind.__call__(self, mx.minimum(x, last))
+
+    same = {"computes_as": vars(kind).get("computes_as", kind), "__module__": __name__, "bounded": True}
+    return type(kind.__name__, (kind,), {"__call__": call, **same})

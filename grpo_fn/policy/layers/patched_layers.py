@@ -23,7 +23,6 @@ from grpo_fn.policy.layers.quantized_layers import (
     dequantize,
     is_unpacked,
     packed_names,
-    unpack_rows,
     unpacked_product,
 )
 
@@ -123,7 +122,7 @@ class _QuantizedLinear(nn.QuantizedLinear):
     patched = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not _is_unpacked(x):
+        if not is_unpacked(x):
             return super().__call__(x)
         y = _packed_product(self, x)
         return y + self["bias"] if "bias" in self else y
@@ -134,7 +133,7 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
     patched = ("linear",)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return _packed_product(self, x) if _is_unpacked(x) else super().as_linear(x)
+        return _packed_product(self, x) if is_unpacked(x) else super().as_linear(x)
 
 
 class _PackedLinear(_QuantizedLinear):
@@ -168,10 +167,6 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
     for name in packed_names("weight", mode) + ["bias"] * ("bias" in plain):
         layer[name] = mx.zeros(())
     return layer
-
-
-def _is_unpacked(x: mx.array) -> bool:
-    return is_unpacked(x.size // x.shape[-1], x.shape[-1], unpack_rows())
 
 
 def _packed_product(layer: Any, x: mx.array) -> mx.array:

@@ -23,13 +23,14 @@ def unpack_rows() -> int:
     return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
-def is_unpacked(rows: int, width: int, unpack_rows: int) -> bool:
-    """Whether a product of so many rows unpacks its weight, of that many columns, first; 0 rows: never.
+def is_unpacked(x: mx.array) -> bool:
+    """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
 
     But for 64 columns always from 16 rows on: on CUDA MLX 0.32.4's packed product is wrong there
     (docs/upstream.md).
     """
-    return 0 < unpack_rows <= rows or (width == 64 and rows >= 16)
+    rows, width = x.size // x.shape[-1], x.shape[-1]
+    return 0 < unpack_rows() <= rows or (width == 64 and rows >= 16)
 
 
 @attrs.frozen

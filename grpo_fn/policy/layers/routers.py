@@ -25,7 +25,6 @@ _ROUTERS = {
     "mlx_lm.models.olmoe.OlmoeSparseMoeBlock": ("gate", "top_k", False),
 }
 _Blocks = list[tuple[Any, str, str, bool]]  # with the names of its router and of k, and the last of the above
-MODELS = "qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
 
 
 def has_routers(module: nn.Module) -> bool:
@@ -119,7 +118,7 @@ def _known_blocks(module: nn.Module) -> _Blocks:
     if not blocks:
         raise ValueError(
             f"{type(module).__module__.rsplit('.', 1)[-1]} has no experts that are chosen in a way that is "
-            f"known here; known are those of {MODELS}"
+            "known here; known are those of qwen3_moe, qwen2_moe, mixtral, gpt_oss and olmoe"
         )
     if any(hasattr(type(part), "recomputes") for part in module.modules()):
         raise ValueError("checkpointed blocks do not return their routers' decisions")

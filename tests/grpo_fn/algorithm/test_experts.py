@@ -28,10 +28,7 @@ def naive(logits, mask, k):
 
 
 @given(
-    tokens=st.integers(1, 9),
-    experts=st.integers(1, 6),
-    chosen=st.integers(1, 6),
-    seed=st.integers(0, 2**16),
+    tokens=st.integers(1, 9), experts=st.integers(1, 6), chosen=st.integers(1, 6), seed=st.integers(0, 2**16)
 )
 def test_as_the_formula_says(tokens, experts, chosen, seed):
     """Shares add up to 1; tokens that do not count change neither value nor gradient, NaN or not."""

@@ -260,14 +260,7 @@ def test_overlong_penalty():
             [2.0 / 3, 0.0, 0.0],
         ),
         # r = 8, cap 5, A = 2, log π = −0.5: ℓ = −5·2·(−0.5) = 5, slope −10: the weight is a constant
-        (
-            token_spec(surrogate="cispo", epsilon_high=4.0),
-            [-0.5],
-            [-0.5 - np.log(8.0)],
-            [2.0],
-            5.0,
-            [-10.0],
-        ),
+        (token_spec(surrogate="cispo", epsilon_high=4.0), [-0.5], [-0.5 - np.log(8.0)], [2.0], 5.0, [-10.0]),
         # the plain policy gradient: value −A and slope −A however far π_old is
         (token_spec(surrogate="none"), [-0.5], [-7.0], [3.0], -3.0, [-3.0]),
         # r = 2: A = 1 gives −4σ(1), slope −4σ'(1)·2; A = −1 gives (4/1.05)·σ(1.05), slope 4σ'(1.05)·2

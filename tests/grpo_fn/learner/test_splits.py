@@ -10,11 +10,7 @@ from grpo_fn.learner import can_share, halve_batch, shape_of
 from grpo_fn.trees import arrays_of
 from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
-from tests.support.tiny_policies import (
-    memory_in_use,
-    tiny_policy,
-    tiny_rollout,
-)
+from tests.support.tiny_policies import memory_in_use, tiny_policy, tiny_rollout
 
 
 def halves(pieces):

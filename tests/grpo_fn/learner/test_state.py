@@ -82,12 +82,8 @@ def test_sync_ref_mixes(mixup):
 
 @pytest.mark.parametrize("mixup", [0.0, -0.1, 1.1, float("nan")])
 def test_sync_ref_refuses_a_share_outside_its_range(mixup):
-    """α = 0 would do nothing, and past 1 the reference would overshoot."""
+    """α = 0 would do nothing, past 1 the reference would overshoot; without one there is nothing to mix."""
     with pytest.raises(ValueError, match="mixup"):
         g.sync_ref(make_state(ref_params=make_params()), mixup)
-
-
-def test_sync_ref_refuses_a_state_without_a_reference():
-    """The message says why there is none."""
     with pytest.raises(ValueError, match=r"no ref_params.*beta"):
         g.sync_ref(make_state())

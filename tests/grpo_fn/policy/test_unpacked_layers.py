@@ -8,14 +8,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
 from grpo_fn.policy import decode_weights as unpacking
-from grpo_fn.policy.decode_weights import (
-    decode_weights,
-    decode_weights_bytes,
-    unpackable,
-    unpacked_weights,
-)
+from grpo_fn.policy.decode_weights import decode_weights, decode_weights_bytes, unpackable, unpacked_weights
 from grpo_fn.policy.layers import patched_layers as substitutes
-from grpo_fn.policy.layers import quantized_layers as packed
+from grpo_fn.policy.layers import quantized_layers
 from grpo_fn.policy.layers.quantized_layers import unpack_rows
 from tests.support.generating import EOS, RAGGED, assert_teacher_forced, roll
 from tests.support.tiny_policies import memory_in_use, tiny_module, token_rows, worst_difference
@@ -65,7 +60,7 @@ def no_packed_products(monkeypatch):
 @pytest.mark.parametrize(("mode", "group_size", "bits"), MODES)
 def test_the_product_and_its_gradient_are_mlx_s(mode, group_size, bits, part_bytes, monkeypatch):
     """Of a layer with a bias, and of an embedding as the head; part by part as well."""
-    monkeypatch.setattr(packed, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(quantized_layers, "PART_BYTES", part_bytes)
     x = mx.random.normal((2, 8, 64), key=mx.random.key(0))
     layers = nn.Linear(64, 96), nn.Embedding(96, 64)
     for layer in layers:
@@ -181,7 +176,7 @@ def test_what_sampling_holds_is_counted():
 
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
     """On Metal mlx's own kernels take many rows; 16 rows of 64 numbers, wrong on CUDA, are unpacked."""
-    monkeypatch.setattr(substitutes, "unpack_rows", lambda: 0)
+    monkeypatch.setattr(quantized_layers, "unpack_rows", lambda: 0)
     monkeypatch.setattr(unpacking, "number", lambda name: 0)
     assert unpackable(packed_module()) == []
     taken, packed = [], mx.quantized_matmul

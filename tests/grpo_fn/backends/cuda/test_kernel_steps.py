@@ -118,11 +118,7 @@ def of_copied_prompts(prompts):
 
 
 @pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"pipelined": True}, {"max_batch": 7}, {"check_every": 3}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"pipelined": True}, {"max_batch": 7}, {"check_every": 3}], ids=str)
 def test_it_draws_as_with_copied_prompts(prompts, options, kernel):
     """Tokens, ends and log-probs, with buffers that are outgrown."""
     policy = with_kernel()
