@@ -74,7 +74,7 @@ def decode_rows(
         for batch in batches:
             yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
         look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
-        if look or (turns is not None and turns.sees_each_step):
+        if look or (turns is not None and turns.extender.sees_each_step):
             for batch in batches:
                 _collect(batch, transcript, sampling, turns)
         for batch, token_b in zip(batches, tokens, strict=True):

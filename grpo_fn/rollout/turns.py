@@ -143,11 +143,6 @@ class Turns:
     penalizes: bool  # whether the sampler needs the tokens that a row has had
     waiting: set[int] = attrs.field(init=False, factory=set)  # rows whose reply is still to come
 
-    @property
-    def sees_each_step(self) -> bool:
-        """See `Extender`: whether rows that have ended are to be found after every step."""
-        return self.extender.sees_each_step
-
     def room(self, row: int) -> int:
         """Tokens that the row's current turn may have."""
         return self.limit - self.transcript.rows[row].turn
