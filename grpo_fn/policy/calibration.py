@@ -35,6 +35,7 @@ class Carry:
     """How errors are carried on, from the moments of blocks. Made once; each rounding uses it again."""
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
+    inverse_nw: mx.array  # the places of the columns in this order
     share_nww: mx.array  # row k: what later columns take over of column k's error; bfloat16, in this order
     weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
 
@@ -144,15 +145,15 @@ def _carry_of(moments: mx.array) -> Carry:
         damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
         damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
         order_nw = mx.argsort(-diagonal_nw, axis=-1)
+        inverse_nw = mx.argsort(order_nw, axis=-1)
         ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)
         # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
         upper_nww = mx.linalg.cholesky(ordered_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
         root_nww = mx.linalg.tri_inv(upper_nww, upper=True)
         pivot_nw = mx.diagonal(root_nww, axis1=1, axis2=2)
-        inverse_nw = mx.argsort(order_nw, axis=-1)
         weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), inverse_nw, axis=-1)
         share_nww = (root_nww / pivot_nw[..., None]).astype(mx.bfloat16)
-        carry = Carry(order_nw, share_nww, weight_nw)
+        carry = Carry(order_nw, inverse_nw, share_nww, weight_nw)
         materialize(carry)
     return carry
 
@@ -198,28 +199,16 @@ def _packed(w_loi: mx.array, carry: Carry, mode: QuantMode) -> list[mx.array]:
     w_now = w_lonw.transpose(0, 2, 1, 3).reshape(-1, out, width)
     ranges = (find("group_ranges") or _ranges)(mode.bits, mode.group_size, w_loi.dtype, SHRINK)
     scale_nog, bias_nog = ranges(w_now, carry.weight_nw)
-    round_all = find("round_columns") or _round_columns
-    codes_now = round_all(w_now, scale_nog, bias_nog, carry.order_nw, carry.share_nww, mode)
+    few = functools.partial((find("round_columns") or _columns)(mode.bits), scale_nog, bias_nog)
+    groups_nw = carry.order_nw // mode.group_size
+    share_nww = carry.share_nww.astype(mx.float32)
+    codes_now, _ = _rounded(_in_order(w_now, carry.order_nw), groups_nw, share_nww, few)
+    arrays = _in_order(codes_now, carry.inverse_nw), scale_nog, bias_nog
     codes, *rest = (
         x_now.reshape(layers, -1, *x_now.shape[1:]).transpose(0, 2, 1, 3).reshape(layers, out, -1)
-        for x_now in (codes_now, scale_nog, bias_nog)
+        for x_now in arrays
     )
     return [pack_codes(codes, mode.bits), *(array.astype(w_loi.dtype) for array in rest)]
-
-
-def _round_columns(
-    w_now: mx.array,
-    scale_nog: mx.array,
-    bias_nog: mx.array,
-    order_nw: mx.array,
-    share_nww: mx.array,
-    mode: QuantMode,
-) -> mx.array:
-    """Codes [N,O,W], uint8, in the order of the weight."""
-    few = functools.partial(_columns(mode.bits), scale_nog, bias_nog)
-    share_nww, groups_nw = share_nww.astype(mx.float32), order_nw // mode.group_size
-    codes_now, _ = _rounded(_in_order(w_now, order_nw), groups_nw, share_nww, few)
-    return _in_order(codes_now, mx.argsort(order_nw, axis=-1))
 
 
 # (w [N,O,W], its columns' groups [N,W], their share [N,W,W]) -> codes, uint8, and errors [N,O,W]

@@ -6,7 +6,6 @@ import pytest
 from grpo_fn.backends.cuda import kernels, logit_kernels, rounding_kernel
 from grpo_fn.backends.cuda.decoding import prefix_attention
 from grpo_fn.backends.cuda.kernels import CudaKernel
-from grpo_fn.policy.layers.quantized_layers import QuantMode
 
 needs_nvrtc = pytest.mark.skipif(kernels._nvrtc() is None, reason="needs CUDA's compiler")
 
@@ -74,11 +73,10 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     )
     numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
-    few, order = mx.ones((2, 3, 64)), mx.zeros((2, 64), mx.uint32)
-    one = mx.ones((2, 3, 1))
-    rounding_kernel.round_columns(few, one, one, order, mx.ones((2, 64, 64)), QuantMode("affine", 4, 64))
+    few, groups = mx.ones((2, 3, 36)), mx.zeros((2, 36), mx.uint32)
+    rounding_kernel.round_columns(4)(few, few, few, groups, mx.ones((2, 36, 36)))
     rounding_kernel.group_ranges(4, 64, dtype, (1.0, 0.9))(mx.ones((2, 3, 128)), mx.ones((2, 128)))
-    assert len(launched) == 5 and all(len(given["compiled_source"]) > 1000 for given in launched)
+    assert len(launched) == 6 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
 @needs_nvrtc
