@@ -76,7 +76,7 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     few, groups = mx.ones((2, 3, 36)), mx.zeros((2, 36), mx.uint32)
     rounding_kernel.round_columns(4)(few, few, few, groups, mx.ones((2, 36, 36)))
     rounding_kernel.group_ranges(4, 64, dtype, (1.0, 0.9))(mx.ones((2, 3, 128)), mx.ones((2, 128)))
-    assert len(launched) == 6 and all(len(given["compiled_source"]) > 1000 for given in launched)
+    assert len(launched) == 5 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
 @needs_nvrtc
