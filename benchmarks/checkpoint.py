@@ -74,7 +74,7 @@ def share_of_quickstart(folder: Path, quick: bool) -> list[Figure]:
             unit="%",
             at_most=None if quick else SHARE,
             note=note,
-        ),
+        )
     ]
 
 

@@ -66,7 +66,7 @@ CPU_CASES = {
         generations=8,
         time_at_most=1.1,
         peak_at_most=1 / 3,
-    ),
+    )
 }
 GPU_CASES = {
     # One token of prompt: log-probs are wanted at all positions, the dearest there is.
@@ -158,10 +158,7 @@ class Useful:
         trunk = attrs.evolve(work, weights=work.weights - head)
         prompts = case.prompts if shared else case.rows
         # (tokens, tokens behind each): prompts, and completions after them
-        parts = (
-            (prompts * case.prompt, case.prompt / 2),
-            (case.rows * case.new, case.prompt + case.new / 2),
-        )
+        parts = ((prompts * case.prompt, case.prompt / 2), (case.rows * case.new, case.prompt + case.new / 2))
         products = 2 * case.rows * case.new * head + sum(trunk.flops(*part) for part in parts)
         gates = attrs.evolve(work, exps=work.exps - vocabulary)
         exps = sum(gates.exponentials(*part) for part in parts)
@@ -192,9 +189,7 @@ def measure(title: str, case: Case, quick: bool, with_naive: bool) -> list[Figur
     policy = g.Policy.from_module(module, compute_dtype=None if on_cpu else mx.bfloat16)
     # The naive way runs mlx-lm's own functions.
     plain = g.Policy.from_module(
-        make_module(case.model, **case.changes),
-        compute_dtype=policy.compute_dtype,
-        patched=False,
+        make_module(case.model, **case.changes), compute_dtype=policy.compute_dtype, patched=False
     ).without_weights()
     masters = map_arrays(lambda a: a.astype(mx.float32), policy.params)
     state = g.init_state(masters, g.adamw(1e-6), key=mx.random.key(0))

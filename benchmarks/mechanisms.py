@@ -49,10 +49,7 @@ TWO = (FULL, QUICKSTART)
 HALF, HALF_SMALL, HALF_LORA, D20 = "0.5B", "0.5B, 1,024", "0.5B, LoRA", "d20"
 REAL, REAL_LORA = "real", "real, LoRA"
 GPU_SHAPES = (HALF, HALF_SMALL, HALF_LORA, D20, REAL, REAL_LORA)
-GPU_MODELS = {
-    **dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"),
-    D20: "nanochat-d20",
-}
+GPU_MODELS = {**dict.fromkeys((HALF, HALF_SMALL, HALF_LORA), "qwen2.5-0.5b"), D20: "nanochat-d20"}
 STARTED_TOGETHER = 2  # sides on a GPU: each may hold a third of its memory
 
 
@@ -278,12 +275,7 @@ def main(quick: bool, shapes: Sequence[str], names: Sequence[str], repeats: int)
     chosen = [mechanism for mechanism in MECHANISMS if mechanism.title in (names or TITLES)]
     if quick and not names:
         chosen = [mechanism for mechanism in chosen if mechanism.title == "merged adapters"]
-    return measure(
-        chosen,
-        shapes or default,
-        repeats or (1 if quick else 3),
-        quick,
-    )
+    return measure(chosen, shapes or default, repeats or (1 if quick else 3), quick)
 
 
 if __name__ == "__main__":

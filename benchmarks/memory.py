@@ -243,12 +243,7 @@ def _figures(name: str, found: Outcome, target: float | None) -> list[Figure]:
     parts = ", ".join(f"{part} {nbytes / 1e6:.0f}" for part, nbytes in largest)
     return [
         Figure(name=f"{name}: measured peak", value=found.measured / 1e6, unit="MB"),
-        Figure(
-            name=f"{name}: predicted",
-            value=predicted / 1e6,
-            unit="MB",
-            note=f"{peak}: {parts}",
-        ),
+        Figure(name=f"{name}: predicted", value=predicted / 1e6, unit="MB", note=f"{peak}: {parts}"),
         Figure(name=f"{name}: error", value=abs(found.error), unit="%", at_most=target),
     ]
 

@@ -65,10 +65,7 @@ def _bounded(gigabytes: int, tune: str) -> Peer:
 
 _SAVING = Peer("TRL, checkpointing", "trl", {"gradient_checkpointing": True}, times=2.5)
 PEERS = {
-    "cpu": (
-        Peer("mlx-lm-lora", "mlx-lm-lora", times=3.0, peak=1.0),
-        Peer("TRL", "trl", times=1.8, peak=1.0),
-    ),
+    "cpu": (Peer("mlx-lm-lora", "mlx-lm-lora", times=3.0, peak=1.0), Peer("TRL", "trl", times=1.8, peak=1.0)),
     "cuda": (
         Peer("TRL", "trl", times=2.5),
         _SAVING,

@@ -98,11 +98,7 @@ def log_probs(policy: g.Policy, params: Tree, texts: Texts) -> list[mx.array]:
 
 
 def apart(
-    title: str,
-    full: Sequence[mx.array],
-    low: Sequence[mx.array],
-    texts: Texts,
-    targets: Sequence[float] = (),
+    title: str, full: Sequence[mx.array], low: Sequence[mx.array], texts: Texts, targets: Sequence[float] = ()
 ) -> list[Figure]:
     """Perplexity of the distributions `low`; off, KL and sample size against `full`."""
     off, sizes = [], []

@@ -175,10 +175,7 @@ def compaction(title: str, case: Case, module: nn.Module, quick: bool) -> list[F
         with disabled("row_compaction"):
             return call()
 
-    calls = {
-        "with": call,
-        "without": without,
-    }
+    calls = {"with": call, "without": without}
     tokens = sum(map(len, calls["with"]().completions()))
     # Among short beginnings two may be alike: then a row ends early that was not meant to.
     wanted = sum(early if tuple(tokens) in ending else case.new for tokens in first)

@@ -19,10 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # OpenBLAS only takes effect when it is loaded before the first import of mlx.core.
 load_blas()
 
-_COMMON = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 for _name, _examples in (("ci", 25), ("campaign", 300)):
     settings.register_profile(_name, derandomize=True, database=None, max_examples=_examples, **_COMMON)
 settings.register_profile("dev", max_examples=100, **_COMMON)

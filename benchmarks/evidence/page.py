@@ -64,11 +64,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(MISMATCH, "mismatch, nats a token"),
         Column(SAMPLE_SIZE, "effective sample size, %"),
     ),
-    "presets": (
-        *_LEARNING,
-        Column(REWARD, REWARD),
-        Column(TOKENS, TOKENS),
-    ),
+    "presets": (*_LEARNING, Column(REWARD, REWARD), Column(TOKENS, TOKENS)),
     "masters": (
         Column(BEFORE, "exact match before, %"),
         Column(AFTER, "after, %"),

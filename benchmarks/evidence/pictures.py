@@ -77,11 +77,7 @@ def draw(record: Record, path: Path) -> bool:
 
 
 def redraw(
-    results: Path,
-    say: Callable[[str], None],
-    *,
-    names: Sequence[str] = NAMES,
-    into: Path = PICTURES,
+    results: Path, say: Callable[[str], None], *, names: Sequence[str] = NAMES, into: Path = PICTURES
 ) -> None:
     """The pictures of a folder of results; a word to `say` where the library for it is not installed."""
     for name in names:

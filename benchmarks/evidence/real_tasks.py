@@ -7,12 +7,7 @@ from pathlib import Path
 _RIGHT = ('reward.functions=["correctness_reward_func"]', "answer.form=last_number")
 PROBLEMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 """Of reasoning-gym's chain_sum; a small model gets about 13 % of its completions right."""
-SUMS = (
-    *_RIGHT,
-    'data.system_prompt=""',
-    "data.nudge=The answer is",
-    "rollout.max_new_tokens=8",
-)
+SUMS = (*_RIGHT, 'data.system_prompt=""', "data.nudge=The answer is", "rollout.max_new_tokens=8")
 TASKS: dict[str, tuple[str, ...]] = {
     "JSON form": (
         'data.system_prompt=You reply with one line of JSON only, such as {"answer": 12}',

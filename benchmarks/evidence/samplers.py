@@ -99,13 +99,7 @@ def taught(plan: Plan, models: Path, depths: Sequence[int]) -> None:
         say(f"{job.printed.read_text(encoding='utf-8').splitlines()[-1]}, {outcome.seconds:.0f} s")
 
 
-@evidence(
-    "samplers",
-    cases=CASES,
-    quick_cases=QUICK_CASES,
-    seeds="0,1,2",
-    summary=summary,
-)
+@evidence("samplers", cases=CASES, quick_cases=QUICK_CASES, seeds="0,1,2", summary=summary)
 @click.option(
     "--models",
     type=click.Path(path_type=Path, file_okay=False),

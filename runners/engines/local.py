@@ -76,12 +76,7 @@ class LocalEngine:
         self._loaded, self.version, self._kept, self._params = params, version, None, None
 
     def generate(
-        self,
-        requests: Requests,
-        sampling: g.Sampling,
-        *,
-        key: mx.array,
-        should_stop: ShouldStop = never,
+        self, requests: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
     ) -> g.Rollout:
         """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
 

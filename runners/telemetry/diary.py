@@ -17,16 +17,7 @@ from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
 from runners.machine.versions import installed_version
-from runners.telemetry.events import (
-    Advanced,
-    Alert,
-    Event,
-    Note,
-    Report,
-    Started,
-    Status,
-    Updated,
-)
+from runners.telemetry.events import Advanced, Alert, Event, Note, Report, Started, Status, Updated
 from runners.telemetry.log import MetricsLog
 
 _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")

@@ -10,13 +10,7 @@ from mlx.optimizers import join_schedules
 
 import grpo_fn as g
 from grpo_fn.learner import can_share
-from grpo_fn.policy import (
-    QuantizedRole,
-    check_replay,
-    checkpoint_layers,
-    experts_per_token,
-    is_quantized,
-)
+from grpo_fn.policy import QuantizedRole, check_replay, checkpoint_layers, experts_per_token, is_quantized
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength

@@ -61,10 +61,7 @@ class Collector:
     _ended: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def collect(
-        self,
-        take: Callable[[int], Sequence[Example]],
-        key: mx.array,
-        trainer_state: TrainerState = NO_RUN,
+        self, take: Callable[[int], Sequence[Example]], key: mx.array, trainer_state: TrainerState = NO_RUN
     ) -> Experience:
         """Sample and score `batch_size` prompts with the engine's weights.
 

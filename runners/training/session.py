@@ -36,13 +36,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        run: Run,
-        state: RunState,
-        *,
-        log: MetricsLog,
-        shown: Diary,
-        facts: Mapping[str, Any],
+        self, run: Run, state: RunState, *, log: MetricsLog, shown: Diary, facts: Mapping[str, Any]
     ) -> None:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
         self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state

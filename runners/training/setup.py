@@ -204,11 +204,7 @@ class SetUp:
             return loaded, programs.wait()
 
     def _examples(
-        self,
-        rows: tuple,
-        loaded: LoadedModel,
-        environments: Environments | None,
-        reader: GoldReader | None,
+        self, rows: tuple, loaded: LoadedModel, environments: Environments | None, reader: GoldReader | None
     ) -> Data:
         config = self.config
         notices, built, gold = [], [], [list[Example](), list[Example]()]

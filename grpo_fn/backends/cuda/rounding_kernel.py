@@ -92,12 +92,7 @@ def _round_columns(
 
 
 def _group_ranges(
-    bits: int,
-    group: int,
-    dtype: mx.Dtype,
-    shrinks: tuple[float, ...],
-    w_now: mx.array,
-    weight_nw: mx.array,
+    bits: int, group: int, dtype: mx.Dtype, shrinks: tuple[float, ...], w_now: mx.array, weight_nw: mx.array
 ) -> tuple[mx.array, mx.array]:
     source = _RANGES.replace("SHRINKS", ", ".join(literal(shrink) for shrink in shrinks))
     numbers = {"GROUP": group, "MOST": 2**bits - 1, "TRIED": len(shrinks), "THREADS": _THREADS}

@@ -18,8 +18,7 @@ from tests.support.tiny_states import load, make_state, same_bits
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"master": "bfloat16"}, {"tune": "lora"}, {"tune": "dora", "lora": LoraConfig(layers=1)}],
+    "changes", [{}, {"master": "bfloat16"}, {"tune": "lora"}, {"tune": "dora", "lora": LoraConfig(layers=1)}]
 )
 @pytest.mark.parametrize("reference", [True, False])
 def test_the_state_comes_back_bit_for_bit(llama, tmp_path, changes, reference):

@@ -25,10 +25,7 @@ def test_a_working_folder_that_was_deleted(tmp_path, monkeypatch, arguments):
     ("error", "fault"),
     [
         (OSError(28, "No space left on device", "x"), "OSError: [Errno 28] No space left on device: 'x'"),
-        (
-            RuntimeError("failed\na.cpp: No space left on device\nb"),
-            "a.cpp: No space left on device",
-        ),
+        (RuntimeError("failed\na.cpp: No space left on device\nb"), "a.cpp: No space left on device"),
         (RuntimeError("can't start new thread"), "can't start new thread"),
         (RuntimeError("shapes do not match"), None),
         (ValueError("No space left on device"), None),

@@ -76,13 +76,7 @@ def trained(tmp_path_factory):
     """The folder of a real run of two updates."""
     folder = tmp_path_factory.mktemp("run")
     config = folder / "train.toml"
-    config.write_text(
-        small(
-            run={"output_dir": str(folder)},
-            loss={"sync_every": 2},
-            eval={"at_start": True},
-        )
-    )
+    config.write_text(small(run={"output_dir": str(folder)}, loss={"sync_every": 2}, eval={"at_start": True}))
     return run_training(load_config(str(config)), report=Quiet()).folder
 
 
