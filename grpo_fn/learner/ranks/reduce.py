@@ -16,7 +16,7 @@ from grpo_fn.backends import number
 from grpo_fn.learner.batch import Batch, take_part, take_rows
 from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
-from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
+from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
@@ -174,10 +174,16 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
     ranks = collectives(group)
     if ranks.size() == 1:
         return state
-    sums = iter(_summed(list(arrays_of(state.accum_grads)), ranks))
+    leaves = list(arrays_of(state.accum_grads))
+    sums: list[mx.array] = []
+    for low, high in buckets([leaf.nbytes for leaf in leaves]):
+        sums += _summed(leaves[low:high], ranks)
+        mx.eval(sums[low:])
     weight = ranks.all_sum(state.accum_weight.reshape(1)).reshape(())
-    grads = map_arrays(lambda _: next(sums), state.accum_grads)
-    return attrs.evolve(state, accum_grads=grads, accum_weight=weight)
+    remaining = iter(sums)
+    return attrs.evolve(
+        state, accum_grads=map_arrays(lambda _: next(remaining), state.accum_grads), accum_weight=weight
+    )
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
@@ -185,15 +191,19 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
-    # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
-    words = [_words(leaf) for leaf in arrays_of(tree)]
-    sums = iter(_summed(words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks))
-
-    def received(leaf: mx.array) -> mx.array:
-        shared = mx.contiguous(next(sums).view(mx.uint8)[: leaf.nbytes])
-        return shared.view(leaf.dtype).reshape(leaf.shape)
-
-    return map_arrays(received, tree)
+    leaves = list(arrays_of(tree))
+    shared: list[mx.array] = []
+    for low, high in buckets([leaf.nbytes for leaf in leaves]):
+        part = leaves[low:high]
+        # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
+        words = [_words(leaf) for leaf in part]
+        sums = _summed(words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks)
+        for leaf, total in zip(part, sums, strict=True):
+            found = mx.contiguous(total.view(mx.uint8)[: leaf.nbytes])
+            shared.append(found.view(leaf.dtype).reshape(leaf.shape))
+        materialize(shared[low:])  # so that only one bucket is in memory twice
+    remaining = iter(shared)
+    return map_arrays(lambda _: next(remaining), tree)
 
 
 def _words(leaf: mx.array) -> mx.array:
@@ -201,16 +211,11 @@ def _words(leaf: mx.array) -> mx.array:
     return mx.pad(whole, [(0, -whole.size % 4)]).view(mx.int32)
 
 
-def _summed(leaves: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
-    """The sums of arrays of one dtype over all ranks, in buckets."""
-    sums: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves]):
-        part = leaves[low:high]
-        total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
-        bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
-        sums += [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
-        mx.eval(sums[low:])
-    return sums
+def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
+    """The sums of a bucket's arrays, all of one dtype, over the ranks."""
+    total = ranks.all_sum(mx.concatenate([leaf.reshape(-1) for leaf in part]))
+    bounds = list(itertools.accumulate(leaf.size for leaf in part[:-1]))
+    return [flat.reshape(leaf.shape) for flat, leaf in zip(mx.split(total, bounds), part, strict=True)]
 
 
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

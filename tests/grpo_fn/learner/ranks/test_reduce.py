@@ -133,3 +133,15 @@ def test_shared_arrays_are_rank_zeros_bit_for_bit():
         for left, right in zip(arrays_of(tree), arrays_of(found), strict=True):
             assert left.dtype == right.dtype
             assert bytes(memoryview(left)) == bytes(memoryview(right))
+
+
+def test_no_more_than_a_bucket_of_shared_arrays_is_in_memory_twice(monkeypatch):
+    """Beside what each of two ranks gives and gets."""
+    monkeypatch.setattr(reduce, "BUCKET_BYTES", 2**20)
+    tree = [mx.full((2**18,), number) for number in range(16)]
+    materialize(tree)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = on_ranks(2, lambda group: share(tree, group))
+    materialize(found)
+    assert mx.get_peak_memory() - before < 3 * sum(leaf.nbytes for leaf in tree)
