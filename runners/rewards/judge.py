@@ -83,11 +83,14 @@ def judge_reward(
     fixed = {"criteria": criteria, "low": f"{scale[0]:g}", "high": f"{scale[1]:g}"}
     extra = {"temperature": 0.0, "max_tokens": 512, **({"model": model} if model else {}), **request}
 
-    key = os.environ.get(api_key_env, "") if api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    def key() -> str:  # read again for each batch step: some expire, and their owner sets new ones
+        return os.environ.get(api_key_env, "") if api_key_env else ""
+
+    def headers() -> dict[str, str]:
+        return {"Authorization": f"Bearer {key()}"} if api_key_env else {}
 
     def safe(text: str) -> str:
-        return one_line(text.replace(key, f"${api_key_env}") if key else text, {})
+        return one_line(text.replace(key(), f"${api_key_env}") if key() else text, {})
 
     async def ask(client: Any, question: str) -> Verdict:
         import httpx2
@@ -127,7 +130,7 @@ def judge_reward(
             async with room:
                 found[question] = await ask(client, question)
 
-        async with httpx2.AsyncClient(timeout=None, headers=headers) as client:
+        async with httpx2.AsyncClient(timeout=None, headers=headers()) as client:
             await asyncio.gather(*(one(client, question) for question in dict.fromkeys(questions)))
         return [found[question] for question in questions]
 
@@ -135,10 +138,10 @@ def judge_reward(
         """Called before a run loads its model. UserError if the server does not answer or refuses the key."""
         import httpx2
 
-        if api_key_env and not key:
+        if api_key_env and not key():
             raise UserError(f"the judge at {base}: the environment variable {api_key_env} is not set")
         try:
-            status = httpx2.get(f"{base}/models", headers=headers, timeout=10.0).status_code
+            status = httpx2.get(f"{base}/models", headers=headers(), timeout=10.0).status_code
         except httpx2.HTTPError as error:
             raise UserError(f"the judge at {base} does not answer: {safe(error_line(error))}") from None
         if status in (401, 403):

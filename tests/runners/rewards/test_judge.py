@@ -209,10 +209,11 @@ def test_no_completion_can_end_its_marks():
 
 
 def test_a_key_goes_to_the_server_and_into_no_line(monkeypatch):
-    """Also where the server repeats it."""
-    monkeypatch.setenv("MY_JUDGE", SECRET)
+    """Also where the server repeats it; it is the key that is set when the judge is asked."""
     with answering(lambda *_: (401, {"error": {"message": f"wrong key {SECRET}"}})) as (url, asked):
-        scores = score(judge(url, api_key_env="MY_JUDGE"), ["a"])
+        scorer = judge(url, api_key_env="MY_JUDGE")
+        monkeypatch.setenv("MY_JUDGE", SECRET)
+        scores = score(scorer, ["a"])
     assert asked[0][0]["Authorization"] == f"Bearer {SECRET}"
     assert "wrong key $MY_JUDGE" in scores.problems[0] and SECRET not in scores.problems[0]
 
