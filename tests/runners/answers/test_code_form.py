@@ -32,6 +32,11 @@ def test_the_reward_is_the_share_of_tests_and_right_is_all_of_them(text, score):
     assert FORM.is_right(text, TESTS) is (score == 1.0)
 
 
+def test_no_program_passes_nothing():
+    """Not even tests that an empty one would pass."""
+    assert FORM.scores([FORM.read(text) for text in ("", "I cannot.")], ["assert True"] * 2) == [0.0, 0.0]
+
+
 def test_tests_may_be_a_list_in_the_data_and_answer_no_other_form(tmp_path):
     row = {"question": "Write add(a, b).", "answer": json.loads(TESTS)}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
