@@ -258,5 +258,5 @@ def test_a_run_above_its_memory_is_warned_and_one_within_it_is_not(config):
 
 
 def test_the_forecast_is_within_its_bound_of_a_real_step():
-    """Of a quickstart; tests/campaigns/test_forecasts.py takes more configs."""
+    """Of a quickstart."""
     check_forecast("quickstart")

@@ -16,6 +16,7 @@ from runners.errors import ConfigError, UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.models.adapters import SAMPLED, WHOLE, base_digest
+from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
 from runners.telemetry.report import Quiet
@@ -164,7 +165,9 @@ def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
 
 
 def test_unusable_adapters_are_errors(base, adapter):
-    """Two at once, a base that is not named, missing files."""
+    """As a model to train, two at once, a base that is not named, missing files."""
+    with pytest.raises(UserError, match=rf"these are adapters, not a model; their base model is {base}"):
+        resolve_model(str(adapter))
     with pytest.raises(UserError, match=r"holds adapters, and .* is given as well"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
     edit(adapter, model=None)

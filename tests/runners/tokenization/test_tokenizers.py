@@ -117,6 +117,12 @@ def test_a_special_token_can_be_a_stop_string(plain):
     assert "".join([*map(stream.add, tokens), stream.finish()]) == "a<|im_start|> b"
 
 
+def test_a_stream_gives_a_character_with_its_last_token(plain):
+    """The root sign has three."""
+    decoder, tokenizer = plain
+    assert [*map(TextStream(decoder).add, tokenizer.encode("a√b"))] == ["a", "", "", "√", "b"]
+
+
 @given(text=st.text(alphabet="ab1 \né√<>/漢😀", max_size=30), cut=st.integers(0, 3))
 def test_a_stream_joins_to_the_whole_text(plain, sentencepiece, text, cut):
     """Any text, special tokens strewn in: the pieces are the whole, and none ends in half a character.
