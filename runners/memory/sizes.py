@@ -132,7 +132,8 @@ def model_sizes(
         add_adapters(module, settings, config.run.seed)
     policy.patch_layers(module)
     trained, frozen = split_leaves(module)
-    tables = {name: leaf.size for name, leaf in (trained | frozen).items() if len(leaf) == shape.vocabulary}
+    leaves = trained | frozen
+    tables = {name: leaf.size for name, leaf in leaves.items() if leaf.shape[:1] == (shape.vocabulary,)}
     count = sum(leaf.size for leaf in trained.values())
     masters, copy = count * getattr(mx, settings.master).size, count * compute.size
     base = _in_dtype(frozen, compute)
@@ -162,7 +163,7 @@ def model_sizes(
         teacher, _ = _unloaded(config, config.teacher.path, "teacher.path")
         weights += _in_dtype(named_leaves(teacher.parameters()), compute)
     rounds, lags = rollout.quantization != "none", loss.sync_every > config.optim.gradient_accumulation_steps
-    numbers, sampler = sum(leaf.size for leaf in (trained | frozen).values()), masters if lags else 0
+    numbers, sampler = sum(leaf.size for leaf in leaves.values()), masters if lags else 0
     packed = rounds and rollout.storage == "packed"
     if rounds:
         sampler = role(rollout.quantization, rollout.storage, numbers, rollout.bits_budget)

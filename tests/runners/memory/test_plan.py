@@ -123,6 +123,23 @@ def test_a_model_on_the_hub_is_measured_by_its_config_alone(config):
     assert model_sizes(checked, CPU, stated=stated | {"torch_dtype": "float16"}) == model_sizes(checked, CPU)
 
 
+LOADER = """
+import mlx.core as mx
+from mlx_lm.utils import load_model
+def load(folder, config):
+    module, _ = load_model(folder, lazy=True)
+    module.model.scale = mx.array(1.0)
+    return module
+"""
+
+
+def test_a_parameter_without_axes_counts_as_one_number(config, tmp_path):
+    """A model of one's own may have scalars among its leaves."""
+    (tmp_path / "own.py").write_text(LOADER)
+    usual = model_sizes(config(), CPU)
+    assert model_sizes(config('model.loader="own.py:load"'), CPU).trained == usual.trained + 1
+
+
 def test_the_plan_is_a_table_or_json(config, grpo_plan):
     """Both tell the same peak; the longest prompt is the data's own; a run that fits ends with 0."""
     config()
