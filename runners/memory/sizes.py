@@ -198,9 +198,19 @@ def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[n
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, key, custom_loader=loader is not None)
         return load_module(folder, config.model.trust_remote_code, loader)
-    from huggingface_hub import hf_hub_download
+    from httpx2 import ConnectError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     with hub_errors(f'{key} = "{path}"'):
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            # Without a network a download is tried again for 23 seconds, with a line for each time.
+            try:
+                get_hf_file_metadata(hf_hub_url(path, "config.json"))
+            except ConnectError as error:
+                raise LocalEntryNotFoundError(str(error)) from error
+            except Exception:  # faults that pass are tried again, others get their line
+                pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
         return _from_config(stated), stated

@@ -79,16 +79,17 @@ NO_DATA = "which the Hub did not give"
 
 
 @pytest.mark.parametrize(
-    ("command", "line"),
+    ("command", "line", "why"),
     [
-        (("plan", "train.toml"), NO_MODEL),
-        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA),
+        (("plan", "train.toml"), NO_MODEL, {"HF_HUB_OFFLINE": "1"}),
+        (("plan", "train.toml"), NO_MODEL, {"HF_ENDPOINT": "http://127.0.0.1:1"}),  # nobody listens there
+        (("check", "train.toml", "--set", "data.source=someone/sums"), NO_DATA, {"HF_HUB_OFFLINE": "1"}),
     ],
 )
-def test_a_hub_that_may_not_be_asked_is_a_line(hub, tmp_path, command, line):
+def test_a_hub_that_may_not_or_cannot_be_asked_is_a_line(hub, tmp_path, command, line, why):
     """One line, at once, for models and data sets alike."""
     (tmp_path / "train.toml").write_text(CONFIG)
     before = len(hub.requests)
-    done = hub.grpo(*command, cwd=tmp_path, code=2, HF_HUB_OFFLINE="1")
-    assert line in done.stderr.splitlines()[-1]
+    done = hub.grpo(*command, cwd=tmp_path, code=2, **why)
+    assert line in done.stderr.splitlines()[-1] and "Retrying" not in done.stderr
     assert len(hub.requests) == before
