@@ -108,20 +108,6 @@ class Gate:
         return run
 
 
-class _Gated:
-    """A stream of prompts behind a gate."""
-
-    def __init__(self, stream: Any, gate: Gate) -> None:
-        self._stream, self._gate = stream, gate
-
-    def take(self, number: int) -> Any:
-        self._gate.turn()
-        return self._stream.take(number)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def letters(completions: Sequence[Any], **_: Any) -> list[float]:
     """A reward for both sides, which hand texts over differently: no two completions are likely to tie."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
@@ -131,6 +117,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
     from runners.config.loading import load_config
+    from runners.data.stream import PromptStream
     from runners.training import train
     from runners.training.setup import SetUp
 
@@ -177,7 +164,14 @@ def ours(settings: Settings, out: int) -> None:
         gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})
         engine = run.collector.engine
         engine.generate = gate.timed(engine.generate, lambda rollout: rollout.lengths_b.tolist())
-        return attrs.evolve(run, stream=_Gated(run.stream, gate))
+        taking = PromptStream.taking
+
+        def at_the_gate(self: PromptStream, known: Any, step: int, config: Any) -> Any:
+            gate.turn()
+            return taking(self, known, step, config)
+
+        PromptStream.taking = at_the_gate
+        return run
 
     SetUp.build = gated
     train.run_training(load_config(config, settings.overrides))

@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from benchmarks.forecast import PAGE, rendered
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
+from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure
+from benchmarks.peers import Peer, Side
 from benchmarks.report import main as report_command
 from tests.support.benchmark_runs import check_quick_run
 
@@ -109,3 +111,25 @@ def test_what_was_sent_in_is_a_result_of_metal(file):
     """It loads, is of the backend metal alone, and names no folder of the sender's machine."""
     assert set(record.load_records(file)) == {"metal"}
     assert not re.search(r"/(Users|home|private)/", file.read_text(encoding="utf-8"))
+
+
+def test_a_run_that_is_compared_waits_for_the_word_at_each_step(tmp_path):
+    """It tells its prompts, then takes one batch step at a time; also without the peers' packages."""
+    small = [
+        "optim.batch_size=2",
+        "rollout.num_generations=4",
+        "eval.samples=1",
+        f"run.output_dir={tmp_path}",
+    ]
+    sizes = {"batch_size": 2, "generations": 4, "max_new_tokens": 8, "beta": 0.0}
+    how = {"config": "quickstart", "overrides": [*small, "data.max_samples=8", "loss.dynamic_sampling=true"]}
+    side = Side(Peer("ours", "ours"), Settings(folder="", work=str(tmp_path), tune="full", **sizes, **how))
+    try:
+        assert len(side.ready["prompts"]) == len(side.ready["answers"]) == 8
+        for step in (side.step(), side.step()):
+            assert step["rows"] >= 8 and step["tokens"] > 0
+            assert 0 < step["rollout"] < step["seconds"]
+        updates = (tmp_path / "quickstart" / "training_log.jsonl").read_text().count('"step_time"')
+    finally:
+        side.end()
+    assert updates <= 2  # it stands before the third
