@@ -75,7 +75,9 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", config)
     generation = folder / "generation_config.json"
     stated = read_json(generation) if generation.is_file() else {}
-    write_json(generation, stated | {"eos_token_id": stated.get("eos_token_id") or ends})
+    if stated.get("eos_token_id") in (None, []):  # 0 is a token
+        stated |= {"eos_token_id": ends}
+    write_json(generation, stated)
 
 
 def _vocabulary(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:

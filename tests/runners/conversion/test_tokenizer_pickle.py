@@ -159,3 +159,6 @@ def test_an_mlx_folder_with_a_pickle_is_converted(tmp_path):
     assert tokenizer.eos_token_ids == {320, 324} and not notices
     stated = json.loads((tmp_path / "new/generation_config.json").read_text())
     assert stated == {"eos_token_id": [320, 324], "top_k": 7}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    convert(str(folder), tmp_path / "own")
+    assert json.loads((tmp_path / "own/generation_config.json").read_text()) == {"eos_token_id": 0}
