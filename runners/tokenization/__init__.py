@@ -1,1 +1,1 @@
-"""Tokenizers and chat formats: checks before their first use, text to tokens and back. No weights."""
+"""Tokenizers and prompt settings: checks before the first use, text to tokens and back. No weights."""
