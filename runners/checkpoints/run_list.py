@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -45,7 +46,10 @@ def summarize(folder: Path) -> RunSummary:
         state = "interrupted"
     elif state != "running" and (folder / "final" / "config.json").is_file():
         state = "finished"
-    files = [path for path in (folder / METRICS, folder / RESOLVED) if path.is_file()]
+    changed = 0.0
+    for path in (folder / METRICS, folder / RESOLVED):
+        with suppress(OSError):  # perhaps being renamed
+            changed = max(changed, path.stat().st_mtime)
     return RunSummary(
         folder=str(folder),
         state=state,
@@ -53,7 +57,7 @@ def summarize(folder: Path) -> RunSummary:
         em=record.last("em"),
         eval_reward=record.last("eval/reward"),
         reward=record.last("reward"),
-        changed=max((path.stat().st_mtime for path in files), default=0.0),
+        changed=changed,
         go_on=_advice(folder, state),
     )
 

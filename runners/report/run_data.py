@@ -11,6 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
     if the folder holds no run, or if a file cannot be read.
     """
     record, pieces, left_out, bad = RunRecord(folder), dict[str, bytes](), set[int](), list[int]()
-    path = record.folder / COMPLETIONS
-    size = os.path.getsize(path) if path.is_file() else 0
+    path, size = record.folder / COMPLETIONS, 0
+    with suppress(OSError):  # perhaps being renamed
+        size = os.path.getsize(path)
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
     def wanted(line: bytes) -> bool:
