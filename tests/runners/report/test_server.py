@@ -68,13 +68,22 @@ def test_other_hosts_are_refused(ask, host):
 
 def test_a_restarted_run_is_read_again(tmp_path):
     """Pieces with other content have other names than before: a browser keeps what it has opened."""
-    page = LivePage(make_run(tmp_path / "run"))
+    page = LivePage(make_run(tmp_path / "run"), rest=0)
     before = unpacked(page.answer("/data", HOST))
     page.folder.rename(tmp_path / "before")
     make_run(page.folder, texts=("other", "texts"))
     after = unpacked(page.answer(f"/data?{quote(before['seen'])}", HOST))
     assert after["metrics"]["lines"] == before["metrics"]["lines"]
     assert after["completions"]["parts"][0]["texts"] not in before["blobs"]
+
+
+def test_a_page_that_has_data_waits_after_a_long_reading(tmp_path):
+    """A new page gets what there is."""
+    page = LivePage(make_run(tmp_path / "run"), rest=1e6)
+    seen = unpacked(page.answer("/data", HOST))["seen"]
+    (page.folder / "training_log.jsonl").touch()
+    assert page.signature() != seen and page.answer(f"/data?{quote(seen)}", HOST)[0] == 204
+    assert unpacked(page.answer("/data", HOST))["seen"] == page.signature()
 
 
 def test_clients_get_whole_lines_while_they_are_written(tmp_path):
