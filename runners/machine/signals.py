@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self
 
@@ -23,13 +23,11 @@ def to_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-def _exit(number: int, text: str = "") -> NoReturn:
-    """Ends the process at once, after this text."""
+def _exit(number: int) -> NoReturn:
+    """Ends the process at once."""
     with suppress(OSError):  # the terminal may be gone
         if os.isatty(1):
             os.write(1, _LEAVE_DISPLAY)
-    if text:
-        to_stderr(text)
     os._exit(128 + number)
 
 
@@ -111,7 +109,7 @@ class StopSignals(Interrupts):
         super().__init__()
         self._say = say
         self._deferrals, self._raised = 0, False
-        self._at_once = self._asked = False
+        self._asked = False
         self.stopping = False  # the run saves and ends: nothing is raised any more
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             self.signals = (signal.SIGINT, signal.SIGTERM)
@@ -147,22 +145,25 @@ class StopSignals(Interrupts):
         self._raised = self.stopping
         self._raise()
 
-    def ending_at_once(self) -> AbstractContextManager[None]:
-        """Within the block the first signal already ends the process: no Python runs there."""
-        return self._during("_at_once", True)
-
-    def shown_by(self, say: Callable[[str], None]) -> AbstractContextManager[None]:
-        """Within the block `say` shows the line that answers a signal."""
-        return self._during("_say", say)
-
     @contextmanager
-    def _during(self, name: str, value: object) -> Iterator[None]:
-        before = getattr(self, name)
-        setattr(self, name, value)
+    def ending_at_once(self) -> Iterator[None]:
+        """Within the block a signal ends the process without a word: MLX waits there, sometimes for half a
+        minute, and no thread of Python runs meanwhile."""
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in self.signals if self._before}
         try:
             yield
         finally:
-            setattr(self, name, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def shown_by(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Within the block `say` shows the line that answers a signal."""
+        before, self._say = self._say, say
+        try:
+            yield
+        finally:
+            self._say = before
 
     def ask(self, number: int) -> None:
         """As if this signal had come; another thread may call it."""
@@ -196,8 +197,6 @@ class StopSignals(Interrupts):
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
-            if self._at_once:
-                _exit(number[0], "interrupted before all ranks had joined")
             self.received = self.received or number[0]  # no handler runs while a collective waits
             if saying.ident is None:
                 saying.start()

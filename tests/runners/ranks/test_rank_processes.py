@@ -4,7 +4,10 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from runners.quickstart import MODEL_DIR, MODELS
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.closeness import assert_same_figures, assert_same_weights
-from tests.support.ranks.launching import begin, config_writer
+from tests.support.ranks.launching import ROOT, begin, config_writer
 from tests.support.resuming import lines_of
 
 FAULT = '''"""A reward that ends rank 1 in its third call."""
@@ -217,3 +220,22 @@ def test_a_killed_rank_ends_all_with_its_name(one):
     assert fault.startswith("rank 1 (")
     check_manifest(folder / "outputs/killed/checkpoint-2")
     assert not (folder / "outputs/killed/final").exists()
+
+
+def test_sigterm_ends_a_rank_that_waits_for_another_which_is_gone(tmp_path):
+    """MLX tries for 31 s to reach it, and no Python runs meanwhile."""
+    (tmp_path / "hosts.json").write_text('[["127.0.0.1:9"], ["127.0.0.1:0"]]')
+    code = (
+        "import os, mlx.core as mx; from runners.machine.signals import StopSignals\n"
+        "with StopSignals() as signals, signals.ending_at_once():\n"
+        "    os.write(1, b'joining')\n"
+        "    mx.distributed.init(strict=True, backend='ring')\n"
+    )
+    rank = {"MLX_RANK": "1", "MLX_HOSTFILE": str(tmp_path / "hosts.json"), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **rank}, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.read(7) == b"joining"
+        time.sleep(1)  # it is in MLX
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
