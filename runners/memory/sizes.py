@@ -198,7 +198,7 @@ def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[n
     if loader is not None or path in SHIPPED or Path(path).expanduser().exists():
         folder = resolve_model(path, key, custom_loader=loader is not None)
         return load_module(folder, config.model.trust_remote_code, loader)
-    from httpx2 import ConnectError
+    from httpx2 import ConnectError, HTTPError
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -209,7 +209,7 @@ def _unloaded(config: Config, path: str, key: str, loading: str = "") -> tuple[n
                 get_hf_file_metadata(hf_hub_url(path, "config.json"))
             except ConnectError as error:
                 raise LocalEntryNotFoundError(str(error)) from error
-            except Exception:  # faults that pass are tried again, others get their line
+            except (HTTPError, OSError, ValueError):  # the download meets it too: it tries again, or names it
                 pass
         stated = read_config(Path(hf_hub_download(path, "config.json")).parent)
     try:
