@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from runners.checkpoints.checkpoint import STATE_FILE, TrainerState, read_trainer_state
+from runners.checkpoints.checkpoint import TrainerState, read_trainer_state
 from runners.checkpoints.manifest import check_manifest, newest_whole
-from runners.checkpoints.run_folder import TRAINER_STATE, checkpoint_folders, interrupted
+from runners.checkpoints.run_folder import checkpoint_folders, interrupted
 from runners.checkpoints.run_inputs import HELD_OUT
 from runners.config.loading import Config
 from runners.config.names import EMBEDDED
@@ -40,7 +40,6 @@ HARMLESS = (
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine
-_FILES = (TRAINER_STATE, STATE_FILE)
 
 
 @attrs.frozen
@@ -64,9 +63,9 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
     searched = folder if wish is None else wish
     found = len(checkpoint_folders(searched))
     if wish is not None and not found:
-        check_manifest(wish, _FILES)
+        check_manifest(wish)
         return Origin(wish, read_trainer_state(wish))
-    path = newest_whole(searched, _FILES, note)
+    path = newest_whole(searched, note)
     if path is not None:
         return Origin(path, read_trainer_state(path))
     if found:

@@ -43,11 +43,7 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         sweep(folder)  # what a killed run left incomplete
-        try:
-            yield folder
-        finally:
-            with suppress(OSError):
-                os.ftruncate(lock, 0)
+        yield folder
     finally:
         os.close(lock)
 

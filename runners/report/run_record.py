@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,10 +50,10 @@ class RunRecord:
         if last.get("event") == "end":
             state = last.get("state")
             return state if state in ("finished", "stopped", "failed") else "interrupted"
-        if is_running(self.folder):
-            return "running"
         if not last and os.path.isdir(self.folder / "final"):
             return "finished"  # log.jsonl is false
+        if is_running(self.folder):
+            return "running"
         return "interrupted" if self.lines or self.events else "empty"
 
     def facts(self) -> dict[str, Any]:
@@ -119,21 +120,13 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether the process that a run's lock names is alive on this machine.
-
-    The lock itself is not tried: even for a moment, that could make a starting run fail.
-    """
+    """Whether a process holds the run's lock."""
     try:
         with open_file(folder / LOCK) as stream:
-            process = int(stream.read(32))
-        if process <= 0 or process == os.getpid():  # at its end, a run reports on itself
-            return False
-        os.kill(process, 0)  # signal 0 only checks
-    except PermissionError:  # another user's
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    return True
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

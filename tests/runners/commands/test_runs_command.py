@@ -4,10 +4,10 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 
 import pytest
 
+from runners.checkpoints.run_folder import locked
 from runners.checkpoints.run_list import find_runs, summarize
 from runners.config.loading import load_config
 from runners.training.train import run_training
@@ -68,15 +68,11 @@ def test_the_commands_go_on_with_a_run(outputs, tmp_path):
 
 
 def test_a_running_run_is_known_by_its_lock(outputs):
-    """By the process that it names; a lock file of a dead process is none."""
-    process = subprocess.Popen(["sleep", "600"])
-    (outputs / "early/.lock").write_text(f"{process.pid}\n")
-    run = summarize(outputs / "early")
-    process.kill()
-    process.wait()
+    """While a process holds it; the file stays."""
+    with locked(outputs / "early", "run.name"):
+        run = summarize(outputs / "early")
     assert (run.state, run.go_on) == ("running", "")
     assert summarize(outputs / "early").state == "stopped"
-    (outputs / "early/.lock").unlink()
 
 
 def test_json_and_missing_folders(outputs, tmp_path):

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
+from runners.checkpoints.run_folder import locked
 from runners.files.json_files import JsonLines
 from runners.report import write_report
 from runners.report.server import Server
-from tests.support.runs.report_runs import HOSTILE, make_run, mark_running, write_update
+from tests.support.runs.report_runs import HOSTILE, make_run, write_update
 
 WAIT = 600_000  # ms: for what hangs
 
@@ -121,26 +122,23 @@ def test_without_gold_answers_a_run_is_judged_by_its_rewards(tab, tmp_path):
 def test_the_live_page_follows_within_two_seconds(tab, tmp_path, end):
     """A new update; the run's end, after which nothing is live; and the end of the server with the run."""
     folder = make_run(tmp_path / "run", end=None)
-    mark_running(folder)
-    server = Server(folder, 0)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = server.url
-    tab.goto(url)
-    tab.wait_for_selector("html[data-updates='6']", timeout=WAIT)
-    assert tab.inner_text("#state") == "running" and tab.inner_text("#live") == "live"
-    names = ("training_log", "completions", "evaluations", "events")
-    logs = {name: JsonLines(folder / f"{name}.jsonl", keep=1 << 40) for name in names}
-    write_update(logs, 7)
-    tab.wait_for_selector("html[data-updates='7']", timeout=WAIT)
-    if end == "finished":
-        logs["events"].write({"event": "end", "time": 1e9, "update": 7, "state": "finished"})
-        playwright.expect(tab.locator("#state")).to_have_text("finished", timeout=WAIT)
-        assert not tab.is_visible("#live")
-    for file in logs.values():
-        file.close()
-    server.shutdown()
-    server.server_close()
+    with locked(folder, "run.name"), Server(folder, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tab.goto(server.url)
+        tab.wait_for_selector("html[data-updates='6']", timeout=WAIT)
+        assert tab.inner_text("#state") == "running" and tab.inner_text("#live") == "live"
+        names = ("training_log", "completions", "evaluations", "events")
+        logs = {name: JsonLines(folder / f"{name}.jsonl", keep=1 << 40) for name in names}
+        write_update(logs, 7)
+        tab.wait_for_selector("html[data-updates='7']", timeout=WAIT)
+        if end == "finished":
+            logs["events"].write({"event": "end", "time": 1e9, "update": 7, "state": "finished"})
+            playwright.expect(tab.locator("#state")).to_have_text("finished", timeout=WAIT)
+            assert not tab.is_visible("#live")
+        for file in logs.values():
+            file.close()
+        server.shutdown()
     if end == "killed":
         playwright.expect(tab.locator("#live")).to_contain_text("does not answer", timeout=WAIT)
         assert tab.inner_text("#state") == "running when last seen"
-    assert [asked for asked in tab.asked if not asked.startswith(url)] == []
+    assert [asked for asked in tab.asked if not asked.startswith(server.url)] == []

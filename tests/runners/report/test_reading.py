@@ -2,11 +2,12 @@
 
 import pytest
 
+from runners.checkpoints.run_folder import locked
 from runners.config.loading import load_config
 from runners.files.json_files import read_lines
 from runners.report.run_data import completion_parts
 from runners.report.run_record import RunRecord, different_keys, flattened
-from tests.support.runs.report_runs import make_run, mark_running
+from tests.support.runs.report_runs import make_run
 
 
 def test_only_whole_lines_are_read(tmp_path):
@@ -36,13 +37,11 @@ def test_a_runs_state_is_that_of_its_end_event(tmp_path, state):
 
 
 def test_a_run_without_an_end_runs_or_was_broken_off(tmp_path):
-    """It runs while the process that its lock names is alive."""
-    folder = make_run(tmp_path / "run", end=None)
-    record = RunRecord(folder)
+    """It runs while a process holds its lock."""
+    record = RunRecord(make_run(tmp_path / "run", end=None))
     assert record.state() == "interrupted"
-    mark_running(folder)
-    assert record.state() == "running"
-    (folder / ".lock").write_text("not a number\n")
+    with locked(record.folder, "run.name"):
+        assert record.state() == "running"
     assert record.state() == "interrupted"
 
 

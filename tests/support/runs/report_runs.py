@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 from runners.files.json_files import JsonLines
@@ -102,8 +101,3 @@ def write_update(files, update, group=4, texts=("a", "b"), nan_at=None, gold=Tru
                 "completion": f"{right}",
             }
             files["evaluations"].write({**record, **judged, "reward": float(right)})
-
-
-def mark_running(folder: Path) -> None:
-    """As while a process trains there; init has number 1 and is always alive."""
-    (folder / ".lock").write_text("1\n" if os.getpid() != 1 else f"{os.getppid()}\n")
