@@ -42,18 +42,6 @@ class Stopped(KeyboardInterrupt):
         self.advice = ""  # a line on how to continue
 
 
-# Their handlers are removed in a forked child, such as a reward's pool of workers.
-_active: list[Interrupts] = []
-
-
-def _restore_all() -> None:
-    while _active:
-        _active.pop()._restore()
-
-
-os.register_at_fork(after_in_child=_restore_all)
-
-
 class Interrupts:
     """Within the `with` block the first SIGINT sets `received`, and a second one raises KeyboardInterrupt.
 
@@ -75,15 +63,9 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self.signals}
-            _active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in _active:
-            _active.remove(self)
-            self._restore()
-
-    def _restore(self) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
@@ -175,11 +157,12 @@ class StopSignals(Interrupts):
         else:  # in a thread other than the main one
             self.received = number
 
-    def _restore(self) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writer)  # ends the thread
-        self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
-        super()._restore()
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writer)  # ends the thread
+            self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
+        super().__exit__()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -191,15 +174,14 @@ class StopSignals(Interrupts):
             raise Stopped(self.received)
 
     def _watch(self) -> None:
-        first: float | None = None  # the time of the first signal from outside
-        # A display that is blocked, as after Ctrl-S, must not keep the second signal unread.
-        saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
+        said, first = False, None  # the time of the first signal from outside
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
             self.received = self.received or number[0]  # no handler runs while a collective waits
-            if saying.ident is None:
-                saying.start()
+            if not said:
+                said = True
+                self._say(ASKED)
             if self._asked:
                 self._asked = False
             elif first is None:
@@ -207,5 +189,3 @@ class StopSignals(Interrupts):
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
                 _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
-        if saying.ident is not None:
-            saying.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ from runners.environments.environments import (
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import check_prompts
-from runners.machine.memory_readings import read_memory
 from runners.machine.programs.cpu_header import compile_header
-from runners.machine.programs.gpu_programs import compile_ahead
 from runners.machine.startup import Platform
 from runners.memory.forecast import with_keys
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
@@ -110,8 +109,7 @@ class SetUp:
         columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
         check_columns(rewards, columns, environments=config.env.answers)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-        dtype = config.model.dtype if isinstance(sizes, str) else sizes.dtype
-        loaded, uncompiled = self._loaded(dtype)
+        loaded, uncompiled = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
@@ -184,12 +182,11 @@ class SetUp:
             ranks=ranks,
         )
 
-    def _loaded(self, dtype: str) -> tuple[LoadedModel, list[str]]:
+    def _loaded(self) -> tuple[LoadedModel, list[str]]:
         """The model, while programs are compiled that every run needs; lines on those that could not be."""
         config, platform = self.config, self.platform
         compile_header(platform)
-        memory, cores = read_memory().total, platform.cores
-        with platform.programs or compile_ahead(platform.backend, dtype, memory, cores) as programs:
+        with platform.programs or nullcontext() as programs:
             self.say(f"loading the model {config.model.path}")
             loaded = load_model(
                 config.model,
@@ -199,6 +196,8 @@ class SetUp:
                 images=bool(config.data.image),
                 image_max_pixels=config.data.image_max_pixels,
             )
+            if programs is None:
+                return loaded, []
             if programs.names:
                 self.say("compiling GPU programs")
             return loaded, programs.wait()

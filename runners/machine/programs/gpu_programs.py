@@ -5,32 +5,27 @@ Importing this module does not import MLX.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runners.files.cache_folder import cache_folder
 from runners.files.tensor_files import stated_dtype
+from runners.machine.bounded_process import python_command
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
 
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
-_CODE = """
-import sys
-from grpo_fn.backends import compile_cuda_program
-for name in sys.argv[1:]:
-    compile_cuda_program(name)
-"""
+_CODE = "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
 
 
 def keep_programs(mlx_version: str, architecture: str) -> None:
@@ -45,7 +40,7 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
     rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
     folder = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{rank}"
     os.environ[_VARIABLE] = str(folder)
-    with contextlib.suppress(OSError):  # MLX then compiles without keeping programs
+    with suppress(OSError):  # MLX then compiles without keeping programs
         folder.mkdir(parents=True, exist_ok=True)
         for code in folder.rglob("*.ptx"):
             source = code.with_suffix(".cu")
@@ -53,29 +48,24 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
                 code.unlink()
 
 
-def compile_ahead(backend: str, dtype: str, memory: int, cores: int) -> Compilation:
-    """Starts to compile the programs of a run in this dtype ("auto": bfloat16); only on CUDA.
+def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
+    """Starts to compile the programs of a run, before anything of it is read; only on CUDA.
 
+    A model whose dtype is not known yet is taken to be bfloat16: MLX compiles the others when it needs them.
     Each process needs one of the `cores` and about a gigabyte of the GPU's `memory` (bytes). They end with
     this process, or with the compilation.
     """
-    if backend == "cuda":
-        from grpo_fn.backends import cuda_programs, enabled
+    from grpo_fn.backends import cuda_programs, enabled
 
-        folder = os.environ.get(_VARIABLE, "")
-        if folder and enabled("programs_ahead"):
-            wanted = cuda_programs("bfloat16" if dtype == "auto" else dtype)
-            return Compilation(Path(folder), wanted, max(min(cores, memory >> 32), 1))
-    return Compilation(Path(), (), 0)
-
-
-def compile_early(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:
-    """As `compile_ahead`, before anything of the run is read, if the dtype is known; else None."""
-    model, folder = config.model, Path(config.model.path).expanduser()
-    dtype = model.dtype if model.dtype != "auto" else stated_dtype(folder)
-    if backend != "cuda" or not dtype or "programs_ahead" in config.system.disable:
+    folder, dtype = os.environ.get(_VARIABLE, ""), config.model.dtype
+    off = "programs_ahead" in config.system.disable or not enabled("programs_ahead")
+    if backend != "cuda" or not folder or off:
         return None
-    return compile_ahead(backend, dtype, memory, cores)
+    if dtype == "auto":
+        dtype = stated_dtype(Path(config.model.path).expanduser()) or "bfloat16"
+    with suppress(OSError):  # no space, or too many processes: MLX compiles them when it needs them
+        return Compilation(Path(folder), cuda_programs(dtype), max(min(cores, memory >> 32), 1))
+    return None
 
 
 class Compilation:
@@ -85,24 +75,19 @@ class Compilation:
         """Starts at most so many processes, for those of `names` that are not in the folder."""
         self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
-        self._faults: list[str] = []
         self._running: dict[Path, subprocess.Popen[str]] = {}  # by the folder that each one fills
         self._stop = weakref.finalize(self, _stop, self._running)
         count = min(processes, len(self.names))
-        path = os.pathsep.join(filter(None, sys.path))
-        try:
-            for number in range(count):
-                folder.mkdir(parents=True, exist_ok=True)
-                part = Path(tempfile.mkdtemp(prefix=".", dir=folder))
-                self._running[part] = subprocess.Popen(
-                    [sys.executable, "-c", _CODE, *self.names[number::count]],
-                    env={**os.environ, _VARIABLE: str(part), "PYTHONPATH": path},
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-        except OSError as error:  # no space, or too many processes
-            self._faults.append(error.strerror or str(error))
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            part = Path(tempfile.mkdtemp(prefix=".", dir=folder))
+            self._running[part] = subprocess.Popen(
+                python_command(_CODE, *self.names[number::count]),
+                env={**os.environ, _VARIABLE: str(part)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
 
     def __enter__(self) -> Compilation:
         return self
@@ -112,20 +97,19 @@ class Compilation:
 
     def wait(self) -> list[str]:
         """Waits until all programs are in the folder; returns lines on those that are not, and why."""
+        faults = []
         for part, process in self._running.items():
             try:
                 _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
                 if process.returncode:
-                    self._faults.append((output.splitlines() or [f"exit code {process.returncode}"])[-1])
+                    faults.append((output.splitlines() or [f"exit code {process.returncode}"])[-1])
                 else:
                     _move(part, self.folder)
             except subprocess.TimeoutExpired:
-                self._faults.append(f"it took more than {_SECONDS} s")
+                faults.append(f"it took more than {_SECONDS} s")
             except OSError as error:  # no space: MLX compiles them when it needs them
-                self._faults.append(error.strerror or str(error))
-        return [
-            f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(self._faults)
-        ]
+                faults.append(error.strerror or str(error))
+        return [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
 
 
 def _move(source: Path, target: Path) -> None:

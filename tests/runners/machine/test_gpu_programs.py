@@ -10,7 +10,7 @@ from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
 from runners.config.loading import load_config
 from runners.machine.programs import gpu_programs
-from runners.machine.programs.gpu_programs import Compilation, compile_ahead, compile_early, keep_programs
+from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 
 # In place of MLX: what each process is told to compile becomes a file, and the process's number is kept.
 WRITES = """
@@ -102,15 +102,6 @@ def test_a_process_that_fails_is_told_and_what_others_made_is_kept(monkeypatch, 
     assert (tmp_path / "a.ptx").exists() and all(process.poll() is not None for process in running)
 
 
-@pytest.mark.parametrize(("backend", "off"), [("cpu", ()), ("cuda", ("programs_ahead",))])
-def test_nothing_is_compiled_ahead_elsewhere_or_where_it_is_turned_off(monkeypatch, tmp_path, backend, off):
-    """No process, no folder."""
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(gpu_programs.subprocess, "Popen", lambda *a, **k: pytest.fail("a process"))
-    with disabled(*off), compile_ahead(backend, "auto", 8 << 30, cores=2) as compilation:
-        assert compilation.names == [] and compilation.wait() == []
-
-
 @pytest.mark.skipif(mx.default_device() == mx.cpu, reason="wants CUDA")
 def test_the_names_are_those_of_this_mlx(tmp_path):
     """What MLX leaves in its folder has the names that were predicted."""
@@ -121,25 +112,27 @@ def test_the_names_are_those_of_this_mlx(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("backend", "changes", "starts"),
+    ("backend", "changes", "off", "dtype"),
     [
-        ("cuda", [], True),
-        ("cuda", ["model.dtype=bfloat16", "model.path=org/name"], True),
-        ("cuda", ["model.path=org/name"], False),  # its dtype is known later
-        ("cuda", ['system.disable=["programs_ahead"]'], False),
-        ("cpu", [], False),
+        ("cuda", [], (), "float16"),
+        ("cuda", ["model.dtype=float32"], (), "float32"),
+        ("cuda", ["model.path=org/name"], (), "bfloat16"),  # a guess: its dtype is known later
+        ("cuda", ['system.disable=["programs_ahead"]'], (), None),
+        ("cuda", [], ("programs_ahead",), None),
+        ("cpu", [], (), None),
     ],
 )
 def test_a_run_s_programs_begin_to_compile_before_anything_is_read(
-    backend, changes, starts, monkeypatch, tmp_path
+    backend, changes, off, dtype, monkeypatch, tmp_path
 ):
-    """If the dtype is known; the processes end with the compilation."""
+    """On CUDA, unless it is turned off; the processes end with the compilation."""
     monkeypatch.setattr(gpu_programs, "_CODE", "import time; time.sleep(600)")
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), {"a": mx.zeros((4,), mx.float16)})
     config = load_config("quickstart", [f"model.path={tmp_path}", *changes])
-    found = compile_early(config, backend, 8 << 30, 2)
-    assert (found is not None) == starts
+    with disabled(*off):
+        found = compile_ahead(config, backend, 8 << 30, 2)
+    assert (found and found.names) == (dtype and list(names(dtype)))
     if found is not None:
         running = [*found._running.values()]
         assert len(running) == 2 and all(process.poll() is None for process in running)
