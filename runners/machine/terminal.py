@@ -93,10 +93,6 @@ class Output:
         """Flushes the stream, unless a write has failed."""
         self._try(self._stream.flush)
 
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
-        return not getattr(self._stream, "closed", False) and self._stream.isatty()
-
     def _try(self, action: Callable[[], object]) -> None:
         try:
             if self.fault is None:

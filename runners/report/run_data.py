@@ -12,10 +12,10 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runners.errors import UserError
 from runners.files.json_files import read_lines
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
@@ -24,7 +24,6 @@ ROWS = 2048  # of a part
 _MORE = ("metrics", "extra", "messages")
 _UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
 _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
-_DEEPEST = 50  # of nested values
 
 
 def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -103,11 +102,11 @@ def completion_parts(
 
 
 def packed(value: Any) -> bytes:
-    """A value as JSON, deflated; null for numbers that are not finite, and for what is nested deep."""
+    """A value as JSON, deflated. UserError for numbers that are not finite, which no run writes."""
     try:
-        text = _dumps(value)
-    except (ValueError, RecursionError):  # of a foreign run
-        text = _dumps(_plain_part(value, _DEEPEST))
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"a value in the run's files has no place in a page: {error}") from error
     return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)  # a lone surrogate: its escape
 
 
@@ -191,14 +190,3 @@ def _table(value: Any) -> Mapping[str, Any]:
 def _text(value: Any) -> str:
     """A text as it is; anything else as JSON."""
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
-
-
-_dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _plain_part(value: Any, depth: int) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain_part(each, depth - 1) for key, each in value.items()} if depth else None
-    if isinstance(value, list | tuple):
-        return [_plain_part(each, depth - 1) for each in value] if depth else None
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,7 +10,8 @@ from typing import Any
 
 from runners.config.loading import load_config
 from runners.config.recorded import recorded_in
-from runners.errors import UserError, did_you_mean
+from runners.errors import UserError
+from runners.files.durable import disk_errors
 from runners.files.json_files import finite_number, open_file, read_lines
 from runners.files.run_files import EVENTS, LOCK, METRICS, RESOLVED
 
@@ -26,12 +27,14 @@ class RunRecord:
         """Reads config, metrics and events. UserError if the folder holds no run."""
         self.folder = find_run(folder)
         self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
-        self.columns: dict[str, list[Any]] = {}  # of the metrics' lines: name -> one entry a line
-        self.lines = 0
-        self.nonfinite: list[tuple[int, str]] = []  # line, name
         bad: list[int] = []
-        for line in read_lines(self.folder / METRICS, bad=bad):
-            self._add(line)
+        lines = list(read_lines(self.folder / METRICS, bad=bad))
+        self.lines = len(lines)
+        names = dict.fromkeys(name for line in lines for name in line)
+        columns = {name: [_metric(line.get(name)) for line in lines] for name in names}
+        self.columns = {name: column for name, column in columns.items() if {*column} != {None}}
+        broken = [(number, line.get("nonfinite")) for number, line in enumerate(lines)]
+        self.nonfinite = [(n, str(each)) for n, given in broken if isinstance(given, list) for each in given]
         self.events = list(read_lines(self.folder / EVENTS, bad=bad))
         self.bad_lines = len(bad)  # that could not be read
 
@@ -73,16 +76,9 @@ class RunRecord:
             "events": [_event(event) for event in self.events[-_MOST_EVENTS:]],
         }
 
-    def _add(self, line: Mapping[str, Any]) -> None:
-        broken = line.get("nonfinite")
-        self.nonfinite += [(self.lines, str(name)) for name in broken] if isinstance(broken, list) else []
-        for name, value in line.items():
-            number = plain_number(int(value) if isinstance(value, bool) else value)
-            if number is not None:
-                self.columns.setdefault(name, [None] * self.lines).append(number)
-        self.lines += 1
-        for column in self.columns.values():
-            column += [None] * (self.lines - len(column))
+
+def _metric(value: Any) -> float | int | None:
+    return plain_number(int(value) if isinstance(value, bool) else value)
 
 
 def plain_number(value: Any) -> float | int | None:
@@ -94,24 +90,16 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def find_run(folder: Path) -> Path:
-    """The folder itself, if it holds a run. Else raises UserError with the nearest name."""
+    """The folder itself, if it holds a run. Else raises UserError, with the names of the runs in it."""
     folder = folder.expanduser()
     if is_run_folder(folder):
         return folder
     if not os.path.isdir(folder):
-        around = [path.name for path in entries(folder.parent)] if os.path.isdir(folder.parent) else []
-        raise UserError(f"{folder}: there is no such folder{did_you_mean(folder.name, around)}")
-    inside = [path.name for path in entries(folder) if is_run_folder(path)]
+        raise UserError(f"{folder}: there is no such folder")
+    with disk_errors(f"{folder}: cannot be read"):
+        inside = [path.name for path in sorted(folder.iterdir()) if is_run_folder(path)]
     more = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
     raise UserError(f"{folder}: this is no run's folder, it has neither {METRICS} nor {RESOLVED}{more}")
-
-
-def entries(folder: Path) -> list[Path]:
-    """A folder's entries, sorted. UserError if it cannot be read."""
-    try:
-        return sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"{folder}: cannot be read: {error.strerror or error}") from error
 
 
 def is_run_folder(folder: Path) -> bool:

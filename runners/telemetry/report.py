@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
 import time
 from collections import deque
@@ -34,37 +33,18 @@ PAUSE = 30.0  # seconds between two lines about an activity that takes long
 _SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}  # the numbers at the end of an update's line
 
 
-def peak_memory() -> int:
-    """The peak of MLX's memory in bytes; 0 if MLX is not in use."""
-    if "mlx.core" not in sys.modules:
-        return 0
-    from runners.machine.memory_readings import read_memory
-
-    return read_memory().peak
-
-
 class PlainReport(Report):
     """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        *,
-        every: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-        memory: Callable[[], int] = peak_memory,
-    ):
-        """Writes to `stream`, flushing each line. `clock` gives seconds, `memory` bytes."""
+    def __init__(self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic):
+        """Writes to `stream`, flushing each line. `clock` gives seconds."""
         self._stream = Output(stream)
-        self._every, self._clock, self._read_memory = every, clock, memory
+        self._every, self._clock = every, clock
         self.total = self.done = 0  # updates
         self._score: float | None = None  # of the last evaluation: exact match
         self._reward: float | None = None  # the same: the mean of the run's own rewards
-        self._memory = 0
         self._started = self._last_step = self._said = clock()  # `_said`: the last line
-        self._steps = 0  # of this process
-        self._evaluating = 0.0  # seconds of evaluation since the last step
-        self._intervals: deque[float] = deque(maxlen=20)
+        self._step_times: deque[float] = deque(maxlen=21)  # seconds, without evaluations
         self._status, self._status_began = "", self._started
         self._advanced: Advanced | None = None  # the last one of this status
 
@@ -95,8 +75,6 @@ class PlainReport(Report):
                 self._status = ""
                 self._score = self._score if event.score is None else event.score
                 self._reward = self._reward if event.reward is None else event.reward
-                self._evaluating += event.seconds
-                self._memory = max(self._memory, self._read_memory())
                 self._line(_eval_line(event))
             case Note(text):
                 self._note(text)
@@ -115,9 +93,10 @@ class PlainReport(Report):
 
     def seconds_left(self) -> float | None:
         """Seconds until the last update at the recent pace; None before the first update."""
-        if not self._intervals:
+        if not self._step_times:
             return None
-        pace = sum(self._intervals) / len(self._intervals)
+        recent = [*self._step_times][1:] or self._step_times  # the first compiles, and is slower
+        pace = sum(recent) / len(recent)
         return max(pace * (self.total - self.done) - (self._clock() - self._last_step), 0.0)
 
     def activity(self) -> str:
@@ -134,28 +113,23 @@ class PlainReport(Report):
         return LINE_WIDTH
 
     def _step(self, metrics: Mapping[str, Any]) -> None:
-        now = self._clock()
-        interval = max(now - self._last_step - self._evaluating, 0.0)
-        self._last_step, self._evaluating, self._status = now, 0.0, ""
-        if self._steps == 1:
-            self._intervals.clear()  # the first update compiles: it is slower than the others
-        self._intervals.append(interval)
-        self._steps += 1
+        self._last_step, self._status = self._clock(), ""
+        self._step_times.append(metrics.get("step_time", 0.0))
         self.done = int(metrics.get("update", self.done + 1))
-        self._memory = max(self._memory, self._read_memory())
 
     def _update_line(self, metrics: Mapping[str, Any]) -> str:
         """One update; if there is no room for all, the least important parts are left out."""
         headline = f"em {percent_text(self._score)}"
         if self._score is None and self._reward is not None:  # there are no gold answers
             headline = f"held-out reward {number_text(self._reward)}"
-        penalty, rate = metrics.get("length_penalty"), metrics.get("tokens_per_second")
+        penalty, rate = metrics.get("length_penalty"), metrics.get("tokens_per_second", 0.0)
+        memory = 1e9 * metrics.get("memory/peak_gb", 0.0)
         parts = [
             f"reward {number_text(metrics.get('reward'))}" if "reward" in metrics else "supervised",
             "" if penalty is None else f"length penalty {number_text(penalty)}",
             headline,
-            "" if rate is None else f"{count_text(rate)} tok/s",
-            gigabytes(self._memory) if self._memory else "",
+            f"{rate / 1e3:.1f}k tok/s" if rate >= 1e3 else f"{rate:.0f} tok/s" if rate else "",
+            gigabytes(memory) if memory else "",
             f"{duration_text(self.seconds_left())} left",
             *(f"{name} {number_text(metrics[key])}" for name, key in _SMALL.items() if key in metrics),
         ]
@@ -193,14 +167,6 @@ def number_text(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}" if abs(value) < 1e6 else f"{value:.2e}"
     return f"{value:#.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
-
-
-def count_text(value: float) -> str:
-    """A count in four characters or so: 950, 9.4k, 41.7k, 1.2M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{letter}"
-    return f"{value:.0f}"
 
 
 def percent_text(score: float | None) -> str:
