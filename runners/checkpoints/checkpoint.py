@@ -75,7 +75,7 @@ def write_checkpoint(
         save_arrays(folder / STATE_FILE, arrays, metadata)
         if prompt is not None:
             write_prompt(folder, prompt)
-        line, _ = to_json({"version": VERSION, "step": step, **trainer_state})
+        line = to_json({"version": VERSION, "step": step, **trainer_state})
         (folder / TRAINER_STATE).write_text(line + "\n", encoding="utf-8")
         write_manifest(folder)
     return run_dir / f"checkpoint-{step}"

@@ -39,7 +39,7 @@ def runs_command(folder: str, as_json: bool) -> None:
     runs = find_runs(Path(folder).expanduser())
     if as_json:
         for run in runs:
-            echo(to_json(attrs.asdict(run))[0])
+            echo(to_json(attrs.asdict(run)))
         return
     if not runs:
         echo(f"{folder} holds no runs")

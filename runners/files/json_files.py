@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,17 +68,17 @@ def whole_number(value: Any) -> int:
     return value if type(value) is int and 0 < value < 2**63 else 0
 
 
-def to_json(record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """One JSON object on one line, and the names of its numbers that are not finite.
+def to_json(record: Mapping[str, Any]) -> str:
+    """One JSON object on one line. 0-d arrays become numbers.
 
-    Such numbers become null, because JSON has no NaN, and an extra key "nonfinite" lists their names (dotted
-    if nested). 0-d arrays become numbers. Raises TypeError, with the name, for a value that JSON cannot hold.
+    Numbers that are not finite become null, because JSON has no NaN, and an extra key "nonfinite" lists their
+    names (dotted if nested). Raises TypeError, with the name, for a value that JSON cannot hold.
     """
     nonfinite: list[str] = []
     plain = {str(key): plain_value(value, str(key), nonfinite) for key, value in record.items()}
     if nonfinite:
         plain["nonfinite"] = nonfinite
-    return json_line(plain), nonfinite
+    return json_line(plain)
 
 
 def json_line(record: Mapping[str, Any]) -> str:
@@ -135,9 +135,8 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record (see `to_json`)."""
-        line, _ = to_json(record)
         # A lone surrogate in a completion turns into its JSON escape instead of an error.
-        self._waiting += line.encode("utf-8", "backslashreplace") + b"\n"
+        self._waiting += to_json(record).encode("utf-8", "backslashreplace") + b"\n"
         self.push()
 
     def push(self) -> None:
@@ -152,25 +151,21 @@ class JsonLines:
             self.fault = error
 
     def close(self) -> None:
-        """Closes the file; nothing can be written afterwards. A file that was deleted is a fault."""
+        """Closes the file; nothing can be written afterwards."""
         self.push()
-        if self.fault is None and not os.fstat(self._file).st_nlink:
-            self.fault = OSError(errno.ENOENT, "it was deleted while the run wrote it")
         os.close(self._file)
 
 
-def read_lines(
-    path: Path, wanted: Callable[[bytes], bool] | None = None, bad: list[int] | None = None
-) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a file's complete lines; text after the last line feed is none yet.
 
-    A missing file has none. If `wanted` is given, only of lines whose bytes it accepts. `bad` gets the
-    numbers of lines that are not JSON objects. UserError if the file cannot be read.
+    A missing file has none. `bad` gets the numbers of lines that are not JSON objects. UserError if the file
+    cannot be read.
     """
     try:
         with open_file(path) as stream:
             for number, line in enumerate(stream, 1):
-                if not line.endswith(b"\n") or not line.strip() or (wanted is not None and not wanted(line)):
+                if not line.endswith(b"\n") or not line.strip():
                     continue
                 try:
                     found = json.loads(line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -65,14 +64,12 @@ def check_header(file: Path) -> None:
 
 
 def stated_dtype(folder: Path) -> str:
-    """The floating dtype of most numbers in a model folder's weight files, by their headers; "": unknown."""
+    """The floating dtype of most tensors in a model folder's weight files, by their headers; "": unknown."""
     from safetensors import SafetensorError, safe_open
 
-    sizes: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     with suppress(OSError, SafetensorError):  # whoever loads the model reports the fault
         for file in folder.glob("model*.safetensors"):
             with safe_open(file, framework="np") as opened:
-                for part in map(opened.get_slice, opened.keys()):
-                    sizes[_FLOATS.get(part.get_dtype(), "")] += math.prod(part.get_shape())
-    del sizes[""]
-    return max(sizes, key=sizes.__getitem__, default="")
+                found.update(opened.get_slice(name).get_dtype() for name in opened.keys())
+    return next((_FLOATS[name] for name, _ in found.most_common() if name in _FLOATS), "")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import attrs
@@ -70,35 +71,19 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     a file, makes no connections.
     """
     script, style = _assets()
-    digest = _base64(hashlib.sha256(script.encode()).digest())
-    connect = "'self'" if start["mode"] == "live" else "'none'"
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        f"script-src 'sha256-{digest}'; connect-src {connect}; form-action 'none'"
-    )
-    printable = "".join(c if c.isprintable() else "\ufffd" for c in title)
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}
-    begin = json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c")
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        '<meta name="referrer" content="no-referrer">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{html.escape(printable)} – training report</title>",
-        f'<link rel="icon" href="{_ICON}">',
-        f"<style>{style}</style></head><body>",
-        _asset("page.html"),
-        f'<script type="application/json" id="start">{begin}</script>',
-        *(
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(title),
+        digest=_base64(hashlib.sha256(script.encode()).digest()),
+        connect="'self'" if start["mode"] == "live" else "'none'",
+        style=style,
+        script=script,
+        start=json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c"),
+        pieces="\n".join(
             f'<script type="application/octet-stream" id="blob-{name}">{_base64(piece)}</script>'
             for name, piece in pieces.items()
         ),
-        f"<script>{script}</script>",
-        "</body></html>",
-    ]
-    return "\n".join(parts) + "\n"
+    )
 
 
 @cache
@@ -115,10 +100,3 @@ def _asset(name: str) -> str:
 
 def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-_ICON = (
-    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='16' "
-    "height='16' rx='3' fill='%230f766e'/%3E%3Cpath d='M3 12l3-4 3 2 4-6' stroke='white' stroke-width='2' "
-    "fill='none'/%3E%3C/svg%3E"
-)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from runners.errors import UserError
-from runners.files.json_files import read_lines
+from runners.files.json_files import read_lines, whole_number
 from runners.files.run_files import COMPLETIONS, EVALUATIONS
 from runners.report.run_record import RunRecord, plain_number
 
 ROWS = 2048  # of a part
 _MORE = ("metrics", "extra", "messages")
-_UPDATE = re.compile(rb'\{"batch_step": (\d{1,18}), "update": (\d{1,18})')
 _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
 
 
@@ -38,14 +36,13 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
         size = os.path.getsize(path)
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
-    def wanted(line: bytes) -> bool:
-        """Whether a line is of one of the evenly spread updates, of the last one, or of none."""
-        found = _UPDATE.match(line)
-        update = int(found[2]) if found else 1
-        used = (update - 1) % stride == 0 or update == record.last("update")
-        if not used:
-            left_out.add(update)
-        return used
+    def used(line: Mapping[str, Any]) -> bool:
+        """Whether a record is of one of the evenly spread updates, of the last one, or of none."""
+        update = whole_number(line.get("update")) or 1
+        if (update - 1) % stride == 0 or update == record.last("update"):
+            return True
+        left_out.add(update)
+        return False
 
     def placed(name: str, value: Any) -> str:
         # What changes gets another name: a browser keeps what it has opened.
@@ -55,8 +52,7 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
         return at
 
     group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
-    records = read_lines(path, wanted if stride > 1 else None, bad)
-    for rows in completion_parts(records, group_size):
+    for rows in completion_parts(filter(used, read_lines(path, bad)), group_size):
         name = f"part/{len(parts)}"
         numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
         parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
