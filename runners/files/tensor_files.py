@@ -71,5 +71,5 @@ def stated_dtype(folder: Path) -> str:
     with suppress(OSError, SafetensorError):  # whoever loads the model reports the fault
         for file in folder.glob("model*.safetensors"):
             with safe_open(file, framework="np") as opened:
-                found.update(opened.get_slice(name).get_dtype() for name in opened.keys())
+                found.update(part.get_dtype() for part in map(opened.get_slice, opened.keys()))
     return next((_FLOATS[name] for name, _ in found.most_common() if name in _FLOATS), "")

@@ -133,7 +133,6 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
     }
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {
-        "process": os.getpid(),
         "machine": {name: value for name, value in found.items() if value},
         "versions": {"python": platform.python_version(), **versions},
         "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],

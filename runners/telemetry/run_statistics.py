@@ -51,21 +51,21 @@ class Tally:
 
 
 def rollout_metrics(
-    tallies: Sequence[Tally], reward_names: Sequence[str], *, baseline: str | None = None
+    tallies: Sequence[Tally], reward_names: Sequence[str], config: Config
 ) -> dict[str, float]:
     """Rewards and completions of an update's batch steps; NaN where there is nothing to compute one from.
 
     `reward_std` is the mean over groups of the standard deviation within a group. `frac_reward_zero_std` is
-    the share of groups that get no advantage from the `baseline`: groups without variance, or, with
+    the share of groups that get no advantage from `loss.baseline`: groups without variance, or, with
     `batch_mean`, all groups of a batch step without variance. A metric that a reward logged keeps its name,
     unless one of these has that name.
     """
     steps = [tally.rewards_pg for tally in tallies]
     rewards_pg, values_kb = np.concatenate(steps), np.concatenate([t.values_kb for t in tallies], axis=1)
-    lengths, finished = (
-        np.concatenate([getattr(t, n) for t in tallies]) for n in ("lengths_b", "finished_b")
-    )
-    if baseline == "batch_mean":  # a whole step is compared, so each of its groups is as varied as the step
+    lengths = np.concatenate([tally.lengths_b for tally in tallies])
+    finished = np.concatenate([tally.finished_b for tally in tallies])
+    penalty_b = length_penalty(config, mx.array(lengths))
+    if config.loss.baseline == "batch_mean":  # a whole step is compared: its groups are as varied as it is
         varied = np.concatenate([np.repeat(is_varied(step.reshape(1, -1)), len(step)) for step in steps])
     else:
         varied = is_varied(rewards_pg)
@@ -87,6 +87,8 @@ def rollout_metrics(
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - finished.mean()),
     }
+    if penalty_b is not None:  # a part of the rewards
+        metrics["length_penalty"] = float(np.array(penalty_b).mean())
     if all(tally.counts for tally in tallies):
         metrics |= _turn_metrics(tallies)
     resampled = sum(tally.resampled for tally in tallies)
@@ -114,13 +116,6 @@ def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
         "turns/mean": float(counts["turns"].mean()),
         "turns/max": float(counts["turns"].max()),
     }
-
-
-def penalty_metrics(tallies: Sequence[Tally], config: Config) -> dict[str, float]:
-    """The mean length penalty of an update's completions, a part of their rewards; nothing if it is off."""
-    lengths = np.concatenate([tally.lengths_b for tally in tallies])
-    penalty_b = length_penalty(config, mx.array(lengths))
-    return {} if penalty_b is None else {"length_penalty": float(np.array(penalty_b).mean())}
 
 
 _OF_TOKENS = {  # name in the log -> field of LossStats

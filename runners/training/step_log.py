@@ -17,7 +17,7 @@ from runners.report.page import REPORT
 from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records
-from runners.telemetry.run_statistics import loss_metrics, penalty_metrics, rollout_metrics
+from runners.telemetry.run_statistics import loss_metrics, rollout_metrics
 from runners.training.session import Session
 from runners.training.supervised import gold_stream, gold_update_metrics
 
@@ -126,8 +126,7 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     metrics = {
         **session.place(),
         "epoch": round((gold_stream(run, state) if gold else run.stream).epoch, 4),
-        **rollout_metrics(state.tallies, rewards, baseline=session.config.loss.baseline),
-        **penalty_metrics(state.tallies, session.config),
+        **rollout_metrics(state.tallies, rewards, session.config),
         **loss_metrics(
             stats,
             update,

@@ -57,20 +57,21 @@ if not calls:
 
 
 def kill_everywhere(tmp_path, action, prepare):
-    """Runs an action in a folder for each of its calls, killed there: in 1, 2, …; how many there are."""
+    """Runs an action in a folder for each of its calls, killed there: in 1, 2, …; these folders' targets."""
 
     def run(calls):
-        for at in range(1, calls + 1) if calls else [0]:
-            (tmp_path / str(at)).mkdir()
-            prepare(tmp_path / str(at) / "target")
+        targets = [tmp_path / str(at) / "target" for at in range(1, calls + 1) or [0]]
+        for target in targets:
+            target.parent.mkdir()
+            prepare(target)
         command = [sys.executable, "-c", KILLED, str(tmp_path), action, str(calls)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        return targets if calls else int(done.stdout)
 
-    calls = int(run(0))
+    calls = run(0)
     assert 4 < calls < 200
-    run(calls)
-    return calls
+    return run(calls)
 
 
 def debris(folder, ours):
@@ -78,66 +79,46 @@ def debris(folder, ours):
     return {path.name for path in folder.iterdir()} - ours
 
 
-def made(folder):
-    """Which folder it is; None: there is none."""
-    if not folder.exists():
-        return None
-    contents = {file.name: file.read_text() for file in folder.iterdir()}
+def made(target):
+    """Which file or folder it is; None: there is none."""
+    if not target.is_dir():
+        return target.read_text() if target.exists() else None
+    contents = {file.name: file.read_text() for file in target.iterdir()}
     assert contents in ({"one": "old"}, {"one": "new", "two": "new"})
     return contents["one"]
 
 
-@pytest.mark.parametrize("exists", [True, False], ids=["replaced", "new"])
-def test_a_kill_at_any_call_leaves_the_old_folder_or_the_new_one(tmp_path, exists):
+@pytest.mark.parametrize(
+    ("action", "before", "after"),
+    [
+        ("folder", "old", "new"),
+        ("folder", None, "new"),
+        ("text", "old", "new"),
+        ("removal", "old", None),
+    ],
+)
+def test_a_kill_at_any_call_leaves_what_was_or_what_will_be(tmp_path, action, before, after):
     """Whole, at once or after the next start, which clears away the rest; decoys around it are untouched."""
 
     def prepare(target):
-        if exists:
+        decoys[target] = plant(target.parent, "target")
+        looks[target] = look(decoys[target])
+        if before and action == "text":
+            target.write_text(before)
+        elif before:
             target.mkdir()
-            (target / "one").write_text("old")
-        decoys[target.parent] = plant(target.parent, "target")
-        before[target.parent] = look(decoys[target.parent])
+            (target / "one").write_text(before)
 
-    decoys, before = {}, {}
-    calls = kill_everywhere(tmp_path, "folder", prepare)
-    for at in range(1, calls + 1):
-        folder = tmp_path / str(at)
-        first = made(folder / "target")
-        durable.check_target(folder / "target", True)
-        after = made(folder / "target")
-        assert first is None or after == first
-        assert after or not exists
-        left = debris(folder, {"target", *(path.name for path in decoys[folder])})
-        assert not any(any((folder / name).iterdir()) for name in left)  # empty: killed at its end
-        with durable.new_folder(folder / "target") as fresh:
-            (fresh / "one").write_text("new")
-            (fresh / "two").write_text("new")
-        assert made(folder / "target") == "new"
-        assert look(decoys[folder]) == before[folder], at
-
-
-@pytest.mark.parametrize("action", ["text", "removal"])
-def test_a_kill_at_any_call_leaves_a_file_old_or_new_and_a_removed_folder_whole_or_gone(tmp_path, action):
-    """Never half of one under its name; the next start clears away what was begun."""
-
-    def prepare(target):
-        if action == "text":
-            target.write_text("old")
-        else:
-            target.mkdir()
-            (target / "one").write_text("old")
-
-    def look_at(target):
-        return target.read_text() if action == "text" else made(target)
-
-    found = []
-    for at in range(1, kill_everywhere(tmp_path, action, prepare) + 1):
-        target = tmp_path / str(at) / "target"
-        found.append(look_at(target))
+    decoys, looks, found = {}, {}, []
+    for target in kill_everywhere(tmp_path, action, prepare):
+        first = made(target)
         durable.check_target(target, True)
-        assert look_at(target) == found[-1]
-    after = "new" if action == "text" else None
-    assert found == ["old"] * found.count("old") + [after] * found.count(after) and len({*found}) == 2
+        found.append(made(target))
+        assert first in (found[-1], None)
+        left = debris(target.parent, {"target", *(path.name for path in decoys[target])})
+        assert not any(any((target.parent / name).iterdir()) for name in left)  # empty: killed at its end
+        assert look(decoys[target]) == looks[target], target
+    assert found == [before] * found.count(before) + [after] * found.count(after) and len({*found}) == 2
 
 
 def killed(folder, content):

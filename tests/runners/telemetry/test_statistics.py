@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from runners.config.loading import load_config
 from runners.telemetry.run_statistics import PARTS, PartTimes, Tally, loss_metrics, rollout_metrics
 
 
@@ -26,19 +27,20 @@ def tally_of(rewards_pg: list[list[float]]) -> Tally:
 
 
 @pytest.mark.parametrize(
-    ("baseline", "wanted"), [(None, 0.75), ("group_mean", 0.75), ("leave_one_out", 0.75), ("batch_mean", 0.5)]
+    ("baseline", "wanted"), [("group_mean", 0.75), ("leave_one_out", 0.75), ("batch_mean", 0.5)]
 )
-def test_groups_that_teach_nothing_depend_on_the_baseline(baseline: str | None, wanted: float) -> None:
+def test_groups_that_teach_nothing_depend_on_the_baseline(baseline: str, wanted: float) -> None:
     """Two batch steps of two groups, of which one has variance. The batch's mean moves the other group of its
     step as well; the second step, all of whose rewards are equal, teaches nothing with any baseline."""
     tallies = [tally_of([[1.0, 1.0], [0.0, 1.0]]), tally_of([[1.0, 1.0], [1.0, 1.0]])]
-    metrics = rollout_metrics(tallies, ["r"], baseline=baseline)
+    metrics = rollout_metrics(tallies, ["r"], load_config("quickstart", [f"loss.baseline={baseline}"]))
     assert metrics["frac_reward_zero_std"] == wanted
 
 
 def test_rewards_that_are_equal_in_float32_are_a_group_without_variance() -> None:
     """As the advantages see them: they are computed in float32."""
-    metrics = rollout_metrics([tally_of([[0.1, 0.1 + 1e-12], [0.0, 1.0]])], ["r"])
+    tallies = [tally_of([[0.1, 0.1 + 1e-12], [0.0, 1.0]])]
+    metrics = rollout_metrics(tallies, ["r"], load_config("quickstart"))
     assert metrics["frac_reward_zero_std"] == 0.5
 
 
