@@ -215,7 +215,7 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
         [sys.executable, "-c", HOLDS, str(copy.folder)], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert other.stdout.readline() == "ready\n"
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
         with pytest.raises(UserError, match=f"tiny is in use by process {other.pid}"):
             run_training(copy("run.overwrite=true"), report=Quiet())
     finally:

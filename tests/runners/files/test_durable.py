@@ -67,11 +67,11 @@ def kill_everywhere(tmp_path, action, prepare):
         command = [sys.executable, "-c", KILLED, str(tmp_path), action, str(calls)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        return targets if calls else int(done.stdout)
+        return targets, done.stdout
 
-    calls = run(0)
+    calls = int(run(0)[1])
     assert 4 < calls < 200
-    return run(calls)
+    return run(calls)[0]
 
 
 def debris(folder, ours):

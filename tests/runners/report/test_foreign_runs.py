@@ -63,8 +63,8 @@ FOREIGN = {
     "linked completions": lambda run: link(run, "completions.jsonl"),
     "folder as log": lambda run: replace(run / "events.jsonl").mkdir(),
 }
-REFUSED = dict.fromkeys(("linked log", "linked completions", "folder as log", "fifo log"), "cannot be read")
-REFUSED["nan"] = "has no place in a page"
+UNREADABLE = ("linked log", "linked completions", "folder as log", "fifo log")
+REFUSED = {"nan": "has no place in a page", **dict.fromkeys(UNREADABLE, "cannot be read")}
 
 
 def strict(text):

@@ -52,9 +52,10 @@ def story(report, clock):
 
 
 def terminal(width=80, clock=None):
-    """A live display, and the console that records it."""
-    console = Console(record=True, force_terminal=True, width=width, file=io.StringIO())
-    return LiveReport(console=console, clock=clock or Clock()), console
+    """A live display, and what it writes."""
+    stream = io.StringIO()
+    console = Console(force_terminal=True, width=width, file=stream)
+    return LiveReport(console=console, clock=clock or Clock()), stream
 
 
 def current(report):
@@ -87,12 +88,12 @@ def test_plain_lines_say_everything_once():
 def test_a_terminal_has_the_lines_of_a_file_and_a_current_one(width):
     """As wide as the terminal allows, brackets included; the current line says how far the run is."""
     clock = Clock()
-    report, console = terminal(width, clock)
+    report, stream = terminal(width, clock)
     report.handle(Note("[red] /a[0]"))
     assert current(report) == ""
     story(report, clock)
     assert current(report)[:26] == "update 42/110  2:12 left"[: width - 2]
-    lines = Screen(console.file.getvalue().replace("\n", "\r\n"), width).lines
+    lines = Screen(stream.getvalue().replace("\n", "\r\n"), width).lines
     if width == 200:
         assert lines[1:4] == ["run     quickstart", "model   embedded", "folder  outputs/quickstart"]
         assert "checkpoint outputs/quickstart/checkpoint-42" in lines and "finished in 1:32" in lines
@@ -103,13 +104,13 @@ def test_a_terminal_has_the_lines_of_a_file_and_a_current_one(width):
 
 def test_a_resumed_run_is_shown_from_where_it_was():
     """The last evaluation's score, and the update that was reached."""
-    report, console = terminal()
+    report, stream = terminal()
     report.handle(Started(100, {"run": "quickstart"}, done=25, score=0.89))
     assert current(report).startswith("update 25/100  0:00 so far")
     report.handle(Status("sampling"))
     assert current(report) == "update 25/100  0:00 so far  sampling 0:00"
     report.handle(Updated({"update": 26, "reward": 0.5}))
-    assert "update  26/100  reward 0.500  em 89.0%" in console.export_text()
+    assert "update  26/100  reward 0.500  em 89.0%" in stream.getvalue()
     report.__exit__()
 
 
