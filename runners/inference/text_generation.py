@@ -1,4 +1,4 @@
-"""Completions, or conversations with tools, in batches; one as a stream; talks turn by turn; their speed."""
+"""Completions, or conversations with tools, in batches; talks turn by turn, as a stream; their speed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from runners.data.rendering import NO_KWARGS
 from runners.engines.engine import (
     DEFAULT_ROWS,
     Cancelled,
-    Engine,
     Requests,
     Samples,
     ShouldStop,
+    Token,
     never,
     requests_of,
 )
@@ -111,15 +111,6 @@ class _KeepsPartial:
             return cancelled.rollout
 
 
-@attrs.frozen
-class Completion:
-    """One completion of one prompt."""
-
-    text: str  # without the token that ended it
-    tokens: tuple[int, ...]  # including the token that ended it
-    finish: str  # as in `Batch`
-
-
 @attrs.define
 class Speed:
     """Tokens and seconds of one or several calls, and the peak of memory since the first."""
@@ -153,48 +144,13 @@ def generation_key(seed: int) -> mx.array:
     return fold_in(mx.random.key(seed), GENERATION)
 
 
-def stream(
-    engine: Engine,
-    request: Requests,
-    sampling: g.Sampling,
-    *,
-    key: mx.array,
-    decoder: TextDecoder,
-    should_stop: ShouldStop = never,
-    speed: Speed | None = None,
-) -> Iterator[str | Completion]:
-    """One completion, piece by piece; the last item is the whole Completion.
-
-    It equals the first completion that `sample_batches` gives for the same prompt and number, to the rounding
-    of batched products. `speed` gets the tokens and seconds added.
-    """
-    pieces, tokens, text = TextStream(decoder), list[int](), ""
-    began, first, prompt_tokens = time.perf_counter(), 0.0, 0
-    for token in engine.stream(request, sampling, key=key, should_stop=should_stop):
-        first = first or time.perf_counter()
-        tokens.append(token.id)
-        prompt_tokens = token.prompt_tokens
-        if piece := pieces.add(token.id):
-            text += piece
-            yield piece
-    if rest := pieces.finish():
-        yield rest
-    ended = bool(tokens) and sampling.end_of(tokens, len(tokens) - 1) is not None
-    full = len(tokens) == sampling.max_new_tokens
-    if speed is not None and tokens:
-        speed.prompt_tokens += prompt_tokens
-        speed.prompt_seconds += first - began
-        speed.tokens += len(tokens)
-        speed.seconds += time.perf_counter() - first
-    yield Completion(text + rest, tuple(tokens), STOP if ended else LENGTH if full else INTERRUPTED)
-
-
 @attrs.define(eq=False)
 class Conversation:
     """The messages of a talk with a user.
 
     Each turn renders all of them again with the chat template; the engine keeps keys and values from turn to
-    turn.
+    turn. The first reply is the first completion that `sample_batches` gives for the same prompt, to the
+    rounding of batched products.
     """
 
     model: InferenceModel
@@ -231,18 +187,28 @@ class Conversation:
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         how = {"images": images, "most": self.sampling.max_new_tokens, "raw": self.raw}
         prompt = self.model.example(messages, self.nudge, self.template_kwargs, **how)
+        request = requests_of([prompt], [self.turns], self.model.vision)
+        how = {"key": self.key, "should_stop": should_stop}
+        stream, tokens, times = TextStream(self.model.decoder), list[Token](), [time.perf_counter()]
+        pieces = [self.nudge]
         if self.nudge:
             yield self.nudge
-        request = requests_of([prompt], [self.turns], self.model.vision)
-        how = {"key": self.key, "decoder": self.model.decoder, "should_stop": should_stop, "speed": speed}
-        answer = ""
         try:
-            for piece in stream(self.model.engine, request, self.sampling, **how):
-                if isinstance(piece, Completion):
-                    answer = piece.text
-                else:
+            for token in self.model.engine.stream(request, self.sampling, **how):
+                tokens.append(token)
+                times.append(time.perf_counter())
+                if piece := stream.add(token.id):
+                    pieces.append(piece)
                     yield piece
         except TooLong as error:
             raise UserError(f"{self.model.path}: {error}") from error
-        self.messages = [*messages, {"role": "assistant", "content": self.nudge + answer}]
+        if rest := stream.finish():
+            pieces.append(rest)
+            yield rest
+        if speed is not None and tokens:
+            speed.prompt_tokens += tokens[0].prompt_tokens
+            speed.prompt_seconds += times[1] - times[0]
+            speed.tokens += len(tokens)
+            speed.seconds += times[-1] - times[1]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         self.turns += 1

@@ -1,4 +1,4 @@
-"""Streams and batches: one and the same completion, ends, speed; conversations over kept caches."""
+"""Replies and batches: one and the same completion, ends, speed; conversations over kept caches."""
 
 import re
 
@@ -7,18 +7,9 @@ import pytest
 
 import grpo_fn as g
 from runners.data.rendering import render
-from runners.engines.engine import Requests
 from runners.inference.inference_model import load_inference
-from runners.inference.text_generation import (
-    Completion,
-    Conversation,
-    Speed,
-    generation_key,
-    sample_batches,
-    stream,
-)
+from runners.inference.text_generation import Conversation, Speed, generation_key, sample_batches
 from runners.machine.startup import Platform
-from runners.tokenization.text import TextDecoder
 from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 
@@ -40,34 +31,34 @@ def embedded():
     return load_inference("embedded", CPU)
 
 
-def examples_of(model, questions=QUESTIONS):
-    """The questions as prompts."""
-    return [model.example([{"role": "user", "content": text}]) for text in questions]
-
-
-def streamed(model, prompt, sampling, *, number=0, seed=0, **options):
-    """(pieces, completion) of a stream."""
-    request = Requests(prompts=[prompt], numbers=[number])
-    options = {"key": generation_key(seed), "decoder": TextDecoder(model.tokenizer), **options}
-    *pieces, whole = stream(model.engine, request, ending(model, sampling), **options)
-    assert isinstance(whole, Completion) and all(isinstance(piece, str) for piece in pieces)
-    return pieces, whole
-
-
-def batched(model, examples, sampling, *, seed=0, generations=1, **options):
-    """The completions of all prompts, G of each in a row."""
-    options = {"key": generation_key(seed), "decoder": TextDecoder(model.tokenizer), **options}
-    sampling = attrs.evolve(ending(model, sampling), num_generations=generations)
-    found = []
-    for batch in sample_batches(model.engine, examples, sampling, **options):
-        rows = zip(batch.texts, batch.rollout.completions(), batch.finish, strict=True)
-        found += [Completion(text, tuple(tokens), finish) for text, tokens, finish in rows]
-    return found
-
-
 def ending(model, sampling):
     """The sampling, which also ends at the model's end tokens."""
     return attrs.evolve(sampling, eos_ids=model.eos_ids)
+
+
+def batched(model, sampling, questions=QUESTIONS, *, seed=0, generations=1, **options):
+    """(text, tokens, finish) of all completions of all questions, G of each in a row."""
+    examples = [model.example([{"role": "user", "content": text}]) for text in questions]
+    options = {"key": generation_key(seed), "decoder": model.decoder, **options}
+    sampling = attrs.evolve(ending(model, sampling), num_generations=generations)
+    found = []
+    for batch in sample_batches(model.engine, examples, sampling, **options):
+        found += zip(batch.texts, batch.rollout.completions(), batch.finish, strict=True)
+    return found
+
+
+def conversation(model, sampling, *, seed=0, **options):
+    """A conversation with a model that has just been loaded: it has kept nothing."""
+    model.engine.load({}, 0)
+    return Conversation(model, ending(model, sampling), key=generation_key(seed), **options)
+
+
+def fresh(model, talk):
+    """The last reply's text by a new conversation: with nothing kept, from the whole prompt's text."""
+    text, _ = render(model.tokenizer, talk.messages[:-1], talk.nudge)
+    again = conversation(model, talk.sampling, raw=True)
+    again.turns = talk.turns - 1
+    return "".join(again.reply(text))
 
 
 @pytest.mark.parametrize(
@@ -81,57 +72,49 @@ def ending(model, sampling):
     ids=["greedy", "plain", "truncated", "penalty"],
 )
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_stream_is_the_batches_completion(model, sampling, pipelined, monkeypatch):
+def test_a_reply_is_the_batches_completion(model, sampling, pipelined, monkeypatch):
     """One row over kept caches, and many rows over one copy of each prompt, draw the same tokens."""
     decoding = attrs.evolve(model.engine.decoding, pipelined=pipelined)
     monkeypatch.setattr(model.engine, "decoding", decoding)
-    examples = examples_of(model)
-    together = batched(model, examples, sampling, seed=3)
-    for number, example in enumerate(examples):
-        pieces, whole = streamed(model, example.tokens, sampling, number=number, seed=3)
-        assert whole == together[number]
-        assert "".join(pieces) == whole.text
-        ended = whole.tokens[-1] in model.eos_ids
-        assert (whole.finish, len(whole.tokens) == 16 or ended) == ("stop" if ended else "length", True)
+    for number, (text, tokens, finish) in enumerate(batched(model, sampling, seed=3)):
+        talk, speed = conversation(model, sampling, seed=3), Speed()
+        talk.turns = number
+        assert "".join(talk.reply(QUESTIONS[number], speed=speed)) == text and speed.tokens == len(tokens)
+        ended = tokens[-1] in model.eos_ids
+        assert (finish, len(tokens) == 16 or ended) == ("stop" if ended else "length", True)
 
 
 def test_batches_of_any_size_give_the_same(model):
     """One, two or all completions at a time."""
-    examples, sampling = examples_of(model), g.Sampling(max_new_tokens=8)
-    whole = batched(model, examples, sampling, generations=2)
+    whole = batched(model, g.Sampling(max_new_tokens=8), generations=2)
     for rows in (1, 2, 4):
-        assert batched(model, examples, sampling, generations=2, rows=rows) == whole
+        assert batched(model, g.Sampling(max_new_tokens=8), generations=2, rows=rows) == whole
     assert len(whole) == 6
 
 
 def test_ends(embedded):
-    """An end token, a stop string, the limit: each is told, in streams and batches alike."""
+    """An end token, a stop string, the limit: each is told, and a reply ends there as well."""
     question = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
-    (example,) = examples_of(embedded, [question])
-    decoder = TextDecoder(embedded.tokenizer)
     for stop, limit, finish in (([], 60, "stop"), (["</reasoning>"], 60, "stop"), ([], 5, "length")):
-        find = decoder.find_stop(stop)
+        find = embedded.decoder.find_stop(stop)
         sampling = g.Sampling(temperature=0.0, max_new_tokens=limit, find_stop=find)
-        _, whole = streamed(embedded, example.tokens, sampling)
-        assert [whole] == batched(embedded, [example], sampling)
-        assert whole.finish == finish
-        assert whole.text.endswith("</reasoning>") == bool(stop)
-        assert (whole.tokens[-1] in embedded.eos_ids) == (finish == "stop" and not stop)
+        ((text, tokens, found),) = batched(embedded, sampling, [question])
+        assert "".join(conversation(embedded, sampling).reply(question)) == text and found == finish
+        assert text.endswith("</reasoning>") == bool(stop)
+        assert (tokens[-1] in embedded.eos_ids) == (finish == "stop" and not stop)
 
 
 PREFILL = 2  # layers, after each of which a stream asks
 
 
-def test_a_stream_stops_when_asked(model):
-    """After the token under way; what came so far is the completion. Before the first one there is none."""
-    prompt, sampling = examples_of(model)[0].tokens, g.Sampling(max_new_tokens=50)
-    asked = iter([*[False] * PREFILL, False, False, True])
-    model.engine.load({}, 0)
-    _, whole = streamed(model, prompt, sampling, should_stop=lambda: next(asked))
-    assert whole.finish == "interrupted" and len(whole.tokens) == 3
-    model.engine.load({}, 0)  # with kept keys there would be a first token at once
-    _, nothing = streamed(model, prompt, sampling, should_stop=lambda: True)
-    assert nothing == Completion("", (), "interrupted")
+def test_a_reply_stops_when_asked(model):
+    """After the token under way; what came so far is the reply. Before the first one there is none."""
+    asked, speed = iter([*[False] * PREFILL, False, False, True]), Speed()
+    talk = conversation(model, g.Sampling(max_new_tokens=50))
+    said = "".join(talk.reply("7+5", should_stop=lambda: next(asked), speed=speed))
+    assert speed.tokens == 3 and talk.messages[-1]["content"] == said
+    talk = conversation(model, g.Sampling(max_new_tokens=50))
+    assert list(talk.reply("7+5", should_stop=lambda: True)) == []
 
 
 def test_batches_stop_when_asked(model):
@@ -142,43 +125,32 @@ def test_batches_stop_when_asked(model):
         calls.append(1)
         return len(calls) > 12
 
-    how = {"rows": 2, "should_stop": stop}
-    done = batched(model, examples_of(model), g.Sampling(max_new_tokens=40), **how)
+    done = batched(model, g.Sampling(max_new_tokens=40), rows=2, should_stop=stop)
     assert len(done) == 2
-    assert "interrupted" in {completion.finish for completion in done}
-    for completion in done:
-        assert 0 < len(completion.tokens) < 40
-        assert (completion.finish == "stop") == (completion.tokens[-1] in model.eos_ids)
+    assert "interrupted" in {finish for _, _, finish in done}
+    for _, tokens, finish in done:
+        assert 0 < len(tokens) < 40
+        assert (finish == "stop") == (tokens[-1] in model.eos_ids)
 
 
 def test_tokens_and_seconds_add_up_over_calls(model):
     """Tokens of prompts and completions add up over calls; the line has them."""
-    examples, sampling = examples_of(model), g.Sampling(temperature=0.7, max_new_tokens=7)
-    speed, first = Speed(), len(examples[0].tokens)
-    model.engine.load({}, 0)
-    streamed(model, examples[0].tokens, sampling, speed=speed)
-    assert (speed.prompt_tokens, speed.tokens) == (first, 7)
-    how = {"key": generation_key(0), "decoder": TextDecoder(model.tokenizer)}
-    for batch in sample_batches(model.engine, examples, sampling, **how):
+    sampling, speed = g.Sampling(temperature=0.7, max_new_tokens=7), Speed()
+    examples = [model.example([{"role": "user", "content": text}]) for text in QUESTIONS]
+    first = len(examples[0].tokens)
+    list(conversation(model, sampling).reply(QUESTIONS[0], speed=speed))
+    assert speed.prompt_tokens == first and 0 < speed.tokens <= 7
+    tokens = speed.tokens
+    for batch in sample_batches(
+        model.engine, examples, sampling, key=generation_key(0), decoder=model.decoder
+    ):
         speed.add(batch)
     prompts = sum(len(example.tokens) for example in examples)
-    assert speed.prompt_tokens == first + prompts and speed.tokens == 28
+    assert speed.prompt_tokens == first + prompts and speed.tokens == tokens + 21
     assert 0 < speed.seconds < 60
     assert f"prompt {speed.prompt_tokens} tokens" in speed.line()
     # In a unit that fits the tiny model: "0.00274 GB" is nobody's way to say it.
     assert re.search(r"peak memory \d+(\.\d)? (MB|kB)$", speed.line())
-
-
-def fresh(model, prompt, sampling):
-    """The text of a whole prompt's completion, with nothing kept."""
-    model.engine.load({}, 0)
-    return streamed(model, prompt, sampling, number=1)[1].text
-
-
-def conversation(model, sampling, **options):
-    """A conversation with a model that has just been loaded: it has kept nothing."""
-    model.engine.load({}, 0)
-    return Conversation(model, ending(model, sampling), key=generation_key(0), **options)
 
 
 @pytest.mark.parametrize("kind", ["whole", "interrupted", "without a cache that can be cut"])
@@ -195,7 +167,7 @@ def test_a_second_turn_is_that_of_the_whole_prompt(model, kind, monkeypatch):
     assert [message["role"] for message in talk.messages] == ["system", *["user", "assistant"] * 2]
     assert [message["content"] for message in talk.messages[1:4]] == ["How many?", first, "And now?"]
     _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert (speed.prompt_tokens == len(prompt)) == cut and fresh(model, prompt, sampling) == second
+    assert (speed.prompt_tokens == len(prompt)) == cut and fresh(model, talk) == second
 
 
 def test_a_cleared_conversation_starts_from_its_beginning(model):
@@ -212,10 +184,7 @@ def test_a_nudge_begins_each_reply(model):
     talk = conversation(model, g.Sampling(temperature=0.0, max_new_tokens=5), nudge="<reasoning>")
     text = "".join(talk.reply("7+5"))
     assert text.startswith("<reasoning>") and talk.messages[-1]["content"] == text
-    prompt = render(model.tokenizer, talk.messages[:1], "<reasoning>")[1]
-    assert (
-        text == "<reasoning>" + streamed(model, prompt, g.Sampling(temperature=0.0, max_new_tokens=5))[1].text
-    )
+    assert text == "<reasoning>" + fresh(model, talk)
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
@@ -232,5 +201,4 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model):
         list(talk.reply("7+5", should_stop=fail))
     assert talk.messages == before and before[-1]["content"] == first
     second = "".join(talk.reply("And now?"))
-    _, prompt = render(model.tokenizer, talk.messages[:-1])
-    assert fresh(model, prompt, sampling) == second
+    assert fresh(model, talk) == second
