@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from runners.conversion.gguf.families import FAMILIES, ROPE_FACTORS, config_of, swap_pairs
-from runners.conversion.gguf.header import GGUF, Tensor, read_header
+from runners.conversion.gguf.header import GGUF, Tensor, gguf_package, read_header
 from runners.conversion.gguf.tokenizers import write_tokenizer
-from runners.errors import UserError, show
+from runners.errors import UserError, first_line, show
 from runners.files.json_files import write_json
-from runners.machine.versions import install_hint
 
-_PLAIN = {"F32": (np.float32, mx.float32), "F16": (np.float16, mx.float16), "BF16": (np.uint16, mx.bfloat16)}
+_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _PACKED = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # bits of MLX's affine quantization in groups of 32
 _GROUP = 32
 
@@ -28,30 +25,29 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     Packed weights of `_PACKED` stay packed, with the same numbers, unless `dequantize`. Others are unpacked
     by the `gguf` package. Raises UserError for a file that is broken or of an unknown kind.
     """
-    header = read_header(file)
-    arch = header.get("general.architecture", str)
-    factors = {
-        name: header.bytes_of(tensor).view(np.float32)
-        for name in ROPE_FACTORS
-        if (tensor := header.tensors.get(name)) and tensor.kind == "F32"
-    }
-    if "output.weight" in header.tensors and arch == "gemma2":
-        raise UserError(f"{file}: expected a gemma2 without a head of its own")
     try:
-        config = config_of(arch, header.get, "output.weight" in header.tensors, factors)
-    except UserError as error:
-        raise error if str(file) in str(error) else UserError(f"{file}: {error}") from error
+        _convert(read_header(file), folder, dequantize)
+    except (UserError, ValueError, NotImplementedError) as error:  # a shape, or a type that gguf only names
+        raise UserError(f"{file}: {first_line(error)}") from error
+
+
+def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
+    arch = header.get("general.architecture", str)
+    factors = {name: _array(header, header.tensors[name]) for name in ROPE_FACTORS if name in header.tensors}
+    config = config_of(arch, header.get, "output.weight" in header.tensors, factors)
     embedding = header.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != config["hidden_size"]:
-        raise UserError(f"{file}: token_embd.weight: expected [vocabulary, {config['hidden_size']}]")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError("token_embd.weight: expected a matrix, found none")
     blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(blocks) != config["num_hidden_layers"]:
-        raise UserError(f"{file}: block_count: {config['num_hidden_layers']}, found {len(blocks)} blocks")
+        raise UserError(f"block_count: {config['num_hidden_layers']}, found {len(blocks)} blocks")
     config["vocab_size"] = embedding.shape[0]
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
-    dtype = _dtype(header)
+    # Of the unpacked matrices. Blocks scale by half precision.
+    kinds = Counter(tensor.kind for tensor in header.tensors.values() if len(tensor.shape) == 2)
+    dtype = _DTYPES.get(kinds.most_common(1)[0][0], mx.float16)
     config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
     weights: dict[str, mx.array] = {}
     packed: dict[str, int] = {}
@@ -62,20 +58,16 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
             continue
         part, _, leaf = name.rpartition(".")
         if (stem := names.get(part)) is None:
-            raise UserError(f"{file}: {config['model_type']} has no tensor {show(name)}")
-        count = family.rotated_heads(name, config)
-        if count and tensor.shape[0] % (2 * count):
-            raise UserError(
-                f"{file}: {show(name)}: expected {count} heads of an even size, found {tensor.shape}"
-            )
+            raise UserError(f"{config['model_type']} has no tensor {show(name)}")
         if tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize:
             packed[stem] = _PACKED[tensor.kind]
             leaves = dict(zip(("weight", "scales", "biases"), _unpack(header, tensor), strict=True))
         else:
-            array = _array(header, tensor, dtype, family.norm_offset if "norm" in name else 0.0)
-            leaves = {leaf: array}
+            array = mx.array(_array(header, tensor))
+            leaves = {leaf: (array - family.norm_offset if "norm" in name else array).astype(dtype)}
+        heads = family.rotated_heads(name, config)
         for leaf, array in leaves.items():
-            weights[f"{stem}.{leaf}"] = swap_pairs(array, count, apart=True) if count else array
+            weights[f"{stem}.{leaf}"] = swap_pairs(array, heads, apart=True) if heads else array
     if packed:
         usual = Counter(packed.values()).most_common(1)[0][0]
         form = {"group_size": _GROUP, "bits": usual, "mode": "affine"}
@@ -87,31 +79,11 @@ def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     write_tokenizer(header, folder)
 
 
-def _dtype(header: GGUF) -> Any:
-    """That of the unpacked matrices; where there are none, half precision, which is what blocks scale by."""
-    kinds = Counter(t.kind for t in header.tensors.values() if len(t.shape) == 2 and t.kind in _PLAIN)
-    packed = any(t.kind not in _PLAIN for t in header.tensors.values())
-    return mx.float16 if packed or not kinds else _PLAIN[kinds.most_common(1)[0][0]][1]
-
-
-def _array(header: GGUF, tensor: Tensor, dtype: Any, offset: float) -> mx.array:
-    """A tensor as numbers of the dtype, `offset` less."""
-    if tensor.kind in _PLAIN:
-        kind, named = _PLAIN[tensor.kind]
-        found = mx.array(header.bytes_of(tensor).view(kind).reshape(tensor.shape))
-        found = found.view(named) if tensor.kind == "BF16" else found
-    elif tensor.kind in _PACKED and len(tensor.shape) == 2:
-        weight, scales, biases = _unpack(header, tensor)
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-        found = mx.dequantize(weight, scales, biases, group_size=_GROUP, bits=_PACKED[tensor.kind])
-    else:
-        try:
-            gguf: Any = importlib.import_module("gguf")
-        except ImportError as error:
-            raise UserError(f"{header.file}: {tensor.kind} needs gguf: {install_hint('gguf')}") from error
-        rows = header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
-        found = mx.array(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]))
-    return (found.astype(mx.float32) - offset if offset else found).astype(dtype)
+def _array(header: GGUF, tensor: Tensor) -> np.ndarray:
+    """A tensor as float32."""
+    gguf, rows = gguf_package(), header.bytes_of(tensor).reshape(*tensor.shape[:-1], -1)
+    found = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind])
+    return found + np.float32(0) if tensor.kind in _PACKED else found  # no zero is negative, as in MLX
 
 
 def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]:

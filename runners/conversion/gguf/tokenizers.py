@@ -103,17 +103,17 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     types = header.metadata.get("tokenizer.ggml.token_type")
     types = [_NORMAL] * len(tokens) if types is None else [int(each) for each in types]
     if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
-        raise UserError(f"{header.file}: tokenizer.ggml: expected a type a token, found {len(types)}")
+        raise UserError(f"tokenizer.ggml: expected a type a token, found {len(types)}")
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
     if parts is None:
-        raise UserError(f"{header.file}: tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
+        raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
     ids = {
         name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
     }
     if beyond := [i for i in ids.values() if i >= len(tokens)]:
-        raise UserError(f"{header.file}: tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
+        raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
         {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False,
@@ -175,10 +175,10 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
     name = header.get("tokenizer.ggml.pre", str, "gpt-2")
     name = _ALIASES.get(name, name)
     if name not in _CUTS:
-        raise UserError(f"{header.file}: tokenizer.ggml.pre: expected {listed([*_CUTS])}, found {show(name)}")
+        raise UserError(f"tokenizer.ggml.pre: expected {listed([*_CUTS])}, found {show(name)}")
     merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
     if not all(len(pair) == 2 for pair in merges):
-        raise UserError(f"{header.file}: tokenizer.ggml.merges: expected two parts in each")
+        raise UserError("tokenizer.ggml.merges: expected two parts in each")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     cuts = [
         {**byte_level, "use_regex": True} if cut == _GPT2
@@ -198,7 +198,7 @@ def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: di
     """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that order."""
     scores = header.metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise UserError(f"{header.file}: tokenizer.ggml.scores: expected a score a token")
+        raise UserError("tokenizer.ggml.scores: expected a score a token")
     plain = {tokens[i] for i in range(len(tokens)) if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN}
     merges = [
         (token[:cut], token[cut:])

@@ -13,10 +13,10 @@ import numpy as np
 
 from grpo_fn.trees import named_leaves
 from runners.conversion.gguf.families import FAMILIES, Family, metadata_of, swap_pairs
+from runners.conversion.gguf.header import gguf_package
 from runners.conversion.gguf.tokenizers import tokenizer_metadata
 from runners.errors import UserError, listed, show
 from runners.files.durable import new_file
-from runners.machine.versions import install_hint
 
 TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3}
 """Of weights, and llama.cpp's number for a file of them."""
@@ -39,14 +39,10 @@ class _Leaf:
 
 
 def check_gguf(kind: str) -> Any:
-    """The `gguf` package. Raises UserError if it is not installed, or for an unknown type."""
+    """The package `gguf`. Raises UserError if it is not installed, or for an unknown type."""
     if kind not in TYPES:
         raise UserError(f"--type {kind}: expected {listed([*TYPES])}")
-    try:
-        import gguf  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise UserError(f"--gguf needs the package gguf: {install_hint('gguf')}") from error
-    return gguf
+    return gguf_package()
 
 
 def write_gguf(

@@ -24,9 +24,12 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "10⁹ tokens": (llama("tokenizer.ggml.tokens", MANY), "cut off"),
     "10⁹ empty tokens, as a hole": (
         {"metadata": {"tokenizer.ggml.tokens": MANY}, "tensors": {}, "size": 8 * 10**9 + 100},
-        "at most 4,194,304 texts",
+        "at most 2,097,152 texts and numbers",
     ),
-    "10⁹ entries": ({"counts": (10**9, 10**9)}, "at most 65,536 entries"),
+    "10⁹ entries": ({"counts": (10**9, 10**9)}, "cut off"),
+    "10⁹ empty entries, as a hole": (
+        {"metadata": {}, "tensors": {}, "counts": (0, 10**9), "size": 8 * 10**9}, "at most 2,097,152"
+    ),
     "a long name": ({"metadata": {"x": struct.pack("<IQ", 8, 2**63)}}, "cut off"),
     "arrays in arrays": (
         {"metadata": {"x": struct.pack("<IIQ", 9, 9, 1) * 1000}}, "array of numbers or texts"
