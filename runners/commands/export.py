@@ -67,21 +67,12 @@ def export_command(
         raise UserError("without --out DIR there is no folder to upload or quantize; --type is for --gguf")
     if kind and gguf is None:
         raise UserError("--type without --gguf FILE: nothing would have that type")
-    from runners.conversion.export import (
-        check_repo,
-        export_folder,
-        export_gguf,
-        export_peft,
-        open_source,
-        upload,
-    )
+    from runners.conversion.export import export_folder, export_gguf, export_peft, open_source, upload
     from runners.conversion.gguf.writing import check_gguf
 
     quantization.check()
     if gguf is not None:
         check_gguf(kind or "f16")
-    if push:
-        check_repo(push)  # before minutes of work
     force, note = values["force"], partial(echo, err=True)
     if peft is not None:
         export_peft(source, peft, force=force, note=note)

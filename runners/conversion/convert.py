@@ -48,7 +48,7 @@ def convert(
         source: a folder or Hub name that mlx-lm knows, a GGUF file, or a folder of nanochat's checkpoints.
         target: the new folder; an existing one needs `force`.
         quantization: packing of the weights, by mlx-lm.
-        dequantize: unpack a quantized model.
+        dequantize: unpack a quantized model, before any packing.
         dtype: "float32", "float16" or "bfloat16"; "" keeps the source's.
         calibrate: a file of prompts, with their `column`; the model completes them, and linear layers are
             rounded to keep their outputs there. Empty: to nearest.
@@ -60,21 +60,15 @@ def convert(
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
     quantization.check()
-    if dequantize and quantization.wanted:
-        raise UserError("--dequantize and quantization exclude each other")
-    if calibrate and (not quantization.wanted or quantization.format[0] != "affine"):
+    if calibrate and not quantization.affine:
         raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
-    if column != "prompt" and not calibrate:
-        raise UserError("--column without --calibrate FILE: no rows would be read")
     check_target(target, force)
     path = Path(source).expanduser()
     checkpoint = find_checkpoint(path, step) if is_checkpoint(path) else None
     is_gguf = path.suffix == ".gguf"
     pickled = find_pickle(path) if path.is_dir() and not has_tokenizer(path) else None
-    if is_gguf and not path.is_file():
-        raise UserError(f"{source}: there is no such file")
     if step is not None and checkpoint is None:
         raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
     if not (checkpoint or is_gguf):

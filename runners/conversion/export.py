@@ -36,7 +36,7 @@ from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
-_LICENCE, _LICENCE_LENGTH = ("license", "license_name", "license_link"), 200
+_LICENCE = ("license", "license_name", "license_link")
 
 
 @attrs.frozen(eq=False)
@@ -80,7 +80,6 @@ def open_source(
     model, adapters = find_model(name, "", note)
     folder = adapters or model
     origin = base_of(adapters) if adapters else _origin(model) if Path(name).expanduser().exists() else name
-    prompt = read_prompt(folder)
     check_apart(target, folder, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:
@@ -90,11 +89,7 @@ def open_source(
         config.pop("quantization_config", None)
         if "quantization" in config:
             config["quantization"] = {**config["quantization"], **dict.fromkeys(fused, False)}
-    facts = run_facts(folder)
-    if prompt is None and facts is not None:
-        with suppress(KeyError):  # the run recorded something else
-            prompt = PromptSettings.of(facts.config)
-    return Opened(folder, model, origin, module, config, tokenizer, prompt, facts)
+    return Opened(folder, model, origin, module, config, tokenizer, read_prompt(folder), run_facts(folder))
 
 
 def export_folder(
@@ -182,17 +177,6 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
         note(line)
 
 
-def check_repo(name: str) -> None:
-    """Raises UserError unless the name is possible for a repository on the Hub."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise UserError(f'--push "{name}": expected owner/name, as on the Hub') from error
-
-
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     """Uploads a folder to the Hub, creates the repository if it is missing, and returns the commit's address.
 
@@ -201,15 +185,12 @@ def upload(folder: Path, repo: str, *, private: bool = False) -> str:
     """
     from httpx2 import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     api = HfApi(library_name="grpo_fn")
     try:
         api.create_repo(repo, private=private, exist_ok=True)
         done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by grpo export")
-    except LocalTokenNotFoundError as error:
-        raise UserError(f'--push "{repo}": nobody is logged in; `hf auth login` does') from error
-    except (HfHubHTTPError, HTTPError, OSError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise UserError(
             f'--push "{repo}": the upload failed ({first_line(error)}); {folder} is whole'
         ) from error
@@ -231,15 +212,10 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
     beside = [Path(place).expanduser() / "README.md" for place in (opened.origin, opened.model) if place]
     file = next(filter(Path.is_file, beside), None)
     with suppress(Exception):  # no card, no network, or YAML that is none
-        data = ModelCard.load(
-            file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
-        ).data.to_dict()
-        # A stranger wrote them: texts alone, as lists of references grow beyond any memory when spelled.
-        return {
-            key: data[key]
-            for key in _LICENCE
-            if isinstance(data.get(key), str) and 0 < len(data[key]) <= _LICENCE_LENGTH
-        }
+        file = file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
+        data = ModelCard.load(file).data.to_dict()
+        # Texts alone: a stranger's lists of references grow beyond any memory when spelled.
+        return {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
     return {}
 
 

@@ -19,7 +19,6 @@ from runners.data.rendering import render
 from runners.errors import UserError
 from runners.models.model_reader import cast_floating
 
-_MODES = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits, group size
 PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows at a time
 Collect = Callable[[nn.Module, int], Moments]
 
@@ -39,17 +38,15 @@ class QuantizationOptions:
         return bool(self.mode or self.recipe or self.bits)
 
     @property
-    def format(self) -> tuple[str, int, int]:
-        """Mode, bits and group size, with the mode's defaults."""
-        mode = self.mode or "affine"
-        bits, group_size = _MODES[mode]
-        return mode, self.bits or bits, self.group_size or group_size
+    def affine(self) -> bool:
+        """Whether the weights get the one mode that has calibration and recipes."""
+        return self.wanted and self.mode in ("", "affine")
 
     def check(self) -> None:
         """Raises UserError for options that exclude each other."""
         if self.group_size and not self.wanted:
             raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")
-        if self.recipe and (self.bits or self.format[0] != "affine"):
+        if self.recipe and (self.bits or not self.affine):
             raise UserError(
                 "--recipe chooses the bits itself, of affine quantization; leave --bits and --mode out"
             )
@@ -115,7 +112,8 @@ def repack(
         config = {key: config[key] for key in config if key not in ("quantization", "quantization_config")}
     if not quantization.wanted:
         return module, config
-    mode, bits, group_size = quantization.format
+    mode, group_size = quantization.mode or "affine", quantization.group_size
+    group_size = group_size or (64 if quantization.affine else None)  # None: the mode's own
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
         try:
@@ -129,7 +127,7 @@ def repack(
     with contextlib.redirect_stdout(sys.stderr):
         try:
             module, config = quantize_model(
-                module, config, group_size, bits, mode=mode, quant_predicate=predicate
+                module, config, group_size, quantization.bits, mode=mode, quant_predicate=predicate
             )
         except ValueError as error:  # bits or a group that the mode does not have
             raise UserError(f"the weights cannot be quantized: {error}") from error

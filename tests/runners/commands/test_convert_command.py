@@ -120,7 +120,6 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
     [
         (["nope/nope/x", "out"], 'SOURCE = "nope/nope/x": there is no such folder'),
         (["model", "model", "--force"], "lies there; expected another folder"),
-        (["model", "out", "--bits", "4", "--dequantize"], "exclude each other"),
         (["model", "out", "--group-size", "32"], "nothing would be quantized"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
