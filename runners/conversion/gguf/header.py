@@ -6,7 +6,6 @@ package knows the types of tensors; its own reader is slow, and reads without bo
 
 from __future__ import annotations
 
-import importlib
 import os
 import struct
 from collections.abc import Mapping
@@ -61,9 +60,10 @@ class GGUF:
 def gguf_package() -> Any:
     """The package `gguf`. Raises UserError if it is not installed."""
     try:
-        return importlib.import_module("gguf")
+        import gguf  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise UserError(f"GGUF needs the package gguf: {install_hint('gguf')}") from error
+    return gguf
 
 
 def read_header(file: Path) -> GGUF:
