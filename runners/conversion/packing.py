@@ -19,6 +19,7 @@ from runners.data.rendering import render
 from runners.errors import UserError
 from runners.models.model_reader import cast_floating
 
+GROUP = 64  # of affine quantization by default, here and in mlx-lm
 PROMPTS, TOKENS, ROWS = 64, 128, 8  # of the file at most; of a completion; rows at a time
 Collect = Callable[[nn.Module, int], Moments]
 
@@ -113,15 +114,14 @@ def repack(
     if not quantization.wanted:
         return module, config
     mode, group_size = quantization.mode or "affine", quantization.group_size
-    group_size = group_size or (64 if quantization.affine else None)  # None: the mode's own
     predicate: Any = None  # mlx-lm's two functions disagree on its type
     if quantization.recipe:
         try:
-            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size)
+            predicate = mixed_quant_predicate_builder(quantization.recipe, module, group_size or GROUP)
         except ValueError as error:
             raise UserError(f"--recipe {quantization.recipe}: {error}") from error
     before = _packed(module)
-    moments = collect(module, group_size) if collect else {}
+    moments = collect(module, group_size or GROUP) if collect else {}
     weights = {name: leaf for name, leaf in named_leaves(module.parameters()).items() if name in moments}
     # stdout is for what a command has to say, and mlx-lm reports its progress there.
     with contextlib.redirect_stdout(sys.stderr):

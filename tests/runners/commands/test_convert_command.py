@@ -1,6 +1,7 @@
 """`grpo convert`: Hugging Face folders through mlx-lm, what is packed how, and nothing overwritten."""
 
 import json
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -27,7 +28,7 @@ def convert(source, *more, code=0):
 
 def logits_of(folder):
     """By mlx-lm's own loader, tokenizer included."""
-    module, _ = mlx_lm.load(str(folder))
+    module: Any = mlx_lm.load(str(folder))[0]
     return np.array(module(TOKENS).astype(mx.float32)), module
 
 
@@ -59,7 +60,7 @@ def test_calibrated_weights_are_nearer_and_open_as_any_others(source, tmp_path):
     full, nearest, calibrated = (logits_of(tmp_path / n)[1] for n in ("model", "nearest", "calibrated"))
     inputs = full.model.embed_tokens(mx.arange(300)[None])
 
-    def off(module):
+    def off(module) -> Any:
         return mx.abs(module.model.layers[0](inputs) - full.model.layers[0](inputs)).mean().item()
 
     assert off(calibrated) < off(nearest)
