@@ -85,7 +85,7 @@ def bench_steps(
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
     machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
-    config = attrs.evolve(config, optim=attrs.evolve(config.optim, max_steps=(steps + 1) * together))
+    config = config.having("optim", max_steps=(steps + 1) * together)
     stepping = Stepping(SetUp(config, machine, say).build())
     run, loading = stepping.run, time.monotonic() - start
     mx.reset_peak_memory()

@@ -56,6 +56,10 @@ class Config:
         """The place where `section.key` was set, for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key
 
+    def having(self, section: str, **values: Any) -> Config:
+        """This config with other values in a section."""
+        return attrs.evolve(self, **{section: attrs.evolve(getattr(self, section), **values)})
+
     @property
     def answer_form(self) -> AnswerForm | None:
         """The form of answers; None: no answer is read."""
@@ -99,7 +103,7 @@ class Config:
             "overlong": sections.OverlongConfig(buffer=round(recipe.overlong * self.rollout.max_new_tokens)),
         }
         absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
-        complete = attrs.evolve(self, loss=attrs.evolve(self.loss, **absent))
+        complete = self.having("loss", **absent)
         _check_complete(complete)
         return complete
 

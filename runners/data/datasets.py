@@ -99,7 +99,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
         return config
     asked = prompt.replace("the final number", "the final answer")
-    return attrs.evolve(config, data=attrs.evolve(config.data, system_prompt=asked))
+    return config.having("data", system_prompt=asked)
 
 
 def load_split(config: DataConfig, split: str, *, folders: Sequence[Path] = ()) -> Rows:

@@ -64,16 +64,17 @@ def free_memory(memory_limit_gb: float = 0.0) -> int:
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
-    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all memory.
+    """Bytes that this process may use: on a GPU what it holds plus what others leave; on a CPU all memory; no
+    more than the limit.
 
     Free memory on a CPU is no measure: it changes every second, and the system frees its caches on demand.
     """
     import mlx.core as mx
 
     now = read_memory()
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return now.total
-    return min(now.total, now.active + free_memory(memory_limit_gb))
+    is_cpu = mx.default_device().type == mx.DeviceType.cpu
+    found = now.total if is_cpu else min(now.total, now.active + free_memory(memory_limit_gb))
+    return min(found, int(memory_limit_gb * 1e9) or found)
 
 
 def swap_used() -> int | None:

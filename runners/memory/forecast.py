@@ -7,7 +7,7 @@ ahead. GPUs keep less of both, so that the sums are upper bounds there.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -67,10 +67,9 @@ class Forecast:
     """The predicted memory of a run, in bytes."""
 
     config: Config  # with system.micro_batch_tokens
-    platform: Platform
     sizes: ModelSizes
     prompt: int  # tokens of the longest prompt
-    held_out: int = 0  # problems to evaluate on, 0 if not known
+    held_out: int  # problems to evaluate on, 0 if not known
     total: int  # that the run may use
 
     @property
@@ -82,13 +81,12 @@ class Forecast:
     @property
     def peak(self) -> tuple[str, int]:
         """The phase that takes most, and its bytes."""
-        return max(
-            ((name, round(sum(phase))) for name, phase in self.phases.items()), key=lambda found: found[1]
-        )
+        totals = {name: int(sum(phase)) for name, phase in self.phases.items()}
+        return max(totals.items(), key=lambda found: found[1])
 
     def having(self, section: str, **values: object) -> Forecast:
         """The forecast of the config with other values in a section."""
-        return attrs.evolve(self, config=with_keys(self.config, section, **values))
+        return attrs.evolve(self, config=self.config.having(section, **values))
 
     def rollout(self) -> Phase:
         """The training prompts, as many as are decoded together."""
@@ -96,11 +94,9 @@ class Forecast:
         if rollout.max_batch:
             prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
         sorts = rollout.top_k or rollout.top_p < 1 or self.config.loss.top_entropy_quantile < 1
-        arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
+        rows, arrays = prompts * rollout.num_generations, DRAW_ARRAYS + FILTER_ARRAYS * bool(sorts)
         copy = 0 if self.sizes.rollout else self.sizes.copy
-        return self._decoding(
-            prompts, prompts * rollout.num_generations, rollout.max_new_tokens, arrays, copy
-        )
+        return self._decoding(prompts, rows, rollout.max_new_tokens, arrays, copy)
 
     def evaluation(self) -> Phase:
         """A completion of each held-out problem, as many as are decoded together."""
@@ -112,15 +108,14 @@ class Forecast:
     def _decoding(self, prompts: int, rows: int, new: int, arrays: int, copy: int) -> Phase:
         """Prefill of some prompts, and decoding `rows` completions of them at full length: the larger one."""
         sizes, shape, size, prompt = self.sizes, self.sizes.shape, self.sizes.compute, self.prompt
-        logits, position = (
-            FLOAT * rows * shape.vocabulary,
-            2 * shape.keys * size,
-        )  # of a position in one block
-        step = ROOM if sizes.shares_prefix else CACHE_STEP
-        own = position * rows * -(-(new - 1) // step) * step  # the last drawn token is never an input
-        copies = position * (prompts if sizes.shares_prefix else rows) * prompt
-        grown = own if sizes.shares_prefix else own + copies
-        talks = self.config.env.answers
+        once, talks = sizes.shares_prefix, self.config.env.answers
+        logits = FLOAT * rows * shape.vocabulary
+        position = 2 * shape.keys * size  # in one block
+        # The last drawn token is never an input; caches grow in steps.
+        step = ROOM if once else CACHE_STEP
+        own = position * rows * -(-(new - 1) // step) * step
+        copies = position * (prompts if once else rows) * prompt
+        grown = own if once else own + copies
         given = min(new, PREFILL_TOKENS) if talks else 1  # tokens of a call
         # A cache grows into a new array, a block at a time; then only the last draw's logits are in memory.
         growing = grown + block_bytes(shape, PREFILL, size, rows, given, prompt + new) + logits
@@ -132,20 +127,20 @@ class Forecast:
             optimizer=sizes.moments,
             activations=max(prefill, growing, arrays * logits),
             # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
-            cache=shape.layers * (copies + own + (3 * grown if talks else 0)),
+            cache=shape.layers * (copies + own + 3 * grown * talks),
         )
 
     def gradient(self) -> Phase:
         """The largest micro-batch of a batch step, or of its first rows."""
         config, sizes, prompt = self.config, self.sizes, self.prompt
-        size, new, tokens = config.rollout.num_generations, config.rollout.max_new_tokens, config.system
+        tokens = config.system.micro_batch_tokens
+        size, new = config.rollout.num_generations, config.rollout.max_new_tokens
         rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
-        packed = max(PACKED_ROWS, tokens.micro_batch_tokens // (prompt + new) + size)
+        packed = max(PACKED_ROWS, tokens // (prompt + new) + size)
         rows = min(max(rows, 1), max(packed // size, 1) * size)
-        price = piece_tokens(sizes.parameters)
-        packer = Packer(max_tokens=tokens.micro_batch_tokens, bucketed=True, piece_tokens=price)
-        shares = sizes.shares_prompts and shares_prompts(config, self.platform)
-        planned = packer.pack([Row(i, i // size, prompt, new, new) for i in range(rows)], shares)
+        packer = Packer(max_tokens=tokens, bucketed=True, piece_tokens=piece_tokens(sizes.parameters))
+        each = [Row(i, i // size, prompt, new, new) for i in range(rows)]
+        planned = packer.pack(each, sizes.shares_prompts)
         sums = len(planned) > 1 or config.optim.gradient_accumulation_steps > 1
         return max((self._backward(shape, sums) for shape in {run.shape for run in planned}), key=sum)
 
@@ -210,17 +205,16 @@ def forecast(
     known. `total` is what the run may use. If the config sets no micro-batch, it is as large as is useful and
     fits.
     """
-    found = Forecast(
-        config=config, platform=platform, sizes=sizes, prompt=prompt, held_out=held_out, total=total
-    )
-    if config.system.micro_batch_tokens:
+    found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
+    new, backend = config.rollout.max_new_tokens, platform.backend
+    tokens = config.system.micro_batch_tokens
+    if tokens:
         return found
-    row = prompt + config.rollout.max_new_tokens
-    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, config.rollout.max_new_tokens, platform.backend)
+    tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, backend)
     while True:
         found = found.having("system", micro_batch_tokens=tokens)
         room = total * (ROOM_TO_LEARN if tokens <= GPU_TOKENS else ROOM_FOR_SPEED)
-        if platform.backend == "cpu" or tokens <= row or sum(found.gradient()) <= room:
+        if backend == "cpu" or tokens <= prompt + new or sum(found.gradient()) <= room:
             return found
         tokens //= 2
 
@@ -240,39 +234,21 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
     return min(max(tokens, prompt + CPU_COMPLETIONS * new, LEAST_TOKENS), MOST_TOKENS)
 
 
-def shares_prompts(config: Config, platform: Platform) -> bool:
-    """Whether the learner computes a group's prompt once, if the model can: on a GPU only if asked for,
-    because attention would need a mask array there.
-
-    Never with checkpointed blocks, which would run again without the first run's keys, or where routers'
-    decisions are recorded over whole rows.
-    """
-    wish, loss = config.system.share_prompts, config.loss
-    wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
-    return wanted and not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
-
-
 def rows_that_fit(found: Forecast) -> int:
     """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
     size, prompts = found.config.rollout.num_generations, found.config.optim.batch_size
 
-    def fits(groups: int) -> bool:
-        rollout = found.having("rollout", max_batch=groups * size).rollout()
-        return sum(rollout) <= ROOM_TO_DECODE * found.total
+    def nbytes(groups: int) -> float:
+        return sum(found.having("rollout", max_batch=groups * size).rollout())
 
-    return size * max(_largest(fits, -(-prompts // found.sizes.ranks)), 1)
+    return size * max(_largest(nbytes, ROOM_TO_DECODE * found.total, -(-prompts // found.sizes.ranks)), 1)
 
 
 def largest_batch(found: Forecast) -> int:
     """The largest `optim.batch_size` whose peak fits into the memory; 0 if not even one prompt fits."""
-    return _largest(lambda n: found.having("optim", batch_size=n).peak[1] <= found.total, MOST_PROMPTS)
+    return _largest(lambda n: found.having("optim", batch_size=n).peak[1], found.total, MOST_PROMPTS)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most with fits(n), or 0; fits must be true up to some n and false after it."""
-    return bisect_left(range(1, most + 1), True, key=lambda n: not fits(n))
-
-
-def with_keys(config: Config, section: str, **values: object) -> Config:
-    """The config with other values in a section."""
-    return attrs.evolve(config, **{section: attrs.evolve(getattr(config, section), **values)})
+def _largest(nbytes: Callable[[int], float], room: float, most: int) -> int:
+    """The largest n in 0..most for which the bytes, which grow with n, fit."""
+    return bisect_right(range(1, most + 1), room, key=nbytes)

@@ -17,7 +17,7 @@ from runners.files.json_files import read_json
 from runners.machine.memory_readings import free_memory, read_memory, usable_memory
 from runners.machine.startup import Platform
 from runners.machine.terminal import aligned
-from runners.memory.forecast import Forecast, Phase, forecast, largest_batch, rows_that_fit, with_keys
+from runners.memory.forecast import Forecast, Phase, forecast, largest_batch, rows_that_fit
 from runners.memory.sizes import ModelSizes, model_sizes
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
@@ -35,8 +35,7 @@ def make_plan(
     longest, held_out = data_shape(config)
     prompt = longest or config.data.max_prompt_length
     source = "the longest prompt of the data" if longest else "data.max_prompt_length"
-    sizes = model_sizes(config, platform, ranks)
-    total, limited = _within_limit(config, read_memory().total)
+    sizes, total = model_sizes(config, platform, ranks), _all_memory(config)
     found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
     best, phases, (peak, nbytes) = largest_batch(found), found.phases, found.peak
     problem = _too_large(config, sizes) or _over_memory(found)
@@ -59,12 +58,12 @@ def make_plan(
     for name, each in phases.items():
         rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
-    formats = "chosen after the first rollout: grpo bench CONFIG shows them"
     lines = {
-        "peak": f"{gigabytes(nbytes)} of {gigabytes(total)}{limited}",
+        "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
-        "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
+        "formats": "chosen after the first rollout: grpo bench CONFIG shows them"
+        * bool(config.rollout.bits_budget),
+        "ranks": f"{ranks}; the figures are for one of them" * (ranks > 1),
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and says how long the run will take",
     }
@@ -114,31 +113,30 @@ def memory_outlook(
     """
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
-        return with_keys(config, "system", micro_batch_tokens=tokens), (sizes,)
+        return config.having("system", micro_batch_tokens=tokens), (sizes,)
     limit = config.system.memory_limit_gb
-    total, _ = _within_limit(config, usable_memory(limit))
-    found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
-    line = _over_memory(found)
-    notices, config = [f"memory: {line}"] if line else [], found.config
+    found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out)
+    line, config = _over_memory(found), found.config
+    notices = [f"memory: {line}"] if line else []
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
-            config = with_keys(config, "rollout", max_batch=rows)
+            config = config.having("rollout", max_batch=rows)
             notices.append(f"decoding: memory holds {rows:,} of {asked:,} rows together")
     return config, tuple(notices)
 
 
 def _too_large(config: Config, sizes: ModelSizes) -> str | None:
     """One line if not even weights, moments and gradients fit into the memory; else None."""
-    total, limited = _within_limit(config, read_memory().total)
+    total = _all_memory(config)
     if sizes.floor <= total:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
         f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for weights, "
-        f"moments and gradients alone, but there is only {gigabytes(total)}{limited}; take "
-        f"{advice}a smaller or a quantized model"
+        f"moments and gradients alone, but there is only {_spelled(config, total)}; take {advice}a "
+        "smaller or a quantized model"
     )
 
 
@@ -151,11 +149,16 @@ def _over_memory(found: Forecast) -> str | None:
     key = {"gradient": "system.micro_batch_tokens", "update": tuned}.get(phase, "rollout.max_batch")
     return (
         f"the run is expected to take {gigabytes(nbytes)} at its peak ({phase}), but there is only "
-        f"{gigabytes(found.total)}{_within_limit(config, found.total)[1]}; lower {key}"
+        f"{_spelled(config, found.total)}; lower {key}"
     )
 
 
-def _within_limit(config: Config, total: int) -> tuple[int, str]:
-    """`total` bytes, or `system.memory_limit_gb` if that is not more; then with its name."""
-    limit = int(config.system.memory_limit_gb * 1e9)
-    return (limit, " (system.memory_limit_gb)") if 0 < limit <= total else (total, "")
+def _all_memory(config: Config) -> int:
+    """Bytes of the machine or its GPU, or `system.memory_limit_gb` if that is less."""
+    total = read_memory().total
+    return min(total, int(config.system.memory_limit_gb * 1e9) or total)
+
+
+def _spelled(config: Config, total: int) -> str:
+    limited = total == int(config.system.memory_limit_gb * 1e9)
+    return gigabytes(total) + " (system.memory_limit_gb)" * limited

@@ -50,7 +50,7 @@ class ModelSizes:
     """A model as a config uses it; bytes unless stated otherwise."""
 
     shape: ModelShape
-    shares_prompts: bool  # whether a group's prompt can be computed once in the learner
+    shares_prompts: bool  # whether a group's prompt is computed once in the learner
     shares_prefix: bool  # whether the prompt is kept once while its completions are decoded
     trained: int  # number of trained parameters
     embedding: int  # of these, the embedding's
@@ -76,14 +76,14 @@ class ModelSizes:
 
 
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape given by a model's config.json. KeyError if it lacks layers, width, heads or vocabulary."""
+    """The shape given by a model's config.json. ValueError if it lacks layers, width, heads or vocabulary."""
     config = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str, default: int | None = None) -> int:
-        found = next((config[name] for name in names if config.get(name) is not None), default)
-        if found is None:
-            raise KeyError(f"config.json states none of {', '.join(names)}")
-        return int(found)
+        stated = [config[name] for name in names if config.get(name) is not None]
+        if not stated and default is None:
+            raise ValueError(f"it states none of {', '.join(names)}")
+        return int([*stated, default][0])
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "n_heads")
@@ -124,9 +124,9 @@ def model_sizes(
         module = _from_config(stated)
     try:
         shape = model_shape(stated)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = error.args[0] if isinstance(error, KeyError) else f"config.json gives no sizes: {error}"
-        raise UserError(f"{settings.path}: {reason}; its memory cannot be predicted") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        fault = f"its memory cannot be predicted from config.json: {error}"
+        raise UserError(f"{settings.path}: {fault}") from error
     compute = choose_dtype(settings.dtype, platform, module)
     if settings.tune != "full":
         add_adapters(module, settings, config.run.seed)
@@ -153,9 +153,7 @@ def model_sizes(
         weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else masters
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
         # The moments of the inputs of a block's seven products, each counted though some are shared.
-        widths = [
-            width for width in [shape.hidden] * 5 + [shape.queries, shape.intermediate] if width % 64 == 0
-        ]
+        widths = [n for n in [shape.hidden] * 5 + [shape.queries, shape.intermediate] if n % 64 == 0]
         weights += shape.layers * sum(FLOAT * width * policy.block_width(width, 64) for width in widths)
     if config.teacher.path == SELF:
         weights += copy
@@ -171,7 +169,7 @@ def model_sizes(
     once = (sharing_pays() or bool(config.data.image)) and not config.env.answers
     return ModelSizes(
         shape=shape,
-        shares_prompts=can_share(module),
+        shares_prompts=shares_prompts(config, platform, module),
         shares_prefix=once and policy.shares_prefix(module),
         trained=count,
         embedding=max((tables[name] for name in tables if name in trained), default=0),
@@ -185,6 +183,19 @@ def model_sizes(
         decoding=0 if packed else policy.decode_weights_bytes(module, compute),
         ranks=ranks,
     )
+
+
+def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> bool:
+    """Whether the learner computes a group's prompt once: on a GPU only if asked for, because attention would
+    need a mask array there.
+
+    Never with checkpointed blocks, which would run again without the first run's keys, or where routers'
+    decisions are recorded over whole rows.
+    """
+    wish, loss = config.system.share_prompts, config.loss
+    wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
+    split = not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
+    return wanted and split and can_share(module)
 
 
 def _in_dtype(leaves: Mapping[str, mx.array], dtype: mx.Dtype) -> int:

@@ -9,7 +9,6 @@ import mlx.core as mx
 from mlx.optimizers import join_schedules
 
 import grpo_fn as g
-from grpo_fn.learner import can_share
 from grpo_fn.policy import QuantizedRole, check_replay, checkpoint_layers, experts_per_token, is_quantized
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
@@ -18,7 +17,7 @@ from runners.engines.engine import Advance, decoding_of
 from runners.engines.local import LocalEngine
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
-from runners.memory.forecast import shares_prompts
+from runners.memory.sizes import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_check import check_model
 from runners.models.model_reader import vocabulary_rows
@@ -229,7 +228,7 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:
     """Whether the learner computes a group's prompt once. Raises UserError where it cannot but should."""
-    shares = shares_prompts(config, platform) and can_share(loaded.module)
+    shares = shares_prompts(config, platform, loaded.module)
     if config.system.share_prompts == "always" and not shares:
         raise UserError(
             f'{config.where("system.share_prompts")}: expected "auto" or "never", found "always": '

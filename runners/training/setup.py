@@ -32,7 +32,6 @@ from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import check_prompts
 from runners.machine.programs.cpu_header import compile_header
 from runners.machine.startup import Platform
-from runners.memory.forecast import with_keys
 from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
@@ -131,13 +130,13 @@ class SetUp:
         longest = max(len(example.tokens) for example in (*data.train, *data.gold))
         config, expected = memory_outlook(config, platform, sizes, longest, len(data.evaluation))
         if config.rollout.launch == "auto":
-            config = with_keys(config, "rollout", launch=usual_launch(platform))
+            config = config.having("rollout", launch=usual_launch(platform))
         # Rank 0 decides what depends on a measurement, and all cut a batch in the same way.
         own = [self.decided or decisions(config), config.system.micro_batch_tokens]
         agreed = [message.value for message in ranks.all_gather_object("the decisions", own)]
-        config = with_keys(config, "rollout", **agreed[0][0])
+        config = config.having("rollout", **agreed[0][0])
         tokens = min(tokens for _, tokens in agreed)
-        self.config = config = with_keys(config, "system", micro_batch_tokens=tokens)
+        self.config = config = config.having("system", micro_batch_tokens=tokens)
         length = RunLength.of(config, len(data.train), len(data.gold))
         rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
         stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)

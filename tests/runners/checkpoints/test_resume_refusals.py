@@ -12,7 +12,6 @@ import pytest
 from runners.checkpoints.manifest import MANIFEST, Damaged, check_manifest, digest, write_manifest
 from runners.checkpoints.resume import find_origin
 from runners.errors import UserError
-from runners.memory.forecast import with_keys
 from runners.telemetry.report import Quiet
 from runners.training import setup
 from runners.training.train import run_training
@@ -233,7 +232,7 @@ def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
     def decide(patch, launch, rows):
         def outlook(config, *more):
             config, *notes = real(config, *more)
-            return with_keys(config, "rollout", max_batch=rows), *notes
+            return config.having("rollout", max_batch=rows), *notes
 
         patch.setattr(setup, "usual_launch", lambda platform: launch)
         patch.setattr(setup, "memory_outlook", outlook)

@@ -13,7 +13,7 @@ from runners.data.stream import RunLength
 from runners.errors import UserError
 from runners.machine.startup import Platform
 from runners.memory import plan
-from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch, with_keys
+from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest_batch
 from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
@@ -190,7 +190,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(config, checkpointed):
     checked = config(f"system.grad_checkpoint={checkpointed}", "eval.samples=4")
     best = largest_batch(predict(checked, 40_000_000))
     assert best > 1
-    sizes = [predict(with_keys(checked, "optim", batch_size=size)).peak[1] for size in (best, best + 1)]
+    sizes = [predict(checked.having("optim", batch_size=size)).peak[1] for size in (best, best + 1)]
     assert sizes[0] <= 40_000_000 < sizes[1]
 
 
@@ -214,7 +214,7 @@ def test_a_gpu_with_little_memory_takes_smaller_micro_batches(config):
     assert (
         GPU_TOKENS <= tokens(int(1.9 * sum(predict(checked, platform=CUDA).phases["gradient"])), CUDA) < large
     )
-    assert tokens(1, GPU, with_keys(checked, "system", micro_batch_tokens=77)) == 77
+    assert tokens(1, GPU, checked.having("system", micro_batch_tokens=77)) == 77
 
 
 def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
@@ -230,7 +230,7 @@ def test_rows_that_do_not_fit_are_decoded_in_parts(config, monkeypatch):
     assert notices == (f"decoding: memory holds {rows} of 256 rows together",)
     monkeypatch.setattr(plan, "free_memory", lambda limit: -(10**12))
     assert plan.memory_outlook(checked, CPU, sizes, 30)[0].rollout.max_batch == 4
-    own = with_keys(checked, "rollout", max_batch=100)
+    own = checked.having("rollout", max_batch=100)
     assert plan.memory_outlook(own, CPU, sizes, 30)[0].rollout.max_batch == 100
 
 
@@ -244,7 +244,7 @@ def test_a_shape_is_read_under_every_name():
     assert model_shape({"model_type": "x", "text_config": llama}) == shape
     routed = {"num_experts_per_tok": 4, "moe_intermediate_size": 32, "n_shared_experts": 1}
     assert model_shape({**llama, **routed}).intermediate == 5 * 32
-    with pytest.raises(KeyError, match="vocab_size"):
+    with pytest.raises(ValueError, match="vocab_size"):
         model_shape({name: value for name, value in llama.items() if name != "vocab_size"})
 
 
