@@ -8,11 +8,12 @@ import stat
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
 
-from runners.errors import UserError, show
+from runners.errors import UserError, error_line
 
 
 @attrs.frozen
@@ -28,45 +29,33 @@ class RankPlace:
 def read_rank_place(environ: Mapping[str, str] | None = None) -> RankPlace | None:
     """This process's place, or None if it was started without a launcher or as the only rank.
 
-    Raises UserError if the launcher's variables contradict each other.
+    Raises UserError if the launcher's variables cannot be read.
     """
-    found = os.environ if environ is None else environ
-    rank, local = found.get("MLX_RANK", ""), 1
-    if "OMPI_COMM_WORLD_SIZE" in found:
-        rank, size, backend = found.get("OMPI_COMM_WORLD_RANK", ""), found["OMPI_COMM_WORLD_SIZE"], "mpi"
-    elif not rank:
-        return None
-    elif "MLX_WORLD_SIZE" in found:
-        size, backend = found["MLX_WORLD_SIZE"], "nccl"
-    else:
-        backend = "jaccl" if "MLX_IBV_DEVICES" in found else "ring"
-        listed = _listed(found, "MLX_IBV_DEVICES" if backend == "jaccl" else "MLX_HOSTFILE")
-        # Entries of a ring are such as ["127.0.0.1:32323"]; those with one address are on one host.
-        hosts = [
-            str(entry[0]).rsplit(":", 1)[0] if isinstance(entry, list) and entry else "" for entry in listed
-        ]
-        size = str(len(listed))
-        local = hosts.count(hosts[int(rank)]) if rank.isdigit() and int(rank) < len(hosts) else 1
-    if not rank.isdigit() or not size.isdigit():
-        raise UserError(f"the launcher's rank: expected integers, found rank {show(rank)} of {show(size)}")
-    if int(size) < 2:
-        return None
-    if int(rank) >= int(size):
-        raise UserError(f"the launcher's rank: expected 0 to {int(size) - 1}, found {rank}")
-    return RankPlace(int(rank), int(size), backend, local)
-
-
-def _listed(environ: Mapping[str, str], name: str) -> list[Any]:
-    """The list in a launcher's file, one entry per rank; empty if the file is empty, as for one rank."""
-    path = environ.get(name, "")
     try:
-        with open(path, encoding="utf-8") as file:
-            listed = json.loads(file.read().strip() or "[]")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name}: {path or 'not set'}: not a list of ranks: {error}") from error
-    if not isinstance(listed, list):
-        raise UserError(f"{name}: {path}: expected a list of ranks, found {show(listed)}")
-    return listed
+        place = _place(os.environ if environ is None else environ)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"the launcher's variables give no rank: {error_line(error)}") from error
+    return place if place and place.size > 1 else None
+
+
+def _place(environ: Mapping[str, str]) -> RankPlace | None:
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return RankPlace(int(environ["OMPI_COMM_WORLD_RANK"]), int(environ["OMPI_COMM_WORLD_SIZE"]), "mpi")
+    if not environ.get("MLX_RANK"):
+        return None
+    rank = int(environ["MLX_RANK"])
+    if "MLX_WORLD_SIZE" in environ:
+        return RankPlace(rank, int(environ["MLX_WORLD_SIZE"]), "nccl")
+    if "MLX_IBV_DEVICES" in environ:
+        return RankPlace(rank, len(_listed(environ["MLX_IBV_DEVICES"])), "jaccl")
+    # Entries of a ring are such as ["127.0.0.1:32323"]; those with one address are on one host.
+    hosts = [entry[0].rsplit(":", 1)[0] for entry in _listed(environ["MLX_HOSTFILE"])]
+    return RankPlace(rank, len(hosts), "ring", hosts.count(hosts[rank])) if hosts else None
+
+
+def _listed(path: str) -> list[Any]:
+    """The list in a launcher's file, an entry for each rank; the file is empty for a single one."""
+    return json.loads(Path(path).read_text(encoding="utf-8").strip() or "[]")
 
 
 def share_cores(place: RankPlace, environ: MutableMapping[str, str]) -> None:

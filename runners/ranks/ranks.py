@@ -138,32 +138,23 @@ class Ranks:
         if self._collectives is None:
             return [own]
         with self._signals.deferred():  # an interrupted exchange would leave the others at another point
-            messages = self._checked(own)
+            messages = self._exchange(own)
+            if any(message.error is not None for message in messages):
+                self.agreed_to_end()
+                raise self._error_of(messages)
             asked = max(message.asked for message in messages)
+            if len({message.where for message in messages}) > 1 and not asked:
+                self.agreed_to_end()
+                spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
+                raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
             if asked and not self._stopping and not self._committing:
                 self._stopping = self._signals.stopping = True
                 raise Stopped(asked)
         return messages
 
     def _values(self, where: str, value: Any) -> list[Any]:
-        """Every rank's value, while the ranks join."""
-        return [message.value for message in self._checked(RankMessage(where, value))]
-
-    def _checked(self, own: RankMessage) -> list[RankMessage]:
-        """Every rank's message.
-
-        Raises RankError if one of them reports a fault, or if the ranks are not at the same point and no
-        signal has come to one of them.
-        """
-        messages = self._exchange(own)
-        if any(message.error is not None for message in messages):
-            self.agreed_to_end()
-            raise self._error_of(messages)
-        if len({message.where for message in messages}) > 1 and not any(each.asked for each in messages):
-            self.agreed_to_end()
-            spelled = ", ".join(f"{self.name(r)} at {m.where}" for r, m in enumerate(messages))
-            raise RankError(f"the ranks are not at the same point: {spelled}; this is a bug")
-        return messages
+        """Every rank's value, while the ranks join: no signal counts."""
+        return [message.value for message in self._gather(RankMessage(where, value))]
 
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, without checks."""

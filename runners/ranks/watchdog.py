@@ -52,13 +52,10 @@ class Scoreboard:
         os.close(number)
         return path
 
-    def ask(self, number: int) -> None:
-        """Shows the signal that has come to this rank."""
-        self._own["asked"] = number
-
-    def asked(self, rank: int) -> int:
-        """The signal that has come to a rank; 0: none."""
-        return int(self._slots[rank]["asked"])
+    def share(self, asked: int) -> list[int]:
+        """Shows the signal that has come to this rank (0: none); those that have come to any rank."""
+        self._own["asked"] = asked
+        return [int(number) for number in self._slots["asked"] if number]
 
     def write(self, state: int, line: str = "") -> None:
         """Writes this rank's slot; `WAITING` means that one more collective has begun."""
@@ -194,8 +191,7 @@ class Watchdog:
         if os.getppid() != self._parent:
             self._signals.ask(signal.SIGTERM)
         if self.board:
-            self.board.ask(self._signals.received or 0)
-            for asked in filter(None, map(self.board.asked, self.here)):
+            for asked in self.board.share(self._signals.received or 0):
                 self._signals.ask(asked)
 
     def _late(self) -> list[int]:
