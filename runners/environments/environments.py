@@ -27,9 +27,8 @@ from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.experience import FinishedEpisodes
 from runners.rewards.functions import Reward, UserFunction, resolve_rewards
 from runners.rewards.functions import loading as reward_loading
-from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
-from runners.user_code.process import MAIN, THREAD, Outcome
+from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker
 
 _numbers = itertools.count()  # of environments
@@ -108,17 +107,6 @@ class Environments:
                 rollout = regrouped(rollout, size)
             return rollout, session.finish(rollout)
 
-    def own_rewards(self, played: FinishedEpisodes) -> list[float | None] | None:
-        """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
-        if self.reward is None:
-            return None
-        count = len(played.environments)
-        scores = Scorer([self.reward], self.config.timeout).score(
-            [""] * count, [[]] * count, {}, environments=played.environments
-        )
-        rows = zip(scores.values_kb[0].tolist(), played.faults, strict=True)
-        return [None if fault or value != value else value for value, fault in rows]
-
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
         """The session of these rows' episodes, after `reset`. They keep their instances until `release`.
 
@@ -190,7 +178,6 @@ def start_worker(config: Config) -> Worker:
             worker.preload(*reward_loading(name, config.folders))
     if tools := loading(config.env, config.folders):
         worker.preload(*tools)
-        worker.submit("runners.environments.instances:prepare", mode=MAIN)
     return worker
 
 
@@ -223,8 +210,6 @@ def build_environments(
         return None
     calls = Calls(worker, env.workers)
     worker.load(*loading(env, folders))
-    calls.submit(0, "runners.environments.instances:prepare", timeout=0, mode=MAIN)
-    calls.collect(1)
     first = next(_numbers)
     found = _asked(calls, env, "describe", first)
     tools = tuple(Tool(*tool) for tool in found["tools"])
@@ -255,12 +240,7 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
     """The config's rewards and the environment's, that of its turns last. UserError if there are none, or one
     lacks an argument."""
     for reward in rewards:
-        if "environments" not in reward.parameters.needed:
-            continue
-        if environments is None:
-            fault = "takes environments, and there are none: set env.factory or env.tools"
-            raise UserError(f"reward {reward.name} {fault}")
-        if not isinstance(reward.function, UserFunction):
+        if "environments" in reward.parameters.needed and not isinstance(reward.function, UserFunction):
             raise UserError(
                 f"reward {reward.name} takes environments, which are in the process of user code; expected "
                 "reward.timeout above 0, found 0, with which rewards are called in the run's own process"

@@ -40,11 +40,7 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
     if factory:
         store["factory"] = resolve_function(factory, dirs, key="env.factory", takes=(), classes=True)
     store["reward", GET_REWARD], store["reward", GET_TURN_REWARDS] = get_rewards, get_turn_rewards
-
-
-def prepare(store: Store) -> None:
-    """Imports what `describe` takes long to import."""
-    importlib.import_module("transformers.utils.chat_template_utils")
+    importlib.import_module("transformers.utils.chat_template_utils")  # which `describe` must not wait for
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
@@ -120,9 +116,9 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
     found = _made(store, number).reset(**columns)
 
     async def wait() -> str:
-        return _observation(await found)
+        return _text(await found, none="")
 
-    return wait() if inspect.isawaitable(found) else _observation(found)
+    return wait() if inspect.isawaitable(found) else _text(found, none="")
 
 
 def call(
@@ -142,8 +138,10 @@ def call(
             return failure(name, "the environment is gone: its process was ended")
         try:
             found = functions[name](**arguments)
-            found = await found if inspect.iscoroutinefunction(functions[name]) else found
-            return _shown(name, found, characters)
+            text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
+            # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
+            shown = text[: characters + 1].encode("utf-8", "replace").decode()
+            return name, shown, False, len(shown) > characters
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
@@ -201,17 +199,8 @@ def _schema(function: Callable[..., Any], name: str, key: str) -> dict[str, Any]
         ) from error
 
 
-def _shown(name: str, value: Any, characters: int) -> Result:
+def _text(value: Any, none: str = "None") -> str:
+    """What a tool or `reset` has returned as a text: of a list of text blocks their texts."""
     if isinstance(value, list) and all(isinstance(x, Mapping) and x.get("type") == "text" for x in value):
-        value = "".join(str(block.get("text", "")) for block in value)
-    text = str(value)
-    # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
-    text = text[: characters + 1].encode("utf-8", "replace").decode()
-    return name, text, False, len(text) > characters
-
-
-def _observation(value: Any) -> str:
-    """What `reset` returned, as the text that is appended to the prompt."""
-    if isinstance(value, list):
-        return "".join(str(x.get("text", "")) for x in value if isinstance(x, Mapping))
-    return "" if value is None else str(value)
+        return "".join(str(block.get("text", "")) for block in value)
+    return none if value is None else str(value)

@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +34,7 @@ LARGEST = 1 << 26  # bytes of an answer
 Act = Callable[[], Any]
 
 # How a call runs. MAIN: one after another, in the main thread of the worker process. THREAD: each in its own.
-# TOGETHER: coroutines, in one event loop.
+# TOGETHER: as many as there are, coroutines, whose threads wait for one event loop.
 MAIN, THREAD, TOGETHER = "main", "thread", "together"
 
 
@@ -64,22 +65,24 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def finished(value: Any) -> Any:
     """The value; one that can be awaited is awaited."""
+    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
 
-    async def wait() -> Any:
-        return await value
 
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+async def awaited(value: Awaitable[Any]) -> Any:
+    """A coroutine of whatever can be awaited."""
+    return await value
 
 
 class _Server:
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock, self.pid = connection, threading.Lock(), os.getpid()
+        self.connection, self.lock = connection, threading.Lock()
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
         self.threads: dict[int, int] = {}  # of running calls
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self.coroutines: dict[int, Future[Any]] = {}  # of those of them that wait for one
+        self.loop = asyncio.new_event_loop()
+        self.new_thread(self.loop.run_forever)
 
     def read(self) -> None:
         """Starts calls as they come; without the name of an operation, it is a call that is too late."""
@@ -88,11 +91,9 @@ class _Server:
             act = functools.partial(self.operate, name, arguments)
             try:
                 if not name:
-                    self.cancel(number, mode)
+                    self.cancel(number)
                 elif mode == MAIN:
                     self.main_calls.put((number, act))
-                elif mode == TOGETHER:
-                    self.running_loop().call_soon_threadsafe(self.begin, number, act)
                 else:
                     self.new_thread(functools.partial(self.run, number, act))
             except RuntimeError as error:  # no more threads
@@ -104,49 +105,33 @@ class _Server:
         return getattr(importlib.import_module(module), function)(self.store, *pickle.loads(arguments))
 
     def run(self, number: int, act: Act) -> None:
-        """Runs a call in the current thread."""
+        """Runs a call in the current thread; what can be awaited is, in the event loop of all coroutines."""
         begun = time.monotonic()
         self.threads[number] = threading.get_ident()
         try:
             try:
-                outcome = Outcome(finished(act()))
+                value = act()
+                if inspect.isawaitable(value):
+                    self.coroutines[number] = asyncio.run_coroutine_threadsafe(awaited(value), self.loop)
+                    value = self.coroutines[number].result()
+                outcome = Outcome(value)
             finally:
                 self.threads.pop(number, None)
+                self.coroutines.pop(number, None)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt of the user's code
             outcome = Outcome.failed(error)
         self.answer(number, outcome, begun)
 
-    def begin(self, number: int, act: Act) -> None:
-        """Runs a call in the event loop."""
-
-        async def run() -> None:
-            begun = time.monotonic()
-            try:
-                value = act()
-                outcome = Outcome(await value if inspect.isawaitable(value) else value)
-            except BaseException as error:
-                outcome = Outcome.failed(error)
-            self.tasks.pop(number, None)
-            self.answer(number, outcome, begun)
-
-        self.tasks[number] = asyncio.get_running_loop().create_task(run())
-
-    def cancel(self, number: int, mode: str) -> None:
+    def cancel(self, number: int) -> None:
         """Ends a call if it is a coroutine, or computes in Python, and says so; one that blocks goes on."""
-        if mode == TOGETHER:
-            self.running_loop().call_soon_threadsafe(self.cancel_task, number)
+        thread, coroutine = self.threads.get(number), self.coroutines.get(number)
+        if coroutine:  # its thread answers, unless another coroutine blocks the loop
+            self.loop.call_soon_threadsafe(coroutine.cancel)
             return
-        thread = self.threads.get(number)
         if thread == self.main_thread:
             signal.pthread_kill(self.main_thread, signal.SIGINT)
         elif thread:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
-        self.send(json.dumps([number]))
-
-    def cancel_task(self, number: int) -> None:
-        """In the event loop."""
-        if task := self.tasks.pop(number, None):
-            task.cancel()
         self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
@@ -154,21 +139,12 @@ class _Server:
         if self.main_thread in self.threads.values():
             raise KeyboardInterrupt
 
-    def running_loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of all coroutines."""
-        if self.loop is None:
-            self.loop = asyncio.new_event_loop()
-            self.new_thread(self.loop.run_forever)
-        return self.loop
-
     def new_thread(self, act: Callable[[], None]) -> None:
         """Runs `act` in a thread."""
         threading.Thread(target=act, name="grpo-call", daemon=True).start()
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
         """Sends an outcome, in JSON, which runs nobody's code where it is read."""
-        if os.getpid() != self.pid:
-            os._exit(0)  # a child that the call has forked, and that came back from it
         fault, seconds = f"returned more than {LARGEST:,} bytes", time.monotonic() - begun
         try:
             data = json.dumps([number, *attrs.astuple(attrs.evolve(outcome, seconds=seconds), recurse=False)])

@@ -28,7 +28,7 @@ import attrs
 
 from runners.errors import RewardError, UserError, error_line
 from runners.machine.bounded_process import python_command
-from runners.user_code.process import LARGEST, MAIN, THREAD, TOGETHER, Outcome
+from runners.user_code.process import LARGEST, MAIN, THREAD, Outcome
 
 _LOOK = 0.05  # seconds between two calls of `check`
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
@@ -59,7 +59,6 @@ class _Process:
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
         self.dead = ""  # why it has ended
-        self._owner = os.getpid()
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._connection, theirs = Pipe()
         stdout = os.dup(1)  # in its place the process gets its end of the connection
@@ -72,7 +71,6 @@ class _Process:
                 start_new_session=True,
             )
         os.close(stdout)
-        _PROCESSES.add(self)
         for act in (self._send, self._receive):
             threading.Thread(target=act, name="grpo-worker", daemon=True).start()
 
@@ -89,16 +87,8 @@ class _Process:
             if not call.let_go.wait(GRACE):
                 self.kill("a call that took too long did not let go")
 
-    def close_in_child(self) -> None:
-        """In a forked child of the run: only the run itself holds the pipe whose end ends the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._connection.close()
-
     def kill(self, why: str = "the run has ended") -> None:
         """Ends the process and its children."""
-        if os.getpid() != self._owner:  # a forked child of the run
-            return
         self.dead = self.dead or why
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
@@ -122,8 +112,6 @@ class _Process:
                     self._end(number, Outcome(*rest))
                 elif call is not None and call.mode != MAIN:  # it reacts to being given up
                     call.let_go.set()
-                    if call.mode == TOGETHER:
-                        self.calls.pop(number, None)
         self.kill("the one before ended by itself (os._exit, a crash)")
         self._end_all()
 
@@ -135,10 +123,6 @@ class _Process:
     def _end_all(self) -> None:
         for number in list(self.calls):
             self._end(number, _ENDED)
-
-
-_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [each.close_in_child() for each in _PROCESSES])
 
 
 class Worker:
