@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -25,17 +25,18 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
-# A key and its value → keys with the only value that goes with it.
-_ONLY_WITH = {
-    "data.image": {
-        "model.loader": "",
-        "env.factory": "",
-        "env.tools": (),
-        "loss.router_aux_coef": 0.0,
-        "loss.router_replay": False,
-    },
-    "teacher.path": {"data.image": "", "rollout.first_stage": 0},
-    "teacher.hint": {"env.factory": "", "env.tools": ()},
+# A key and its value ("": any) → keys that have to be empty beside it.
+_EXCLUDED_BY = {
+    ("data.image", ""): (
+        *("model.loader", "env.factory", "env.tools"),
+        *("loss.router_aux_coef", "loss.router_replay"),
+    ),
+    ("data.prompt_form", "raw"): (
+        *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
+        *("env.factory", "env.tools"),
+    ),
+    ("teacher.path", ""): ("data.image", "rollout.first_stage"),
+    ("teacher.hint", ""): ("env.factory", "env.tools"),
 }
 
 # A key and its value ("": any) → keys that change nothing without it.
@@ -47,11 +48,6 @@ _ONLY_IF = {
     ("sft.completions", ""): ("sft.min_reward",),
 }
 
-_CHATS_ONLY = (
-    *("data.system_prompt", "data.chat_template", "data.chat_template_kwargs", "data.image"),
-    *("env.factory", "env.tools"),
-)
-
 
 def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     """The sections with their paths resolved. A section that is None had faults and is left alone.
@@ -59,9 +55,11 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
     Faults go to `found.problems`, one line each.
     """
     result, paths = dict(built), _Paths(found)
-    for name in ("run", "model", "data", "reward", "teacher", "env", "sft"):
-        if built[name] is not None:
-            result[name] = attrs.evolve(built[name], **getattr(paths, name)(built[name]))
+    for key, resolved in _RESOLVED.items():
+        section, name = key.split(".")
+        if built[section] is not None:
+            value = resolved(paths, getattr(built[section], name), key)
+            result[section] = attrs.evolve(result[section], **{name: value})
     if all(built[name] is not None for name in ("answer", "data", "reward")):
         result |= paths.task(result["answer"], result["data"], result["reward"])
     if None not in built.values():
@@ -71,65 +69,12 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
 
 @attrs.frozen
 class _Paths:
-    """The paths and functions of the sections: those that exist are resolved, others are faults."""
+    """What keys name: paths and functions that exist are resolved, others are faults."""
 
     found: Settings
 
     def fault(self, key: str, message: str) -> None:
         self.found.fault(tuple(key.split(".")), message)
-
-    def run(self, run: Any) -> dict[str, Any]:
-        return {"output_dir": os.path.expanduser(run.output_dir)}
-
-    def model(self, model: Any) -> dict[str, Any]:
-        path = self.source(model.path, "model.path", EXPECTED_MODEL, (".safetensors",))
-        if path not in SHIPPED and os.path.isfile(path):
-            self.fault("model.path", f"expected the folder of a model, found the file {path}")
-        return {
-            "path": path,
-            "adapters": self.there(model.adapters, "model.adapters", "folder"),
-            "loader": self.function(model.loader, "model.loader"),
-        }
-
-    def teacher(self, teacher: Any) -> dict[str, Any]:
-        if teacher.path == SELF:
-            return {}
-        return {"path": self.source(teacher.path, "teacher.path", EXPECTED_MODEL, (".safetensors",))}
-
-    def data(self, data: Any) -> dict[str, Any]:
-        source = self.source(data.source, "data.source", _EXPECTED_DATA, _DATA_SUFFIXES)
-        # The Hub has two configurations of GSM8K and no default.
-        usual = "main" if source == _GSM8K and not os.path.exists(source) else ""
-        return {
-            "source": source,
-            "name": data.name or usual,
-            "image_folder": self.there(data.image_folder, "data.image_folder", "folder"),
-            "chat_template": self.there(data.chat_template, "data.chat_template"),
-            "difficulty": self.there(data.difficulty, "data.difficulty", made="`grpo difficulty` makes one"),
-            "transform": self.function(data.transform, "data.transform"),
-        }
-
-    def sft(self, sft: Any) -> dict[str, Any]:
-        file = self.existing(sft.completions) if sft.completions else ""
-        if file and os.path.isdir(file):
-            return {"completions": self.there(os.path.join(file, COMPLETIONS), "sft.completions")}
-        return {"completions": self.there(sft.completions, "sft.completions")}
-
-    def reward(self, reward: Any) -> dict[str, Any]:
-        functions, weights = reward.functions, reward.weights
-        if weights and len(weights) != len(functions):
-            expected = f"{len(functions)}, one for each of reward.functions"
-            self.fault("reward.weights", f"expected {expected}, found {len(weights)}")
-        elif weights and not any(weights):
-            self.fault("reward.weights", f"expected one that is not 0, found {show(weights)}")
-        return {"functions": tuple(map(self._reward_function, functions))}
-
-    def _reward_function(self, name: str) -> str:
-        if name in REWARD_NAMES:
-            return name
-        hint = did_you_mean(name, REWARD_NAMES) or f"; built in are {', '.join(REWARD_NAMES)}"
-        expected = f"a built-in reward, {FUNCTION_FORMS}"
-        return self.function(name, "reward.functions", expected, "" if ":" in name else hint)
 
     def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
         """The three sections with what belongs to the form of answers, where the config does not set it.
@@ -158,25 +103,46 @@ class _Paths:
             functions = (TASK_SCORE,)
         elif not given("reward.functions") and answer.form != "xml":
             functions = () if form is None else REWARD_NAMES[:1]
+        # The Hub has two configurations of GSM8K and no default.
+        usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
         prompt = {"system_prompt": asks.instruction if asks else "", "nudge": asks.nudge if asks else ""}
         prompt = {key: value for key, value in prompt.items() if not given(f"data.{key}")}
         return {
             "answer": answer,
-            "data": attrs.evolve(data, **prompt),
+            "data": attrs.evolve(data, name=data.name or usual, **prompt),
             "reward": attrs.evolve(reward, functions=functions),
         }
 
-    def env(self, env: Any) -> dict[str, Any]:
+    def output(self, name: str, key: str) -> str:
+        return os.path.expanduser(name)
+
+    def model(self, name: str, key: str) -> str:
+        return name if name == SELF else self.source(name, key, EXPECTED_MODEL, (".safetensors",))
+
+    def data(self, name: str, key: str) -> str:
+        return name if name.startswith(TASKS) else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+
+    def completions(self, name: str, key: str) -> str:
+        """A file, or that of a run's folder."""
+        place = self.existing(name) if name else None
+        return self.file(os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key)
+
+    def tools(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
-        tools = tuple(
-            self.there(name, "env.tools")
-            if name.endswith(".py")
-            else self.function(name, "env.tools", expected)
-            for name in env.tools
+        return tuple(
+            self.file(name, key) if name.endswith(".py") else self.function(name, key, expected)
+            for name in names
         )
-        factory = self.function(env.factory, "env.factory", f"a class, {FUNCTION_FORMS}")
-        return {"tools": tools, "factory": factory}
+
+    def rewards(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
+        def one(name: str) -> str:
+            hint = did_you_mean(name, REWARD_NAMES) or f"; built in are {', '.join(REWARD_NAMES)}"
+            return self.function(
+                name, key, f"a built-in reward, {FUNCTION_FORMS}", "" if ":" in name else hint
+            )
+
+        return tuple(name if name in REWARD_NAMES else one(name) for name in names)
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
         """A custom function as a config names it, with the path of a Python file resolved; empty: none."""
@@ -187,18 +153,21 @@ class _Paths:
         if not function.isidentifier() or not (is_file or all(map(str.isidentifier, module.split(".")))):
             self.fault(key, f"expected {expected}, found {show(name)}{hint}")
             return name
-        return f"{self.there(module, key)}:{function}" if is_file else name
+        return f"{self.file(module, key)}:{function}" if is_file else name
 
-    def there(self, name: str, key: str, kind: str = "file", made: str = "") -> str:
+    def file(self, name: str, key: str, kind: str = "file") -> str:
         """The path of a file, or of a folder, that has to exist; empty: none."""
         path = self.existing(name) if name else ""
         if path is None or (path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)):
-            self.fault(key, f"no such {kind}: {show(name)}{made and '; '}{made}")
+            self.fault(key, f"no such {kind}: {show(name)}")
         return path or name
+
+    def folder(self, name: str, key: str) -> str:
+        return self.file(name, key, "folder")
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
         """The path of a model or of data; a shipped name and a possible name on the Hub stay as they are."""
-        if name in SHIPPED or not name or (key == "data.source" and name.startswith(TASKS)):
+        if name in SHIPPED or not name:
             return name
         if (path := self.existing(name)) is not None:
             return path
@@ -216,6 +185,24 @@ class _Paths:
         return next((candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None)
 
 
+_RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
+    "run.output_dir": _Paths.output,
+    "model.path": _Paths.model,
+    "model.adapters": _Paths.folder,
+    "model.loader": _Paths.function,
+    "data.source": _Paths.data,
+    "data.image_folder": _Paths.folder,
+    "data.chat_template": _Paths.file,
+    "data.difficulty": _Paths.file,
+    "data.transform": _Paths.function,
+    "reward.functions": _Paths.rewards,
+    "teacher.path": _Paths.model,
+    "env.tools": _Paths.tools,
+    "env.factory": _Paths.function,
+    "sft.completions": _Paths.completions,
+}
+
+
 def _relations(built: Mapping[str, Any], found: Settings) -> None:
     """Rejects keys that do not fit each other, one line a key."""
     named: set[str] = set()
@@ -229,24 +216,25 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             named.add(key)
             found.fault(tuple(key.split(".")), f"expected {expected}, found {show(value(key))}")
 
+    def holds(cause: str, only: str) -> bool:
+        return value(cause) == only if only else bool(value(cause))
+
     for (cause, only), keys in _ONLY_IF.items():
-        for key in keys if (value(cause) != only if only else not value(cause)) else ():
-            section, _, name = key.partition(".")
+        for key in () if holds(cause, only) else keys:
+            section, name = key.split(".")
             default = getattr(attrs.fields(type(built[section])), name).default
             if value(key) != default:
                 expect(key, f"{show(default)}, or {cause}{f' = {show(only)}' if only else ''}")
-    for cause, others in _ONLY_WITH.items():
-        for key, only in others.items() if value(cause) and cause not in named else ():
-            if value(key) != only:
-                expect(key, f"{show(only)} with {cause} = {show(value(cause))}")
-    for key in _CHATS_ONLY if value("data.prompt_form") == "raw" else ():
-        if value(key):
-            expect(key, f'{show(type(value(key))())} with data.prompt_form = "raw"')
+    for (cause, only), keys in _EXCLUDED_BY.items():
+        for key in keys if holds(cause, only) and cause not in named else ():
+            if value(key):
+                expect(key, f"{show(type(value(key))())} with {cause} = {show(value(cause))}")
 
     model, data, rollout, loss, optim = (
         built[name] for name in ("model", "data", "rollout", "loss", "optim")
     )
-    rewards, teacher, hint = built["reward"].functions, built["teacher"].path, built["teacher"].hint
+    rewards, weights = built["reward"].functions, built["reward"].weights
+    teacher, hint = built["teacher"].path, built["teacher"].hint
     rows = optim.batch_size * rollout.num_generations
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
@@ -281,6 +269,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         ("data.answer", not measures and not data.answer,
             f"a column, your own reward in reward.functions, {or_measured}"),
         ("reward.functions", not measures and data.answer, f"at least one entry{unread}, {or_measured}"),
+        ("reward.weights", weights and len(weights) != len(rewards),
+            f"{len(rewards)} numbers, one for each of reward.functions"),
+        ("reward.weights", weights and not any(weights), "one that is not 0"),
         ("teacher.hint", teacher == SELF and not hint,
             f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),
         ("teacher.hint", hint and ("{answer}" not in hint or not data.answer),

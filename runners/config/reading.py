@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -102,31 +102,24 @@ def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, att
         settings.problems.append(f"--set: {key}: unknown key{key_hint(path, keys)}")
 
 
-def key_hint(path: KeyPath, keys: Iterable[KeyPath]) -> str:
-    """A hint for an unknown key: the same name in a section, the nearest spelling, or its table's keys."""
-    keys, table = list(keys), path[:-1]
-    if same := [known for known in keys if known[-1] == path[-1] and len(known) == 2]:
-        return f"; did you mean {'.'.join(same[0])}?"
-    beside = [known[len(table)] for known in keys if known[: len(table)] == table and len(known) > len(table)]
-    siblings, name = list(dict.fromkeys(beside)), ".".join(table)
-    if table and siblings:
-        near = nearest(path[-1], siblings)
-        return f"; did you mean {name}.{near}?" if near else f"; {name} takes {', '.join(siblings)}"
-    sections = list(dict.fromkeys(known[0] for known in keys))
-    names = {".".join(known[table == () :]): ".".join(known) for known in reversed(keys)}
-    names |= {section: section for section in sections}
-    near = nearest(".".join(path), names)
-    return f"; did you mean {names[near]}?" if near else f"; the sections are {', '.join(sections)}"
+def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
+    """A hint for an unknown key: the nearest name, in its section if there is one, or what there is."""
+    sections = dict.fromkeys(known[0] for known in keys)
+    inside = [known for known in keys if known[0] == path[0]]
+    names = {known[-1]: ".".join(known) for known in [*reversed(list(keys)), *inside]}
+    if not inside:
+        names |= {section: section for section in sections}
+    near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
+    if near:
+        return f"; did you mean {names[near]}?"
+    takes = f"{path[0]} takes {', '.join(known[-1] for known in inside)}"
+    return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"
 
 
 def _locate(config: str) -> tuple[Path, str]:
     path, presets = Path(os.path.expanduser(config)), preset_names()
-    if not config:
-        raise ConfigError(["CONFIG: expected a TOML file or a preset, found an empty name"])
     if config in presets and not os.path.isfile(path):
         return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
-    if os.path.isdir(path):
-        raise ConfigError([f"{config}: expected a TOML file, found a folder"])
     if os.path.exists(path):
         return path, config
     near = nearest(Path(config).name.removesuffix(".toml"), presets)

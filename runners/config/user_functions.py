@@ -125,16 +125,15 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     path = path.resolve()
     _extend_path([path.parent])
     importlib.invalidate_caches()
-    # By the name that a neighbour, or a process of a pool, imports it by; another module may have that name.
-    for name in (path.stem, re.sub(r"\W", "_", str(path))):
-        known = sys.modules.get(name)
-        spec = known.__spec__ if known else importlib.util.find_spec(name) if name.isidentifier() else None
-        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
-            break
-    else:
-        known, spec = None, importlib.util.spec_from_file_location(name, path)
-    if known is not None:
-        return known
+    # By the name that a neighbour, or a process of a pool, imports it by, unless another module has it.
+    name = path.stem
+    known = sys.modules.get(name)
+    spec = known.__spec__ if known else importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        name = re.sub(r"\W", "_", str(path))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # a name that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before execution: dataclasses and pickle look their module up
