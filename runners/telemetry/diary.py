@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 from runners.config.loading import Config
@@ -29,11 +29,9 @@ class Diary(Report):
     Events from before the log is there are written once it is. Times are seconds since 1970.
     """
 
-    def __init__(
-        self, report: Report, whole: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        """`report`, the display, acts within `whole()`: an interrupt would leave half a block there."""
-        self._report, self._whole = report, whole
+    def __init__(self, report: Report) -> None:
+        """`report` is the display."""
+        self._report = report
         self._log: MetricsLog | None = None
         self._early: list[dict[str, Any]] = []  # before the log is there
         self._facts: Mapping[str, Any] = {}
@@ -58,8 +56,7 @@ class Diary(Report):
                 self._record("note", text=one_line(text, os.environ))
         if self._log is not None:
             self._log.handle(event)
-        with self._whole():
-            self._report.handle(event)
+        self._report.handle(event)
 
     def status(self, text: str) -> None:
         """Sends a `Status`."""
@@ -93,13 +90,11 @@ class Diary(Report):
         return self._report.fault
 
     def __enter__(self) -> Self:
-        with self._whole():
-            self._report.__enter__()
+        self._report.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._whole():
-            self._report.__exit__(*error)
+        self._report.__exit__(*error)
 
     def _start(self, event: Started) -> None:
         self._update = event.done

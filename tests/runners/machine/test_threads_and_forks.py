@@ -1,13 +1,7 @@
 """Runs in threads, and in forked processes, which are refused."""
 
-import os
-
-import pytest
-
 from tests.support.processes.new_process import digest_of, in_new_process
 from tests.support.tiny_runs import small
-
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
 IN_THREADS = """
 import os
@@ -29,6 +23,7 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
+train("alone")
 print(len(folders), flush=True)
 os._exit(0)  # before Python 3.13 MLX may still be freeing the threads' programs
 """
@@ -38,10 +33,8 @@ def test_two_runs_in_threads_are_as_one_alone(tmp_path):
     """Both have the weights of a run alone."""
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
-    assert in_new_process(IN_THREADS, str(config)) == "2\n"
-    alone = "import sys; from runners.cli import main; main(['run', sys.argv[1]])"
-    in_new_process(alone, str(config))
-    folders = [tmp_path / name / "final/model.safetensors" for name in ("one", "two", "small")]
+    assert in_new_process(IN_THREADS, str(config)) == "3\n"
+    folders = [tmp_path / name / "final/model.safetensors" for name in ("one", "two", "alone")]
     assert len({digest_of(file) for file in folders}) == 1
 
 
@@ -65,7 +58,7 @@ def roll(policy):
 
 
 def train():
-    return run_training(load_config(sys.argv[2]), report=Quiet())
+    return run_training(load_config(sys.argv[1]), report=Quiet())
 
 
 def in_child(action):
@@ -83,39 +76,32 @@ def in_child(action):
 
 
 startup.prepare()
-if sys.argv[1] == "before":
-    in_child(lambda: roll(tiny_policy()))
-else:
-    policy = tiny_policy()
-    state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
-    update_step = g.make_update_step(g.adamw(1e-3))
-    double = g.compiled(lambda x: 2 * x, enabled=False)
-    roll(policy)
-    actions = (
-        lambda: roll(policy),
-        lambda: update_step(state),
-        lambda: g.materialize(state),
-        lambda: double(mx.ones(2)),
-        lambda: g.Policy.from_module(policy.module),
-        lambda: g.Policy.for_inference(policy.module),
-        train,
-    )
-    for action in actions:
-        in_child(action)
+in_child(lambda: roll(tiny_policy()))
+policy = tiny_policy()
+state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
+update_step = g.make_update_step(g.adamw(1e-3))
+double = g.compiled(lambda x: 2 * x, enabled=False)
+roll(policy)
+for action in (
+    lambda: roll(policy),
+    lambda: update_step(state),
+    lambda: g.materialize(state),
+    lambda: double(mx.ones(2)),
+    lambda: g.Policy.from_module(policy.module),
+    lambda: g.Policy.for_inference(policy.module),
+    train,
+):
+    in_child(action)
 """
 
 
-@needs_fork
 def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
-    """Each way into MLX says so at once instead of waiting for ever; run_training as a user's error."""
+    """Each way into MLX says so at once instead of waiting for ever; run_training as a user's error.
+
+    Imports, and looking at the machine, are no use.
+    """
     config = tmp_path / "small.toml"
     config.write_text(small(run={"output_dir": str(tmp_path)}))
-    lines = in_new_process(FORKED, "after", str(config)).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["RuntimeError"] * 6 + ["UserError"]
-    assert all("after MLX was used there" in line and 'get_context("spawn")' in line for line in lines)
-
-
-@needs_fork
-def test_a_process_forked_before_use_computes():
-    """Imports, and looking at the machine, are no use."""
-    assert in_new_process(FORKED, "before") == "fine\n"
+    before, *after = in_new_process(FORKED, str(config)).splitlines()
+    assert before == "fine" and [line.split(":")[0] for line in after] == ["RuntimeError"] * 6 + ["UserError"]
+    assert all("after MLX was used there" in line and 'get_context("spawn")' in line for line in after)
