@@ -3,11 +3,11 @@
 import json
 import shutil
 
-import mlx.core as mx
 import pytest
 
 from runners.config.loading import load_config
 from runners.errors import UserError
+from runners.files.tensor_files import load_arrays, save_arrays
 from runners.machine.startup import Platform
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -64,29 +64,11 @@ def train(*, resume=False, allow=False):
     return result, notes.lines
 
 
-def other_column(folder):
-    """A reward reads it; prompts and answers are as they were."""
-    write_rows(folder, [{**row, "level": row["level"] + 1} for row in ROWS])
-
-
-def other_reward(folder):
-    """The same name and another function."""
-    (folder / "level.py").write_text(REWARD.replace("% 7", "% 5"))
-
-
 def other_base(folder):
     """One number of its weights."""
-    weights = dict(mx.load(str(folder / "base/model.safetensors")))
-    name = "model.layers.0.mlp.up_proj.weight"
-    weights[name] = mx.array(weights[name])
-    weights[name][3, 4] += 0.5
-    mx.eval(weights)
-    mx.save_safetensors(str(folder / "base/model.safetensors"), weights, {"format": "mlx"})
-
-
-def other_end(folder):
-    """A token that did not end a completion before."""
-    (folder / "base/generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    weights, _ = load_arrays(folder / "base/model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 4] += 0.5
+    save_arrays(folder / "base/model.safetensors", weights, {"format": "mlx"})
 
 
 def other_config(folder):
@@ -95,19 +77,23 @@ def other_config(folder):
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_theta": 5e5}))
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (other_column, "the data's columns"),
-        (other_reward, "the file of the reward level.py:level_reward"),
-        (other_base, "the weights of the base model"),
-        (other_config, "the model's config.json"),
-        (other_end, "the tokens that end a completion"),
-    ],
-)
-def test_what_the_weights_depend_on_has_to_be_what_it_was(place, change, named):
+CHANGES = {
+    "the data's columns": lambda f: write_rows(f, [{**row, "level": row["level"] + 1} for row in ROWS]),
+    "the file of the reward level.py:level_reward": lambda f: (f / "level.py").write_text(
+        REWARD.replace("% 7", "% 5")
+    ),
+    "the weights of the base model": other_base,
+    "the model's config.json": other_config,
+    "the tokens that end a completion": lambda f: (f / "base/generation_config.json").write_text(
+        '{"eos_token_id": [2, 5]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("named", CHANGES)
+def test_what_the_weights_depend_on_has_to_be_what_it_was(place, named):
     """Named and refused, with not a byte changed; --allow-config-change goes on and says so."""
-    change(place)
+    CHANGES[named](place)
     before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         train(resume=True)

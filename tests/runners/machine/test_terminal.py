@@ -92,33 +92,23 @@ def test_a_report_whose_stream_fails_goes_on(monkeypatch):
     assert isinstance(make_report(), Quiet)
 
 
-def told(report):
-    """Text of strangers' in every place that a report has for one."""
-    with report:
-        for event in (
-            events.Status(EVIL),
-            events.Started(2, {"run": EVIL, EVIL: EVIL, "model": EVIL}),
-            events.Status(EVIL),
-            events.Updated({"update": 1, "reward": 0.5}),
-            events.Evaluated(EVIL, 0.5, 1, 2, 1.0),
-            events.Note(EVIL),
-            events.Status(EVIL),
-        ):
-            report.handle(event)
-        yield
-        report.handle(events.Finished({EVIL: EVIL}))
-
-
 def test_displays_show_it_visible():
     """The live line and all lines above it (rich lets escape sequences through), and TERM=dumb's lines."""
-    stream, plain, file = io.StringIO(), Terminal(), io.StringIO()
-    console = Console(file=stream, width=100, color_system=None)
-    report = LiveReport(console=console)
-    console.print(report.render())
-    for _ in told(report):
-        console.print(report.render())
-    assert harmless(stream.getvalue()) and stream.getvalue().count("evil") >= 9
-    for output in (plain, file):
-        list(told(PlainReport(output)))
+    live, plain, file = io.StringIO(), Terminal(), io.StringIO()
+    console = Console(file=live, width=100, color_system=None)
+    for report in (LiveReport(console=console), PlainReport(plain), PlainReport(file)):
+        with report:
+            for event in (
+                events.Status(EVIL),
+                events.Started(2, {"run": EVIL, EVIL: EVIL, "model": EVIL}),
+                events.Evaluated(EVIL, 0.5, 1, 2, 1.0),
+                events.Note(EVIL),
+                events.Status(EVIL),
+                events.Finished({EVIL: EVIL}),
+            ):
+                report.handle(event)
+                if isinstance(report, LiveReport):
+                    console.print(report.render())
+    assert harmless(live.getvalue()) and live.getvalue().count("evil") >= 9
     assert harmless(plain.getvalue()) and SHOWN in plain.getvalue()
     assert "\x1b]0;evil" in file.getvalue()  # as it is

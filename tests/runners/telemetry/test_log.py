@@ -3,8 +3,8 @@
 import json
 import math
 import sys
-import types
 from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock, call
 
 import mlx.core as mx
 import pytest
@@ -100,55 +100,36 @@ def test_a_missing_dashboard_names_its_package_before_anything_is_written(tmp_pa
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Stand-ins for the two packages record calls with the names and arguments of the real ones."""
-    made = []
-
-    def told(*name):
-        return lambda *given, **named: made.append((*name, *given, *named.values()))
-
-    def started(name, run=None):
-        return lambda **settings: made.append((name, settings)) or run
-
-    run = types.SimpleNamespace(log=told("wandb"), finish=told("wandb finished"))
-    writer = types.SimpleNamespace(
-        add_scalar=told("scalar"), add_text=told("text"), close=told("writer closed")
-    )
-    modules = {
-        "tensorboardX": {"SummaryWriter": lambda folder, purge_step: told("writer")(purge_step) or writer},
-        "wandb": {"init": started("wandb init", run)},
-    }
-    for name, members in modules.items():
-        module = types.SimpleNamespace(**members, __spec__=ModuleSpec(name, None))
+def dashboards(monkeypatch):
+    """Stand-ins for the two packages, which record their calls."""
+    modules = {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in ("tensorboardX", "wandb")}
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return made
+    return tuple(modules.values())
 
 
-def test_dashboards_get_finite_numbers_at_the_update(tmp_path, calls):
+def test_dashboards_get_finite_numbers_at_the_update(tmp_path, dashboards):
     """Both get the same numbers, without text and NaN, and are finished at the end."""
+    writer, run = dashboards[0].SummaryWriter.return_value, dashboards[1].init.return_value
     with MetricsLog(tmp_path, logged(**DASHBOARDS)) as log:
         log.log({"update": mx.array(7), "loss": 0.5, "kl": NAN, "who": "text", "flag": True})
-    numbers = {"update": 7, "loss": 0.5}
-    assert ("scalar", "loss", 0.5, 7) in calls and ("scalar", "update", 7, 7) in calls
-    assert ("wandb", numbers, 7) in calls
-    assert calls[-2:] == [("writer closed",), ("wandb finished",)]
-    assert not [call for call in calls if "kl" in call or "flag" in call]
+        assert not writer.close.called and not run.finish.called
+    assert writer.add_scalar.call_args_list == [call("update", 7, 7), call("loss", 0.5, 7)]
+    run.log.assert_called_once_with({"update": 7, "loss": 0.5}, step=7)
+    assert writer.close.called and run.finish.called
 
 
-def test_a_resumed_run_goes_on_in_its_own(tmp_path, calls):
+def test_a_resumed_run_goes_on_in_its_own(tmp_path, dashboards):
     """Project, entity and name are the config's; the id is the folder's; a new run has a new one."""
     config = logged(**DASHBOARDS, project="p", entity="team", run_name="shown")
 
     def started(**more):
-        calls.clear()
         MetricsLog(tmp_path, config, **more).close()
-        return {call[0]: call[1] for call in calls if len(call) > 1}
+        return [package.call_args.kwargs for package in (dashboards[0].SummaryWriter, dashboards[1].init)]
 
-    first, resumed, other = started(), started(keep={}, update=4), started()
-    wandb = first["wandb init"]
-    assert (wandb["project"], wandb["entity"], wandb["name"]) == ("p", "team", "shown")
-    assert wandb["resume"] is None and first["writer"] is None
-    again = resumed["wandb init"]
-    assert (again["id"], again["resume"]) == (wandb["id"], "allow")
-    assert resumed["writer"] == 5  # later updates are replaced
-    assert other["wandb init"]["id"] != wandb["id"]
+    (writer, first), (resumed, again), (_, other) = started(), started(keep={}, update=4), started()
+    assert (first["project"], first["entity"], first["name"]) == ("p", "team", "shown")
+    assert first["resume"] is None and writer["purge_step"] is None
+    assert (again["id"], again["resume"]) == (first["id"], "allow")
+    assert resumed["purge_step"] == 5  # later updates are replaced
+    assert other["id"] != first["id"]
