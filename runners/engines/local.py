@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.policy import Moments, QuantizedRole
-from grpo_fn.rollout import PREFILL_TOKENS, Column, Columns, Interrupted, decode, decode_after
+from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
 from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
 from runners.errors import is_out_of_memory
@@ -41,7 +42,6 @@ class LocalEngine:
     calibrates: bool = False  # whether it samples in full precision until it has `moments`
     # KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
     mismatch_limit: float = 0.0
-    vocabulary: int = 0  # token ids that the model knows; 0: not checked
     advance: Advance | None = None  # hears several times a second how far a rollout has come
     ranks: Ranks = attrs.field(factory=Ranks)  # those that sample together, each its share
 
@@ -80,7 +80,7 @@ class LocalEngine:
     ) -> g.Rollout:
         """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
 
-        If memory runs out, again with unused memory given back, then with half as many rows at a time.
+        If memory runs out, again with half as many rows at a time.
 
         The ranks of a run fall back together: all of them sample equally often, one without prompts too. A
         completion depends on its prompt's number, so that N ranks sample what one does.
@@ -89,21 +89,22 @@ class LocalEngine:
             rollout = self._fitting(requests, sampling, key, should_stop)
             if should_stop():
                 raise Cancelled(rollout)
-            fault = None
+            fault = False
             if self.quantization != "none":
-                found = self.ranks.all_gather_object("the sampler", self._fault(rollout))
-                fault = next((message.value for message in found if message.value is not None), None)
-            if fault is None:
+                bad = not mx.isfinite(rollout.logp_bt).all().item()
+                fault = self.ranks.any_rank("the sampler", bad)
+            if not fault:
                 versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
                 return attrs.evolve(rollout, version_b=versions_b)
-            self._give_up(f"{fault}; the rollout was sampled again")
+            self._give_up("its log-probs are not finite; the rollout was sampled again")
             if requests.replies is not None:
                 raise Restart
 
     def stream(
         self, request: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
     ) -> Iterator[Token]:
-        """As `Engine`. Keys and values are kept for the next stream, which computes only what differs."""
+        """As `Engine`. Keys and values of a finished stream are kept for the next, which computes only what
+        differs."""
         (prompt,), (number,) = request.prompts, request.numbers or (0,)
         policy, params = self.sampler
         caches, held = None, 0
@@ -118,7 +119,7 @@ class LocalEngine:
             how |= {"images": request.images, "prompt_numbers": [number]}
             columns = decode(policy, params, [prompt], sampling, key=key, **how)
         tokens: list[int] = []
-        try:
+        with closing(columns):
             for column in _delayed(columns, int(self.decoding.pipelined)):
                 if column is not None:
                     tokens += on_host(column.tokens_b)
@@ -127,14 +128,7 @@ class LocalEngine:
                         break
                 if should_stop():
                     break
-        except GeneratorExit:  # between two tokens
-            raise
-        except BaseException:
-            caches = None  # what they hold is not known
-            raise
-        finally:
-            columns.close()
-            self._kept = None if caches is None else ([*prompt, *tokens], caches)
+        self._kept = None if caches is None else ([*prompt, *tokens], caches)
 
     def round_as(self, name: str, moments: Moments | None, formats: Mapping[str, str] | None = None) -> None:
         """From now on its weights have that format ("": the present one), or theirs in `formats`."""
@@ -181,24 +175,20 @@ class LocalEngine:
     def _fitting(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
     ) -> g.Rollout:
-        """`_sampled`, again where memory runs out, if no replies were made: down to one prompt at a time."""
+        """`_sampled`, in halves where memory runs out, if no replies were made: down to one prompt's rows."""
         group, rows = sampling.num_generations, len(requests.prompts) * sampling.num_generations
-        again = False
         while True:
-            together = min(self.decoding.max_batch or rows, rows)
             try:
                 return self._sampled(requests, sampling, key, should_stop)
             except Exception as error:
-                last = again and together <= group
-                if last or requests.replies is not None or not is_out_of_memory(error):
+                together = min(self.decoding.max_batch or rows, rows)
+                if together <= group or requests.replies is not None or not is_out_of_memory(error):
                     raise
                 reason = str(error)
             mx.clear_cache()  # outside the handler the failed rollout's arrays are free
-            if again:
-                together = group * max(together // group // 2, 1)
-                self.decoding = attrs.evolve(self.decoding, max_batch=together)
+            together = group * max(together // group // 2, 1)
+            self.decoding = attrs.evolve(self.decoding, max_batch=together)
             self._events.append(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
-            again = True
 
     def _sampled(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
@@ -218,24 +208,18 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
-        meter = Meter(self, requests, sampling)
+        most, done, reported = len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens, 0, 0.0
         try:
             while True:
-                meter.count(next(columns))
+                column = next(columns)
+                done += 0 if column is None else len(column.rows)
+                if self.advance and time.perf_counter() >= reported + PAUSE:
+                    self.advance("tokens", min(done, most), most)
+                    reported = time.perf_counter()
                 if should_stop():
                     columns.throw(Interrupted())
         except StopIteration as end:
             return end.value
-
-    def _fault(self, rollout: g.Rollout) -> str | None:
-        tokens_bt = rollout.tokens_bt
-        finite = mx.isfinite(rollout.logp_bt).all()
-        known = (tokens_bt >= 0).all()
-        if self.vocabulary:
-            known = known & (tokens_bt < self.vocabulary).all()
-        if not finite.item():
-            return "its log-probs are not finite"
-        return None if known.item() else "it drew a token that the model does not have"
 
     def _give_up(self, reason: str) -> None:
         self._events.append(f"sampling continues in full precision: {self.format}: {reason}")
@@ -283,41 +267,3 @@ def _empty(sampling: g.Sampling) -> g.Rollout:
         finished_b=mx.zeros((0,), mx.bool_),
         entropy_bt=none if sampling.with_entropy else None,
     )
-
-
-class Meter:
-    """Counts prompt tokens until the first token is drawn, then the steps of decoding, all rows at once."""
-
-    def __init__(self, engine: LocalEngine, requests: Requests, sampling: g.Sampling) -> None:
-        """Reports to the engine's `advance`, if it has one."""
-        max_batch, module = engine.decoding.max_batch, engine.full.module
-        together = max(max_batch // sampling.num_generations, 1) if max_batch else len(requests.prompts)
-        parts = -(-len(requests.prompts) // together)  # decoded one after the other
-        lengths = list(map(len, requests.prompts[:together]))
-        # A prefill gives control after each layer of each piece.
-        self._pieces = -(-max(lengths) // PREFILL_TOKENS) * max(len(getattr(module, "layers", ())), 1)
-        self._prompt_tokens, self._most = sum(lengths), sampling.max_new_tokens
-        self._advance, self._total = engine.advance, parts * sampling.max_new_tokens
-        self._computed = self._steps = self._before = 0
-        self._rows: set[int] = set()  # that are decoded, or were
-        self._reported = 0.0
-
-    def count(self, column: Column | None) -> None:
-        """Takes what the decoding has given."""
-        if column is None:
-            self._computed += 1
-        elif column.rows[0] in self._rows:
-            self._steps += 1
-        else:  # the next part
-            self._before += self._most if self._rows else 0
-            self._rows.update(column.rows)
-            self._steps = 1
-        now = time.perf_counter()
-        if self._advance is None or now < self._reported + PAUSE:
-            return
-        self._reported = now
-        if self._rows:
-            self._advance("tokens", self._before + min(self._steps, self._most), self._total)
-        else:
-            share = min(self._computed / self._pieces, 1.0)
-            self._advance("prompt tokens", round(self._prompt_tokens * share), self._prompt_tokens)

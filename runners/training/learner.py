@@ -20,7 +20,6 @@ from runners.machine.startup import Platform
 from runners.memory.sizes import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_check import check_model
-from runners.models.model_reader import vocabulary_rows
 from runners.models.role_quantization import (
     Budget,
     Calibration,
@@ -104,7 +103,6 @@ def build_learner(
     reference = _role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
     chosen = ((quantized, rollout.quantization), (reference, config.loss.ref_quantization))
     calibrated = next((role for role, name in chosen if role and is_calibrated(config, name)), None)
-    vocabulary = vocabulary_rows(loaded.module, loaded.config)
     policy = policy.without_weights()
     share_prompts = share_prompts and "share_prompts" not in found.given_up
     shares = {"share_prompts": share_prompts, "compile": compile_steps}
@@ -130,7 +128,6 @@ def build_learner(
             name=rollout.quantization,
             calibrates=calibrated is not None and calibrated is quantized,
             mismatch_limit=rollout.mismatch_limit,
-            vocabulary=vocabulary,
             advance=advance,
             ranks=ranks or Ranks(),
         ),

@@ -136,25 +136,17 @@ def test_an_engine_that_calibrates_samples_in_full_precision_until_it_has_moment
         engine.check_mismatch(seen(0.1, 9.0))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda r: {"logp_bt": r.logp_bt + mx.where(mx.arange(7) == 2, mx.nan, 0.0)}, "not finite"),
-        (lambda r: {"logp_bt": r.logp_bt - mx.where(mx.arange(7) == 1, mx.inf, 0.0)}, "not finite"),
-        (lambda r: {"tokens_bt": r.tokens_bt + 61 * (mx.arange(7) == 3).astype(mx.int32)}, "does not have"),
-        (lambda r: {"tokens_bt": r.tokens_bt - 61 * (mx.arange(7) == 3).astype(mx.int32)}, "does not have"),
-    ],
-)
-def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, drawn, spoil, reason):
-    """NaN, infinity or a strange token: the same rollout comes from the learner's own weights instead."""
+@pytest.mark.parametrize("bad", [mx.nan, -mx.inf])
+def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, drawn, bad):
+    """NaN or infinity: the same rollout comes from the learner's own weights instead."""
     sound = tiny_rollout()
-    engine = engine_of(policy, vocabulary=61)
+    engine = engine_of(policy)
     quantized = engine.sampler
-    calls = drawn(attrs.evolve(sound, **spoil(sound)), sound, sound)
+    calls = drawn(attrs.evolve(sound, logp_bt=mx.where(mx.arange(7) == 2, bad, sound.logp_bt)), sound, sound)
     found = engine.generate(REQUESTS, SAMPLING, key=KEY)
     assert found.tokens_bt is sound.tokens_bt and set(found.version_b.tolist()) == {3}
     assert calls == [quantized, (policy, policy.params)]
-    assert reason in engine.events()[0] and reason in str(engine.fallback)
+    assert "not finite" in engine.events()[0] and "not finite" in str(engine.fallback)
     engine.generate(REQUESTS, SAMPLING, key=KEY)
     assert calls[2] == (policy, policy.params)
 
@@ -162,7 +154,7 @@ def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, d
 def test_a_fallback_restarts_conversations(policy, drawn):
     """Replies that have been given belong to the turns that failed."""
     sound = tiny_rollout()
-    engine = engine_of(policy, vocabulary=61)
+    engine = engine_of(policy)
     drawn(attrs.evolve(sound, logp_bt=sound.logp_bt + mx.nan), sound)
     requests = attrs.evolve(REQUESTS, replies=object())
     with pytest.raises(Restart):
@@ -172,7 +164,7 @@ def test_a_fallback_restarts_conversations(policy, drawn):
 
 def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     """It falls back with it, though its own numbers are sound."""
-    others = ["its log-probs are not finite"]
+    others = [True]
 
     class Two(Ranks):
         """This rank and another."""
