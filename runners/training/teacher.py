@@ -11,23 +11,16 @@ import numpy as np
 import grpo_fn as g
 from grpo_fn.compile import round_up
 from grpo_fn.learner import Teacher, as_teacher_reads, can_share
-from grpo_fn.trees import Tree, named_leaves
+from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.config.names import SELF
 from runners.data.prompts import Example
 from runners.data.rendering import render
 from runners.errors import UserError, show
+from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import LoadedModel
-from runners.models.model_reader import (
-    cast_floating,
-    check_finite,
-    choose_dtype,
-    load_module,
-    load_tokenizer,
-    vocabulary_rows,
-)
 from runners.rewards.experience import Experience
 from runners.training.gradients import MicroBatches
 
@@ -111,8 +104,7 @@ def make_grader(
 ) -> Grader | None:
     """The teacher of a checked config, None if it has none; `policy` and `params` are the student's first.
 
-    Raises UserError, before its weights are read, for a vocabulary that is not the student's; and as
-    `load_model` does.
+    Raises UserError for a vocabulary that is not the student's, and as `load_inference` does.
     """
     settings = config.teacher
     if not settings.path:
@@ -132,22 +124,13 @@ def make_grader(
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
     """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not known)."""
-    where, trust = config.where("teacher.path"), config.model.trust_remote_code
-    folder = resolve_model(config.teacher.path, "teacher.path")
-    known = loaded.tokenizer.get_vocab()
-    own = {token: number for token, number in known.items() if rows is None or number < rows}
-    theirs = load_tokenizer(folder, trust).get_vocab()
-    for token, number in own.items():
-        if theirs.get(token) != number:
+    folder, trust = resolve_model(config.teacher.path, "teacher.path"), config.model.trust_remote_code
+    found = load_inference(str(folder), platform, dtype=config.model.dtype, trust_remote_code=trust)
+    theirs = found.tokenizer.get_vocab()
+    for token, number in loaded.tokenizer.get_vocab().items():
+        if theirs.get(token) != number and (rows is None or number < rows):
             raise UserError(
-                f"{where}: expected the vocabulary of {loaded.path}, whose {show(token)} is the id {number}, "
-                f"found {theirs.get(token, 'no such token')} in {folder}"
+                f"{config.where('teacher.path')}: expected the vocabulary of {loaded.path}, whose "
+                f"{show(token)} is the id {number}, found {theirs.get(token, 'no such token')} in {folder}"
             )
-    module, stated = load_module(folder, trust)
-    needed, found = 1 + max(own.values()), vocabulary_rows(module, stated)
-    if found < needed:
-        raise UserError(f"{where}: {folder}: expected an embedding of at least {needed} rows, found {found}")
-    check_finite(named_leaves(module.parameters()), folder)
-    cast_floating(module, choose_dtype(config.model.dtype, platform, module))
-    mx.eval(module.parameters())
-    return g.Policy.for_inference(module)
+    return found.engine.full
