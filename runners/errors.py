@@ -56,6 +56,8 @@ class ConfigError(UserError):
 class RewardError(UserError):
     """A reward failed, and reward.on_error or reward.stop_if_all_fail lets that end the run."""
 
+    on_all_ranks = False  # whether all ranks of the run raise it at the same place
+
 
 @attrs.frozen
 class Failure:

@@ -208,7 +208,11 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
-        most, done, reported = len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens, 0, 0.0
+        most, done, reported = (
+            len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens,
+            0,
+            0.0,
+        )
         try:
             while True:
                 column = next(columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,16 +24,21 @@ COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """What is counted of a conversation; "cut" are shortened results."""
 
 
+def _rows(rows: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, rows))
+
+
 @attrs.frozen(eq=False)
 class FinishedEpisodes:
     """The data of a rollout's finished episodes, row by row."""
 
-    messages: tuple[tuple[Message, ...], ...]  # after the prompt, in TRL's form for rewards
-    environments: tuple[Any, ...]
-    counted: tuple[Mapping[str, int], ...]  # by the names of `COUNTS`
-    faults: tuple[str, ...]  # why a row has no reward; empty: it has one
-    sampled: tuple[tuple[int, ...], ...]  # each row's sampled tokens
-    seconds: tuple[float, ...]  # of its calls
+    # After the prompt, in TRL's form for rewards.
+    messages: tuple[tuple[Message, ...], ...] = attrs.field(converter=_rows)
+    environments: tuple[Any, ...] = attrs.field(converter=tuple)
+    counted: tuple[Mapping[str, int], ...] = attrs.field(converter=tuple)  # by the names of `COUNTS`
+    faults: tuple[str, ...] = attrs.field(converter=tuple)  # why a row has no reward; empty: it has one
+    sampled: tuple[tuple[int, ...], ...] = attrs.field(converter=_rows)  # each row's sampled tokens
+    seconds: tuple[float, ...] = attrs.field(converter=tuple)  # of its calls
 
     @property
     def counts(self) -> dict[str, np.ndarray]:
@@ -42,14 +47,12 @@ class FinishedEpisodes:
 
     def rows(self, index: Sequence[int]) -> FinishedEpisodes:
         """The data of only these rows."""
-        return FinishedEpisodes(*(tuple(column[i] for i in index) for column in self._columns))
+        return FinishedEpisodes(*([column[i] for i in index] for column in self._columns))
 
     @classmethod
     def concatenated(cls, parts: Sequence[FinishedEpisodes]) -> FinishedEpisodes:
         """One after another."""
-        return cls(
-            *(tuple(chain(*columns)) for columns in zip(*(part._columns for part in parts), strict=True))
-        )
+        return cls(*(chain(*columns) for columns in zip(*(part._columns for part in parts), strict=True)))
 
     @property
     def _columns(self) -> tuple[tuple[Any, ...], ...]:
@@ -71,17 +74,19 @@ class Experience:
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
-    texts: tuple[str, ...]  # B = P·G completions as for rewards: with the nudge in front
+    texts: tuple[str, ...] = attrs.field(
+        converter=tuple
+    )  # B = P·G completions as for rewards: with the nudge in front
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
     advantages_pg: mx.array  # [P,G], or of turns [P,G,S]
     sampled_tokens: int  # tokens drawn, including those of replaced groups
     seconds: dict[str, float]  # "rollout", "reward"
     resampled: int = 0  # groups that dynamic sampling replaced
-    problems: tuple[str, ...] = ()  # faults in scoring, a line each
+    problems: tuple[str, ...] = attrs.field(default=(), converter=tuple)  # faults in scoring, a line each
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # columns that rewards logged, B entries each
     logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
-    reward_names: tuple[str, ...] = ()  # of the rows of values_kb
+    reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)  # of the rows of values_kb
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none

@@ -11,7 +11,6 @@ import mlx.core as mx
 import grpo_fn as g
 from runners.data.prompts import Example
 from runners.engines.engine import DEFAULT_ROWS
-from runners.errors import RewardError, UserError
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
 from runners.rewards.calls import TrainerState
@@ -19,8 +18,6 @@ from runners.telemetry.events import Evaluated
 from runners.telemetry.records import evaluation_records
 from runners.training.session import Session
 from runners.training.supervised import gold_experience
-
-LONG = 60.0  # seconds: a shorter evaluation before training is not saved at once
 
 
 def evaluate_if_due(session: Session) -> None:
@@ -33,23 +30,15 @@ def evaluate_if_due(session: Session) -> None:
 
 
 def evaluate(session: Session, name: str) -> None:
-    """Measures exact match and the run's own rewards. A long evaluation before training is saved at once."""
+    """Measures exact match and the run's own rewards."""
     with session.steps.times.stopped():
         gold = _gold_metrics(session)
-        try:
-            # Completions are measured by the run's rewards or by their answers.
-            collector, form = session.run.collector, session.config.answer_form
-            measures = collector.scorer.rewards or form or collector.environments
-            problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
-        except RewardError as error:
-            if not session.ranks.is_alone:  # the others are within the evaluation
-                raise UserError(str(error)) from error
-            session.save_to_stop("before the reward failed: ")
-            raise
+        # Completions are measured by the run's rewards or by their answers.
+        collector, form = session.run.collector, session.config.answer_form
+        measures = collector.scorer.rewards or form or collector.environments
+        problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
         with session.committing("the evaluation"):
             _log(session, name, problems, result, gold)
-    if session.state.batch_step == 0 and result.seconds >= LONG:
-        session.save()
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:

@@ -22,7 +22,7 @@ from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of
 from runners.engines.engine import Engine, requests_of
 from runners.environments.environments import Environments
-from runners.errors import RewardError, UserError
+from runners.errors import RewardError
 from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
@@ -40,8 +40,6 @@ from runners.rewards.experience import (
 from runners.rewards.scoring import Failed, Scorer
 from runners.tokenization.text import TextDecoder
 
-_TUPLES = ("texts", "problems", "reward_names")  # which JSON makes lists
-_ELSEWHERE = ("rollout", "examples", "played")  # fields of their own
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
 
 
@@ -121,10 +119,12 @@ class Collector:
         self._ended.update(ended)
         broken = [fault.line for k, fault in failed.items() if ended.get(k, _PATIENCE) >= _PATIENCE]
         if broken and self.config.reward.stop_if_all_fail:
-            raise RewardError(
+            error = RewardError(
                 f"{broken[0]}; it failed for every completion of this batch step: fix it "
                 "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
             )
+            error.on_all_ranks = True
+            raise error
 
     def _on_all_ranks(
         self, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
@@ -134,80 +134,39 @@ class Collector:
         own = [examples[number] for number in numbers]
         size, begun = self.sampling.num_generations, self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
-        part, fault = self._stage(own, numbers, sampling, key, trainer_state)
+        part = self._scored(own, numbers, sampling, key, trainer_state)
         if begun:  # all ranks sample equally often
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist() if part else []
             again = [own[p] for p in varied], [numbers[p] for p in varied]
             sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
-            rest, late = self._stage(*again, sampling, key, trainer_state)
-            fault = fault or late
-            if part is not None and fault is None:
-                part = self._whole(part, rest, varied)
-        if part is not None and self.ranks.is_alone:
-            return part
-        return gather_rollout(self.ranks, examples, None if fault else part, fault)
+            rest = self._scored(*again, sampling, key, trainer_state)
+            if part is not None:
+                whole = join_stages(part, rest, varied, size)
+                rewards_pg = self._combined(whole.values_kb, whole.penalty_b, size)
+                part = attrs.evolve(whole, rewards_pg=rewards_pg)
+        return part if part and self.ranks.is_alone else gather_rollout(self.ranks, examples, part)
 
-    def _stage(
+    def _scored(
         self,
         examples: Sequence[Example],
         numbers: Sequence[int],
         sampling: g.Sampling,
         key: mx.array,
         trainer_state: TrainerState,
-    ) -> tuple[Experience | None, str | None]:
-        """This rank's completions with their rewards, None without examples; or why a reward ends the run."""
-        started = time.perf_counter()
-        try:
-            rollout, played = self._sampled(examples, numbers, sampling, key)
-        except RewardError as error:
-            if self.ranks.is_alone:
-                raise
-            raise UserError(str(error)) from error  # the others are within the rollout: nothing is saved
-        try:
-            return self._scored(examples, rollout, played, trainer_state, started) if examples else None, None
-        except RewardError as error:
-            if self.ranks.is_alone:
-                raise
-            return None, str(error)
+    ) -> Experience | None:
+        """This rank's completions, or conversations, with their rewards; None without examples.
 
-    def _whole(self, first: Experience, rest: Experience | None, groups: Sequence[int]) -> Experience:
-        """Both stages as one; the rest is of these groups."""
-        size = self.sampling.num_generations
-        whole = join_stages(first, rest, groups, size)
-        rewards_pg = self._combined(whole.values_kb, whole.penalty_b).reshape(-1, size)
-        return attrs.evolve(whole, rewards_pg=rewards_pg)
-
-    def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int = 0) -> np.ndarray:
-        """The rewards of completions, float64 [B], in groups of `size`, with the penalty on their lengths."""
-        rewards_b = g.combine_rewards(
-            mx.array(values_kb.astype(np.float32)),
-            mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
-            aggregate=self.config.reward.aggregate,
-            group_size=size or self.sampling.num_generations,
-        )
-        return np.array(rewards_b if penalty_b is None else rewards_b + mx.array(penalty_b), np.float64)
-
-    def _sampled(
-        self, examples: Sequence[Example], numbers: Sequence[int], sampling: g.Sampling, key: mx.array
-    ) -> tuple[g.Rollout, FinishedEpisodes | None]:
-        """Completions, or conversations; `numbers` are the examples' places among those of all ranks."""
+        `numbers` are the examples' places among those of all ranks.
+        """
+        started, played, size = time.perf_counter(), None, sampling.num_generations
         if self.environments is None:
-            requests = requests_of(examples, numbers, self.vision)
-            return self.engine.generate(requests, sampling, key=key), None
-        agree = functools.partial(self.ranks.any_rank, "the prompts")
-        return self.environments.play(self.engine, examples, sampling, key=key, numbers=numbers, agree=agree)
-
-    def _scored(
-        self,
-        examples: Sequence[Example],
-        rollout: g.Rollout,
-        played: FinishedEpisodes | None,
-        trainer_state: TrainerState,
-        started: float,
-    ) -> Experience:
-        """The rollout that began at `started`, with its rewards."""
-        sampled, size = time.perf_counter(), rollout.num_generations
-        completions = rollout.completions()
+            rollout = self.engine.generate(requests_of(examples, numbers, self.vision), sampling, key=key)
+        else:
+            how = {"numbers": numbers, "agree": functools.partial(self.ranks.any_rank, "the prompts")}
+            rollout, played = self.environments.play(self.engine, examples, sampling, key=key, **how)
+        if not examples:
+            return None
+        sampled, completions = time.perf_counter(), rollout.completions()
         texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
         scores = self.scorer.score(
             texts,
@@ -224,8 +183,7 @@ class Collector:
             scores.problems.extend(check_turn_rewards(scores, rollout))
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         penalty_b = None if penalty_b is None else np.array(penalty_b)
-        rewards_b = self._combined(scores.values_kb, penalty_b, size)
-        rewards_pg = rewards_b.reshape(len(rollout.prompts), size)
+        rewards_pg = self._combined(scores.values_kb, penalty_b, size)
         return Experience(
             rollout=rollout,
             examples=tuple(examples),
@@ -244,24 +202,28 @@ class Collector:
             failed=scores.failed,
         )
 
+    def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int) -> np.ndarray:
+        """The rewards of completions in groups of `size`, float64 [P,G], with the length penalty."""
+        rewards_b = g.combine_rewards(
+            mx.array(values_kb.astype(np.float32)),
+            mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
+            aggregate=self.config.reward.aggregate,
+            group_size=size,
+        )
+        rewards_b = rewards_b if penalty_b is None else rewards_b + mx.array(penalty_b)
+        return np.array(rewards_b, np.float64).reshape(-1, size)
 
-def gather_rollout(
-    ranks: Ranks, examples: Sequence[Example], part: Experience | None, fault: str | None
-) -> Experience:
+
+def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience | None) -> Experience:
     """The whole experience of these examples of all ranks, from every rank's part; the same on all ranks.
 
-    `part` is this rank's, None if it has no example or a `fault`: why its rewards end the run. Raises
-    RewardError, on all ranks, if one rank has a fault.
+    `part` is this rank's, None if it has no example.
     """
-    messages = ranks.all_gather_object("the rollout", [part and _packed(part), fault])
-    found = [message.value for message in messages]
-    for rank, (_, line) in enumerate(found):
-        if line:
-            raise RewardError(f"{ranks.name(rank)}: {line}")
+    messages = ranks.all_gather_object("the rollout", part and _packed(part))
     parts = {
-        rank: _unpacked(value, examples[rank :: ranks.count])
-        for rank, (value, _) in enumerate(found)
-        if value
+        rank: _unpacked(message.value, examples[rank :: ranks.count])
+        for rank, message in enumerate(messages)
+        if message.value
     }
     experiences = list(parts.values())
     # Where each example's group is among those of the parts, one after the other.
@@ -273,41 +235,39 @@ def gather_rollout(
     seconds = {"rollout": longest, "reward": scored - longest}
     for rank in range(ranks.count):
         seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
-    sampled = sum(experience.sampled_tokens for experience in experiences)
-    # Environments' faults are counted over the whole batch; other lines are not repeated.
-    lines = [] if whole.played is None else list(whole.played.problems)
-    for each in experiences:
-        counted = () if each.played is None else each.played.problems
-        lines += [line for line in each.problems if line not in counted]
-    problems = tuple(dict.fromkeys(lines))
-    return attrs.evolve(whole, sampled_tokens=sampled, problems=problems, seconds=seconds)
+    return attrs.evolve(
+        whole,
+        sampled_tokens=sum(experience.sampled_tokens for experience in experiences),
+        problems=tuple(dict.fromkeys(whole.problems)),
+        seconds=seconds,
+    )
 
 
 def _packed(experience: Experience) -> dict[str, Any]:
     """Plain values and arrays. An environment stays on its rank: only its rewards need it."""
-    played = experience.played and attrs.evolve(experience.played, environments=())
     return {
-        **_fields(experience, *_ELSEWHERE),
+        **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
-        "played": played and {**_fields(played), "counted": list(map(dict, played.counted))},
+        "played": experience.played and _fields(experience.played, "environments"),
         "failed": [(k, *attrs.astuple(fault)) for k, fault in experience.failed.items()],
     }
 
 
 def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
+    """The inverse of `_packed`, whose tuples have become lists and whose arrays are NumPy's."""
     rollout, played = value["rollout"], value["played"]
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
     }
     drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
-    if played is not None:
-        rows = {name: tuple(played[name]) for name in ("counted", "faults", "seconds")}
-        rows |= {name: tuple(map(tuple, played[name])) for name in ("messages", "sampled")}
-        played = FinishedEpisodes(environments=(None,) * len(rows["faults"]), **rows)
-    fields = value | {name: tuple(value[name]) for name in _TUPLES}
-    fields |= {"rollout": g.Rollout(**drawn), "examples": tuple(examples), "played": played}
-    fields["failed"] = {k: Failed(*fault) for k, *fault in value["failed"]}
-    return Experience(**{**fields, "advantages_pg": mx.array(value["advantages_pg"])})
+    fields = value | {
+        "rollout": g.Rollout(**drawn),
+        "examples": tuple(examples),
+        "advantages_pg": mx.array(value["advantages_pg"]),
+        "played": played and FinishedEpisodes(environments=(None,) * len(played["faults"]), **played),
+        "failed": {k: Failed(*fault) for k, *fault in value["failed"]},
+    }
+    return Experience(**fields)
 
 
 def _fields(value: Any, *left: str) -> dict[str, Any]:

@@ -75,6 +75,10 @@ def run_training(
         session = stack.enter_context(start_or_resume(config, machine, ranks, signals, report, worker, **how))
         try:
             return train(session)
+        except RewardError as error:
+            if ranks.is_alone or error.on_all_ranks:  # else the others wait within a rollout
+                session.save_to_stop("before the reward failed: ")
+            raise
         except Stopped as stopped:
             ranks.stop_together(stopped)
             stopped.saved = session.save_to_stop("interrupted: ")
@@ -103,11 +107,7 @@ def train(session: Session) -> RunResult:
 def take_batch_step(session: Session) -> None:
     """One rollout, with its rewards: its micro-batches wait for their updates."""
     session.shown.status("sampling")
-    try:
-        experience = session.steps.roll_out(session.state)  # prompts -> completions -> rewards -> advantages
-    except RewardError:
-        session.save_to_stop("before the reward failed: ")
-        raise
+    experience = session.steps.roll_out(session.state)  # prompts -> completions -> rewards -> advantages
     parts, budget = session.steps.cut(session.state, experience)  # -> micro-batches
     with session.committing("the batch step"):
         session.state = session.steps.accept(session.state, experience, parts, budget)

@@ -121,7 +121,6 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
         "advantages": np.array(found.advantages_pg).tolist(),
         "examples": [example.messages for example in found.examples],
         "tokens": found.sampled_tokens,
-        "problems": found.problems,
         "messages": played.messages,
         "counts": {name: values.tolist() for name, values in played.counts.items()},
         "faults": played.faults,

@@ -10,9 +10,8 @@ import pytest
 
 from runners.machine.signals import ASKED, Stopped, StopSignals
 from runners.telemetry.report import Quiet
-from runners.training import evaluation
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, Killed, Killer, config_in, outcome, straight_run
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
@@ -71,15 +70,12 @@ def test_a_run_that_is_asked_to_stop_saves_where_it_is(tmp_path, name):
     assert outcome(resumed.folder) == outcome(straight.folder)
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_a_resume_repeats_no_evaluation(tmp_path, monkeypatch, long):
-    """The one before training is saved when a signal comes; a long one at once, so that SIGKILL keeps it."""
+def test_a_resume_repeats_no_evaluation(tmp_path):
+    """The one before training is saved when a signal comes."""
     settings = [*SHORT, "checkpoint.every=0", "eval.at_start=true", "eval.samples=2", "answer.form=exact"]
     config = config_in(tmp_path / "b", *settings)
-    if long:
-        monkeypatch.setattr(evaluation, "LONG", 0.0)
-    with pytest.raises(Killed if long else Stopped):
-        run_training(config, report=Killer("sampling", 2) if long else Signals(signal.SIGINT, "sampling", 1))
+    with pytest.raises(Stopped):
+        run_training(config, report=Signals(signal.SIGINT, "sampling", 1))
     resumed = run_training(config, report=Killer("evaluating", 2), resume=True)
     assert resumed.first_em is not None
     assert outcome(resumed.folder) == outcome(straight_run(*settings).folder)
