@@ -68,7 +68,7 @@ class Many(Echo):
 
 
 @pytest.fixture
-def write(tmp_path, monkeypatch) -> Path:
+def write(tmp_path, monkeypatch):
     """Writes a config with this environment; each turn of the model is a call of its tool."""
     monkeypatch.setattr(
         CallReader, "read", lambda self, text: ParsedTurn(text, (ToolCall("say", {"message": text[-3:]}),))

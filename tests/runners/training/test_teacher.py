@@ -1,6 +1,7 @@
 """Runs with a teacher: its KL falls, as a reward and in the loss; its log-probs, prompts and memory."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +23,7 @@ TEMPERATURE = 0.9
 
 
 @pytest.fixture
-def write(tmp_path) -> Path:
+def write(tmp_path):
     """Writes a config: a student, another model as its teacher, and keys of both."""
     (tmp_path / "letters.py").write_text(LETTERS)
     for name, options in {
@@ -70,9 +71,9 @@ def test_a_student_approaches_its_teacher(write, form, task):
 
 def first_batch(path: Path, ranks: Ranks | None = None):
     """A run's first experience, its batch as it is cut, and the run."""
-    run = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks()).build()
+    run: Any = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks()).build()
     run.learner.engine.load(run.learner.state.old_params, 0)
-    steps = TrainSteps(run, Silent())
+    steps = TrainSteps(run, cast(Any, Silent()))
     state = RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
     experience = steps.roll_out(state)
     batch = steps.counted(experience)
