@@ -8,8 +8,8 @@ content: contents that have passed are remembered in the user's cache folder.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-from contextlib import closing, suppress
+from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
 from runners.errors import UserError
@@ -30,37 +30,27 @@ def check_tokenizer(folder: Path) -> None:
     """
     if folder.resolve() == MODEL_DIR.resolve():
         return
-    files = files_of(folder)
-    digest = _digest(files)
-    if remembers("checked", digest):
+    contents = {file.name: file.read_bytes() for file in files_of(folder)}
+    total = hashlib.sha256(" ".join(map(version, ("jinja2", "tokenizers"))).encode())
+    for name, content in contents.items():
+        total.update(f"\0{name}\0{len(content)}\0".encode() + content)
+    if remembers("checked", total.hexdigest()):
         return
-    size = sum(file.stat().st_size for file in files)
+    size = sum(map(len, contents.values()))
     seconds, memory = _SECONDS + _SECONDS_A_BYTE * size, _MEMORY + _MEMORY_A_BYTE * size
-    with closing(
-        BoundedFunction("runners.tokenization.first_use:first_use", seconds=seconds, memory=memory)
-    ) as use:
+    function = "runners.tokenization.first_use:first_use"
+    with closing(BoundedFunction(function, seconds=seconds, memory=memory)) as use:
         if use("/nowhere") is None:  # no process can be started: nothing is checked
             return
-        fault = use(str(folder))
-    if fault is None:
-        limits = f"{seconds:.3g} s or {memory / 1e6:,.0f} MB"
-        fault = f"its tokenizer or chat template takes more than {limits} for a short text"
-    if fault:
-        raise UserError(f"{folder}: {fault}")
-    remember("checked", digest)
+        if use(str(folder)) is None:
+            raise UserError(
+                f"{folder}: its tokenizer or chat template takes more than {seconds:.3g} s or "
+                f"{memory / 1e6:,.0f} MB for a short text"
+            )
+    remember("checked", total.hexdigest())
 
 
 def files_of(folder: Path) -> list[Path]:
     """The files of a model's folder that its tokenizer and template are read from."""
     named = [folder / name for name in _FILES]
     return [file for file in (*named, *sorted(folder.glob(_MORE_TEMPLATES))) if file.is_file()]
-
-
-def _digest(files: list[Path]) -> str:
-    versions = map(importlib.metadata.version, ("jinja2", "tokenizers"))
-    total = hashlib.sha256(" ".join(versions).encode())
-    for file in files:
-        with suppress(OSError):  # the next reader reports the fault
-            content = file.read_bytes()
-            total.update(f"\0{file.name}\0{len(content)}\0".encode() + content)
-    return total.hexdigest()

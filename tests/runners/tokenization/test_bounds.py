@@ -92,40 +92,32 @@ LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 DOUBLE = (
     "{% set n = namespace(x='xx') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 )
-
-
-LIMITS = r"or chat template takes more than [\d.]+ s or 512 MB for a short text"
+LIMITS = r"its tokenizer or chat template takes more than [\d.]+ s or \d+ MB for a short text"
 TEMPLATES = {
-    "a product": ("{{ 'x' * 10**9 }}", 10.0, LIMITS),
-    "doubling": (DOUBLE, 10.0, LIMITS),
-    "a loop": (LOOP, 0.5, LIMITS),
-    "a power": ("{{ 10**(10**9) }}", 0.5, LIMITS),
-    "a long template": ("{{ messages }}" * 100_000, 0.5, "at most 1,048,576 characters, found 1,400,000"),
-    "a long prompt": ("{{ 'x' * 10**7 }}", 0.5, "makes 10,000,000 characters of a short conversation"),
+    "a product": ("{{ 'x' * 10**9 }}", 10.0),
+    "doubling": (DOUBLE, 10.0),
+    "a loop": (LOOP, 0.5),
+    "a power": ("{{ 10**(10**9) }}", 0.5),
+    "a long template": ("{{ messages }}" * 100_000, 0.5),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_without_end(folder, monkeypatch, name):
     """What a template asks for is seen in a process that can be ended: in time, or for its memory."""
-    template, seconds, line = TEMPLATES[name]
+    template, seconds = TEMPLATES[name]
     changed(folder / "tokenizer_config.json", chat_template=template)
     monkeypatch.setattr(tokenizer_check, "_SECONDS", seconds)
-    with pytest.raises(UserError, match=line):
+    with pytest.raises(UserError, match=LIMITS):
         check_tokenizer(folder)
-
-
-def replacing(text, times):
-    """A normalizer that makes much of a letter."""
-    step = {"type": "Replace", "pattern": {"String": "a"}, "content": text}
-    return {"type": "Sequence", "normalizers": [step] * times}
 
 
 def test_tokenizers_without_end(folder):
     """Growth; a bad template does not end the look at the tokenizer."""
     changed(folder / "tokenizer_config.json", chat_template="{% if %}")
     (folder / "chat_template.json").write_text("[")
-    changed(folder / "tokenizer.json", normalizer=replacing("a" * 100, 6))
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    changed(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [step] * 6})
     with pytest.raises(UserError, match="its tokenizer or chat template takes more than"):
         check_tokenizer(folder)
 
@@ -142,7 +134,8 @@ def test_what_has_passed_is_remembered_by_its_content(folder, monkeypatch, tmp_p
     check_tokenizer(folder)
     check_tokenizer(folder)
     assert len(runs) == 1
-    (folder / "chat_template.jinja").write_text("{{ 'x' * 10**9 }}")
+    (folder / "chat_template.jinja").write_text("{{ 10**(10**9) }}")
+    monkeypatch.setattr(tokenizer_check, "_SECONDS", 0.2)
     for _ in range(2):
         with pytest.raises(UserError):
             check_tokenizer(folder)
@@ -226,12 +219,6 @@ def one_string(path):
     assert path.stat().st_size < 1_000_000
 
 
-def delta(path):
-    """Each string as the one before."""
-    table = pa.table({"question": ["q" * 4000] * 30_000, "answer": ["5"] * 30_000})
-    write_parquet(path, table, use_dictionary=False, column_encoding={"question": "DELTA_BYTE_ARRAY"})
-
-
 def page(path):
     """A string of 100 MB, which a few kilobytes hold."""
     table = pa.table({"question": ["z" * 100_000_000, "q"], "answer": ["5"] * 2})
@@ -244,13 +231,7 @@ def nulls(path):
     write_parquet(path, pa.table({"question": ["q"] * 2, "answer": ["5"] * 2, "l": lists}))
 
 
-def nested(path):
-    """The repeated string inside of lists."""
-    table = pa.table({"question": ["q"], "answer": ["5"], "l": [["q" * 4000] * 30_000]})
-    write_parquet(path, table)
-
-
-@pytest.mark.parametrize("write", [one_string, delta, page, nulls, nested])
+@pytest.mark.parametrize("write", [one_string, page, nulls])
 def test_data_without_end(tmp_path, monkeypatch, write):
     """Repeated strings have a limit; what is refused is said in a line."""
     monkeypatch.chdir(tmp_path)
