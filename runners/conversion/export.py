@@ -155,8 +155,7 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
 
 
 def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], None]) -> None:
-    """Writes a run's or a folder's adapters for PEFT, completely or not at all; `note` gets what cannot load
-    them.
+    """Writes a run's or a folder's adapters for PEFT, completely or not at all.
 
     Raises UserError for a model without adapters, and for adapters that have no form in PEFT.
     """
@@ -166,15 +165,13 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
         raise UserError(f"{folder}: expected adapters for PEFT, found none; --out writes whole models")
     check_apart(target, folder)
     settings, tensors = read_folder(folder)
-    config, theirs, lines = to_peft(settings, tensors)
+    config, theirs = to_peft(settings, tensors)
     prompt = read_prompt(folder)
     with new_folder(target, replace=force) as temporary:
         save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})
         write_json(temporary / ADAPTER_CONFIG, config)
         if prompt is not None:
             write_prompt(temporary, prompt)
-    for line in lines:
-        note(line)
 
 
 def upload(folder: Path, repo: str, *, private: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -32,26 +33,13 @@ def add_adapters(module: nn.Module, settings: ModelConfig, seed: int, digest: st
     """Freezes the module and puts [model]'s adapters into it: those of `settings.adapters`, or new ones.
 
     `digest` is the `base_digest` of the module; "": not known. Returns mlx-lm's num_layers and
-    lora_parameters. Raises UserError as `new_adapters` does, and for a folder whose adapters are broken, of
-    another `tune`, or do not fit.
+    lora_parameters. Raises UserError as `new_adapters` and `read_adapters` do.
     """
     if not settings.adapters:
         return new_adapters(module, settings.tune, settings.lora, seed)
-    folder = Path(settings.adapters).expanduser()
-    stated, tensors = read_folder(folder)
-    tune = stated.get("fine_tune_type") or "lora"
-    if tune != settings.tune:
-        raise UserError(
-            f'model.adapters: {folder} holds adapters of fine_tune_type "{tune}"; expected model.tune = '
-            f'"{tune}", found "{settings.tune}"'
-        )
     module.freeze()
-    _put(module, stated, tensors, folder, settings.path, digest)
-    # The learner has no dropout.
-    return {
-        "num_layers": stated["num_layers"],
-        "lora_parameters": {**stated["lora_parameters"], "dropout": 0.0},
-    }
+    folder = Path(settings.adapters).expanduser()
+    return read_adapters(module, folder, settings.path, digest, tune=settings.tune)
 
 
 def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> dict:
@@ -120,31 +108,30 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     return (settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
 
 
-def read_adapters(module: nn.Module, folder: Path, path: Path) -> None:
+def read_adapters(
+    module: nn.Module, folder: Path, path: Path | str, digest: str | None = None, tune: str = ""
+) -> dict[str, Any]:
     """Puts a folder's adapters into the newly read module of `path`.
 
-    Raises UserError if the adapters are missing, incomplete, not finite, or made for another model.
+    `digest` is the `base_digest` of the module; None: it is computed if the adapters name theirs, which
+    mlx-lm's do not. Returns mlx-lm's num_layers and lora_parameters. Raises UserError if the adapters are
+    missing, incomplete, not finite, of another kind than `tune` (if given), or made for another model.
     """
-    stated, tensors = read_folder(folder)
-    digest = base_digest(named_leaves(module.parameters())) if BASE_DIGEST in stated else ""
-    _put(module, stated, tensors, folder, path, digest)
-
-
-def _put(
-    module: nn.Module,
-    stated: dict[str, Any],
-    tensors: dict[str, mx.array],
-    folder: Path,
-    path: Path | str,
-    digest: str,
-) -> None:
-    """Puts what `read_folder` gives into the module. Raises UserError if it is not all that is needed, and if
-    it says that it was made for weights of another digest; mlx-lm's adapters do not."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    tune, parameters = stated.get("fine_tune_type"), {**stated["lora_parameters"], "dropout": 0.0}
+    stated, tensors = read_folder(folder)
+    kind = stated.get("fine_tune_type") or "lora"
+    if tune and tune != kind:
+        raise UserError(
+            f'model.adapters: {folder} holds adapters of fine_tune_type "{kind}"; expected model.tune = '
+            f'"{kind}", found "{tune}"'
+        )
+    if digest is None:
+        digest = base_digest(named_leaves(module.parameters())) if BASE_DIGEST in stated else ""
+    # The learner has no dropout.
+    count, parameters = stated["num_layers"], {**stated["lora_parameters"], "dropout": 0.0}
     try:
-        linear_to_lora_layers(module, stated["num_layers"], parameters, use_dora=tune == "dora")
+        linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
     except Exception as error:  # mlx-lm may fail in any way for an untrusted config
         raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
     wanted = {
@@ -154,17 +141,13 @@ def _put(
         for leaf in ("lora_a", "lora_b", "m")
         if leaf in part
     }
-    if missing := sorted(wanted.keys() - tensors.keys()):
-        raise UserError(
-            f"{folder / ADAPTERS}: {len(missing)} of {len(wanted)} tensors are missing, the first is "
-            f"{missing[0]}"
-        )
-    for name, leaf in tensors.items():
-        if (shape := wanted.get(name)) != leaf.shape:
-            expected = f"the shape {list(shape)}" if shape else "no such tensor"
+    found = {name: leaf.shape for name, leaf in tensors.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            shapes = [list(table[name]) if name in table else "nothing" for table in (wanted, found)]
             raise UserError(
-                f"{folder}: the adapters do not fit {path}: {show(name)}: expected {expected}, found "
-                f"{list(leaf.shape)}"
+                f"{folder}: the adapters do not fit {path}: {show(name)}: expected the shape "
+                f"{shapes[0]}, found {shapes[1]}"
             )
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
@@ -173,6 +156,7 @@ def _put(
             "takes them)"
         )
     module.load_weights(list(tensors.items()), strict=False)
+    return {"num_layers": count, "lora_parameters": parameters}
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
@@ -224,12 +208,8 @@ def _sample(leaf: mx.array) -> mx.array:
 def _adaptable(module: nn.Module) -> set[str]:
     """The names for `lora.keys`: relative to a layer, or from the root for parts outside the layers."""
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-
-    def names(root: nn.Module) -> set[str]:
-        return {
-            name for name, part in root.named_modules() if isinstance(part, kinds) or hasattr(part, "to_lora")
-        }
-
-    inside = {name for layer in cast("list[nn.Module]", module.layers) for name in names(layer)}
-    outside = {name for name in names(module) if ".layers." not in f".{name}"}
-    return inside | outside
+    return {
+        re.sub(r"^.*?\.\d+\.", "", name)
+        for name, part in module.named_modules()
+        if isinstance(part, kinds) or hasattr(part, "to_lora")
+    }

@@ -61,29 +61,21 @@ def _is_names(value: Any) -> bool:
 
 
 _SIZE = _optional(_whole(0), "a whole number from 0 on")
-_COUNT = _optional(_whole(1), "a whole number from 1 on")
 _TEXT = _optional(lambda value: isinstance(value, str), "a text")
 _TABLE = _optional(lambda value: isinstance(value, dict), "a JSON object")
 _BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
 # Modules are built layer by layer before weights are checked: a billion layers would never end.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_PARTS = ("", "text_config.")
 _LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
 
 _END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
-# Of a config.json: the keys that are read here, and those that mlx-lm reads.
+# Of a config.json: the keys that are read here, and what mlx-lm would not survive.
 ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
 MODEL: dict[str, Rule] = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
     **ANY_MODEL,
-    "architectures": _optional(_is_names, "a list of texts"),
-    "image_token_id": _SIZE,
-    "tie_word_embeddings": _BOOL,
-    **dict.fromkeys(("model_file", "torch_dtype", "dtype", "quantization.mode"), _TEXT),
-    **dict.fromkeys(("quantization", "quantization_config", "vision_config", "id2label"), _TABLE),
-    **dict.fromkeys(("quantization.bits", "quantization.group_size"), _COUNT),
-    **dict.fromkeys((part + key for part in _PARTS for key in ("rope_scaling", "rope_parameters")), _TABLE),
-    **dict.fromkeys((part + key for part in _PARTS for key in _LAYER_COUNTS), _LAYERS),
+    **dict.fromkeys(("quantization", "vision_config", "rope_scaling", "rope_parameters"), _TABLE),
+    **dict.fromkeys((part + key for part in ("", "text_config.") for key in _LAYER_COUNTS), _LAYERS),
 }
 ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
@@ -94,6 +86,11 @@ ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for
     "lora_parameters.dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 to below 1"),
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
+# Of PEFT's: what changes the numbers and has no form in mlx-lm.
+_ONLY_PEFT = (
+    *("fan_in_fan_out", "lora_bias", "use_qalora", "layer_replication", "target_parameters"),
+    *("alora_invocation_tokens", "trainable_token_indices", "modules_to_save"),
+)
 PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is LoRA
     "peft_type": (lambda value: value == "LORA", "LORA"),
     "lora_alpha": (lambda value: _is_number(value) and value != 0, "a number other than 0"),
@@ -104,4 +101,5 @@ PEFT: dict[str, Rule] = {  # of PEFT's: what is read of it, and that its kind is
     "bias": (lambda value: value in (None, "none"), "none"),
     **dict.fromkeys(("use_dora", "use_rslora"), _BOOL),
     "base_model_name_or_path": _TEXT,
+    **dict.fromkeys(_ONLY_PEFT, (lambda value: not value, "none, as mlx-lm's adapters have no such thing")),
 }

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runners.errors import UserError, listed, show
-from runners.models.json_keys import PEFT, check_keys
+from runners.errors import UserError, show
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -25,9 +24,6 @@ _LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
     "lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b",
     "lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m",
 }  # fmt: skip
-# What changes the numbers and has no form in mlx-lm.
-_OTHERS = ("fan_in_fan_out", "lora_bias", "use_qalora", "layer_replication", "target_parameters",
-           "alora_invocation_tokens", "trainable_token_indices", "modules_to_save")  # fmt: skip
 # Where a vision-language model has its language part: in mlx-lm, in transformers.
 _INNER = ("language_model.model.", "model.language_model.")
 
@@ -40,16 +36,13 @@ def is_peft(settings: Mapping[str, Any]) -> bool:
 def from_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """adapter_config.json and tensors in mlx-lm's form.
+    """adapter_config.json, by the rules of json_keys, and tensors in mlx-lm's form.
 
     Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what a layer's
     scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm does not have.
     """
     import mlx.core as mx
 
-    check_keys(settings, folder / "adapter_config.json", PEFT)
-    if used := [name for name in _OTHERS if settings.get(name)]:
-        raise UserError(f"{folder}: mlx-lm's adapters have no {listed(used)}")
     layers: dict[str, dict[str, mx.array]] = {}
     for name, leaf in tensors.items():
         found = re.fullmatch(rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name)
@@ -57,17 +50,16 @@ def from_peft(
             raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
         layer = found[1].replace(_INNER[1], _INNER[0])
         layers.setdefault(layer, {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
-    if whole := [name for name, parts in layers.items() if not {"lora_a", "lora_b"} <= parts.keys()]:
-        raise UserError(f"{folder}: {whole[0]}: expected lora_A and lora_B, found one of them")
     if not layers:
         raise UserError(f"{folder}: expected tensors of adapters, found none")
+    for name, parts in layers.items():
+        if not {"lora_a", "lora_b"} <= parts.keys() or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]:
+            raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
     scales = {name: _scale(settings, name, rank, folder) for name, rank in ranks.items()}
     rank, scale = max(ranks.values()), next(iter(scales.values()))
     made: dict[str, mx.array] = {}
     for name, parts in layers.items():
-        if parts["lora_a"].shape[1] != ranks[name]:
-            raise UserError(f"{folder}: {name}: lora_A and lora_B have other ranks")
         room, factor = (0, rank - ranks[name]), scales[name] / scale
         b = parts["lora_b"] if factor == 1 else parts["lora_b"].astype(mx.float32) * factor
         parts |= {"lora_a": mx.pad(parts["lora_a"], [(0, 0), room]), "lora_b": mx.pad(b, [room, (0, 0)])}
@@ -80,11 +72,8 @@ def from_peft(
 
 def to_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
-) -> tuple[dict[str, Any], dict[str, mx.array], tuple[str, ...]]:
-    """PEFT's adapter_config.json and tensors, and lines on what does not load them.
-
-    Raises UserError for adapters of experts.
-    """
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """PEFT's adapter_config.json and tensors. Raises UserError for adapters of experts."""
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
     dora = settings.get("fine_tune_type") == "dora"
     made: dict[str, mx.array] = {}
@@ -108,14 +97,7 @@ def to_peft(
         # Blocks count from the last one: who has the first block has them all.
         "target_modules": sorted({x.rpartition(".")[2] if usual else x.replace(*_INNER) for x in layers}),
     }  # fmt: skip
-    lines = []
-    if dora:
-        lines.append("vLLM does not load DoRA; `grpo export --out` fuses the adapters")
-    elif rank > 16:
-        lines.append(f"vLLM loads these adapters with --max-lora-rank {rank} or more")
-    if any(layer.endswith("embed_tokens") for layer in layers):
-        lines.append("vLLM does not load adapters of embeddings; `grpo export --out` fuses them")
-    return config, made, tuple(lines)
+    return config, made
 
 
 def _scale(settings: Mapping[str, Any], layer: str, rank: int, folder: Path) -> float:
