@@ -20,8 +20,7 @@ from runners.errors import UserError, did_you_mean, show
 from runners.files.json_files import read_json, write_json
 
 PROMPT_FILE = "grpo_prompt.json"
-PROMPT_FORMAT = "grpo_fn.prompt"
-PROMPT_VERSION = 3
+_FORMAT = {"format": "grpo_fn.prompt", "version": 3}
 
 
 @attrs.frozen(kw_only=True)
@@ -64,8 +63,7 @@ _KEYS: dict[str, tuple[str, attrs.Attribute]] = {
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:
     """Writes grpo_prompt.json into a model's folder. OSError if the disk refuses."""
-    content = {"format": PROMPT_FORMAT, "version": PROMPT_VERSION, **attrs.asdict(settings)}
-    write_json(folder / PROMPT_FILE, content, ensure_ascii=False)
+    write_json(folder / PROMPT_FILE, _FORMAT | attrs.asdict(settings), ensure_ascii=False)
 
 
 def read_prompt(folder: Path) -> PromptSettings | None:
@@ -78,18 +76,14 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     if not os.path.lexists(file):
         return None
     content = read_json(file)
-    stated, version = content.pop("format", None), content.pop("version", None)
-    if stated != PROMPT_FORMAT:
-        raise UserError(f"{file}: format: expected {show(PROMPT_FORMAT)}, found {show(stated)}")
-    if version != PROMPT_VERSION or version is True:
-        raise UserError(f"{file}: version: expected {PROMPT_VERSION}, found {show(version)}")
+    stated = {key: content.pop(key, None) for key in _FORMAT}
+    if stated != _FORMAT:
+        raise UserError(f"{file}: expected {show(_FORMAT)}, found {show(stated)}")
     if unknown := sorted(content.keys() - _KEYS.keys()):
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
     for name, (_, known) in _KEYS.items():
-        if name not in content:
-            raise UserError(f"{file}: {name}: expected {rules.words(known.type)}, found nothing")
         try:
-            content[name] = rules.check(content[name], known)
+            content[name] = rules.check(content.get(name), known)
         except rules.Mismatch as error:
-            raise UserError(f"{file}: {name}: {error.reason(content[name])}") from error
+            raise UserError(f"{file}: {name}: {error.reason(content.get(name))}") from error
     return PromptSettings(**content)

@@ -102,7 +102,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path, picture):
     assert "expected bytes, or data.image_folder" in image_fault("a.png", None)
 
 
-def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
+def test_only_images_of_known_forms_and_sizes_are_read(tmp_path):
     """PostScript would start a program; a small file may be a huge picture."""
     from PIL import Image
 
@@ -113,10 +113,8 @@ def test_only_images_of_known_forms_and_sizes_are_read(tmp_path, monkeypatch):
             image_size(*image_files(name, tmp_path))
     Image.new("1", (12_000, 10_000)).save(tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size < 1 << 16
-    with pytest.raises(UserError, match=r"c\.png: expected 67,108,864 pixels at most, found 12,000 × 10,000"):
+    with pytest.raises(UserError, match=r"c\.png: cannot be read .*size \(120000000 pixels\)"):
         image_size(*image_files("c.png", tmp_path))
-    monkeypatch.setattr("runners.images.image_files.MAX_IMAGE_BYTES", 100)
-    assert "expected 100 bytes at most" in image_fault("c.png", tmp_path)
 
 
 def test_pictures_stand_upright(tmp_path):
