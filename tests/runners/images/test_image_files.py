@@ -2,6 +2,8 @@
 
 import io
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -183,11 +185,9 @@ def test_without_mlx_vlm_one_line_says_how_to_install_it(tmp_path, monkeypatch):
 def test_several_ranks_are_refused(tmp_path):
     """Before anything is read."""
 
-    class Two:
-        is_alone, count = False, 2
-
+    two: Any = SimpleNamespace(is_alone=False, count=2)
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")
     config = load_config(str(write_vision_run(tmp_path)))
     with pytest.raises(UserError, match=r"data\.image: prompts with images are trained on one rank, found 2"):
-        SetUp(config.check(), Platform("cpu"), ranks=Two()).build()
+        SetUp(config.check(), Platform("cpu"), ranks=two).build()

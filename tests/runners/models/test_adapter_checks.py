@@ -6,21 +6,21 @@ import shutil
 import mlx.core as mx
 import mlx_lm
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.config.loading import load_config
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.conversion.export import open_source
 from runners.errors import ConfigError, UserError
+from runners.files.tensor_files import load_arrays, save_arrays
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.models.adapters import SAMPLED, WHOLE, base_digest
+from runners.models.adapters import SAMPLED, WHOLE, base_digest, check_adapters
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
 from runners.models.model_writer import trained, write_trained
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
@@ -28,27 +28,33 @@ CPU = Platform(backend="cpu")
 TOKENS = mx.array([[5, 9, 70, 31]])
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A model and random adapters for it as a run saves them."""
+    folder = tmp_path_factory.mktemp("made")
+    path = make_model_folder(folder / "base", dtype="bfloat16")
+    loaded = load_model(ModelConfig(path=str(path), tune="lora", lora=LoraConfig(rank=2, scale=4.0)), CPU)
+    (folder / "adapter").mkdir()
+    weights, key = trained(loaded.module.trainable_parameters(), loaded), mx.random.key(1)
+    drawn = {name: mx.random.normal(leaf.shape, key=key) for name, leaf in weights.items()}
+    write_trained(folder / "adapter", drawn, loaded)
+    (folder / "adapter" / "config.json").unlink()
+    return folder
+
+
 @pytest.fixture
-def base(tmp_path, monkeypatch):
-    """A model in the current folder."""
+def base(made, tmp_path, monkeypatch):
+    """The model, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    return make_model_folder(tmp_path / "base", dtype="bfloat16")
+    return shutil.copytree(made / "base", tmp_path / "base")
 
 
 @pytest.fixture
-def adapter(base, tmp_path):
-    """Random adapters for it as a run saves them; `mlx` beside them: the same as mlx-lm saves them."""
-    settings = ModelConfig(path=str(base), tune="lora", lora=LoraConfig(rank=2, scale=4.0))
-    loaded = load_model(settings, CPU)
-    for name in ("adapter", "mlx"):
-        folder = tmp_path / name
-        folder.mkdir()
-        weights = trained(loaded.module.trainable_parameters(), loaded)
-        key = mx.random.key(1)
-        write_trained(folder, {n: mx.random.normal(w.shape, key=key) for n, w in weights.items()}, loaded)
-        (folder / "config.json").unlink()
-    edit(tmp_path / "mlx", base_digest=None)
-    return tmp_path / "adapter"
+def adapter(made, base, tmp_path):
+    """Its adapters."""
+    folder = shutil.copytree(made / "adapter", tmp_path / "adapter")
+    edit(folder, model=str(base))
+    return folder
 
 
 def edit(folder, **changes):
@@ -56,13 +62,6 @@ def edit(folder, **changes):
     file = folder / "adapter_config.json"
     settings = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
-
-
-def grpo(*arguments):
-    """What a command says: its exit code and its lines on stderr."""
-    done = CliRunner().invoke(cli.main, [*map(str, arguments)], input="")
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -79,33 +78,30 @@ def grpo(*arguments):
         ("num_layers", None, "num_layers: expected a number of layers, or -1 for all, found nothing"),
     ],
 )
-def test_settings_that_mlx_lm_cannot_compute_with(base, adapter, key, value, line):
+def test_settings_that_mlx_lm_cannot_compute_with(adapter, key, value, line):
     """The key, what is expected and what was found, in one line."""
     table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
     edit(
         adapter,
         **({"lora_parameters": {**table, key: value}} if key in table or key == "keys" else {key: value}),
     )
-    code, said = grpo("generate", base, "hi", "--adapter", adapter)
-    assert code == 2 and line in said.splitlines()[-1]
+    with pytest.raises(UserError) as caught:
+        check_adapters(adapter)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
 
 
-def first(weights):
-    """The name of a tensor."""
-    return sorted(weights)[0]
-
-
+LEAF = "model.layers.0.self_attn.q_proj.lora_a"
 SPOILT = {
     "three of the tensors": (
         lambda weights: {name: weights[name] for name in sorted(weights)[:3]},
         r"lora_[ab]\": expected the shape \[\d+, \d+\], found nothing",
     ),
     "NaN": (
-        lambda weights: weights | {first(weights): weights[first(weights)] * float("nan")},
+        lambda weights: weights | {LEAF: weights[LEAF] * float("nan")},
         r"adapters\.safetensors: the weight .*lora_a holds NaN or infinity",
     ),
     "integers": (
-        lambda weights: weights | {first(weights): weights[first(weights)].astype(mx.int32)},
+        lambda weights: weights | {LEAF: weights[LEAF].astype(mx.int32)},
         r"lora_a\": expected floating numbers, found mlx",
     ),
 }
@@ -115,10 +111,8 @@ SPOILT = {
 def test_tensors_that_are_not_whole_are_refused(base, adapter, name):
     """To talk to, and to export: no model of NaN, none that is half of two."""
     spoil, line = SPOILT[name]
-    weights = mx.load(str(adapter / "adapters.safetensors"))
-    weights = {key: mx.array(value) for key, value in weights.items()}
-    mx.eval(weights)
-    mx.save_safetensors(str(adapter / "adapters.safetensors"), spoil(weights))
+    file = adapter / "adapters.safetensors"
+    save_arrays(file, spoil(load_arrays(file)[0]), {})
     with pytest.raises(UserError, match=line):
         load_inference(str(base), CPU, adapter=str(adapter))
     with pytest.raises(UserError, match=line):
@@ -130,9 +124,9 @@ def test_adapters_know_their_base(base, adapter, tmp_path):
     """The same weights wherever they lie and in whatever dtype holds them; others are refused by name."""
     assert load_inference(str(base), CPU, adapter=str(adapter)).notices == ()
     shutil.copytree(base, tmp_path / "moved")
-    weights = mx.load(str(base / "model.safetensors")).items()
-    wide = {name: leaf.astype(mx.float32) for name, leaf in weights}
-    mx.save_safetensors(str(tmp_path / "moved" / "model.safetensors"), wide, {"format": "mlx"})
+    weights, metadata = load_arrays(base / "model.safetensors")
+    wide = {name: leaf.astype(mx.float32) for name, leaf in weights.items()}
+    save_arrays(tmp_path / "moved" / "model.safetensors", wide, metadata)
     assert load_inference(str(tmp_path / "moved"), CPU, adapter=str(adapter)).notices == ()
     other = make_model_folder(tmp_path / "other", dtype="bfloat16", seed=1)
     line = f"{adapter}: the adapters were made for other weights than {other} has; their base model is {base}"
@@ -150,17 +144,16 @@ def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
     """As mlx-lm's own trainer writes them, and applies them, but for the dropout; by --adapter, or by naming
     the adapters' folder alone."""
     table = json.loads((adapter / "adapter_config.json").read_text())["lora_parameters"]
-    edit(tmp_path / "mlx", lora_parameters=table | {"dropout": 0.5})
-    theirs, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "mlx"))[:2]
+    edit(adapter, base_digest=None, lora_parameters=table | {"dropout": 0.5})
+    theirs, _ = mlx_lm.load(str(base), adapter_path=str(adapter))[:2]
     theirs.set_dtype(mx.float32)
     want, plain = theirs(TOKENS), load_inference(str(base), CPU).module(TOKENS)
-    for place, named in ((base, {"adapter": str(tmp_path / "mlx")}), (tmp_path / "mlx", {})):
-        model = load_inference(str(place), CPU, **named)
+    for place, given in ((base, str(adapter)), (adapter, "")):
+        model = load_inference(str(place), CPU, adapter=given)
         assert (model.path, model.notices) == (base, ())
         assert mx.allclose(model.module(TOKENS), want, rtol=1e-5, atol=1e-5)
         assert not mx.allclose(model.module(TOKENS), plain, rtol=1e-2, atol=1e-2)
-    code, said = grpo("export", tmp_path / "mlx", "--out", tmp_path / "out")
-    assert code == 0 and said == ""
+    assert grpo("export", adapter, "--out", tmp_path / "out").stderr == ""
 
 
 def test_unusable_adapters_are_errors(base, adapter):

@@ -11,6 +11,7 @@ import pytest
 from grpo_fn.trees import named_leaves
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError
+from runners.files.tensor_files import load_arrays, save_arrays
 from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import load_model
@@ -120,10 +121,9 @@ def holding(value):
     """One number of a weight is replaced."""
 
     def act(folder):
-        weights = mx.load(str(folder / "model.safetensors"))
+        weights, metadata = load_arrays(folder / "model.safetensors")
         weights[WEIGHT] = mx.where(mx.arange(32) == 31, mx.array(value, mx.bfloat16), weights[WEIGHT])
-        mx.eval(weights)
-        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        save_arrays(folder / "model.safetensors", weights, metadata)
 
     return act
 

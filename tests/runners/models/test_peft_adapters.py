@@ -10,15 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.models.adapters import read_folder
 from runners.models.peft_adapters import from_peft, to_peft
-from runners.telemetry.report import Quiet
-from runners.training.train import run_training
 from tests.support.commands import grpo
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import small, train
+from tests.support.tiny_runs import BY_LETTERS, ran, small, train
 
 TOKENS = [[5, 9, 70, 31, 12]]
 Q, EMBEDDING = "model.layers.{}.self_attn.q_proj", "model.embed_tokens"
@@ -122,27 +119,26 @@ def logits_of(folder, adapter=None):
     return np.array(module(mx.array(TOKENS)))
 
 
-def hf_model(base):
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    pytest.importorskip("peft", reason="PEFT is not installed")
+@pytest.fixture
+def outside(monkeypatch, tmp_path):
+    """PyTorch, PEFT, and a function that loads a folder into transformers; skipped without them."""
+    torch, peft = (pytest.importorskip(name, reason=f"{name} is not installed") for name in ("torch", "peft"))
     from transformers import AutoModelForCausalLM
 
-    return torch, AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    monkeypatch.chdir(tmp_path)
+    return torch, peft, lambda base: AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tune", ["lora", "dora"])
-def test_peft_loads_what_is_exported(tmp_path, tune):
+def test_peft_loads_what_is_exported(outside, tmp_path, tune):
     """A run's adapters: merged by PEFT they compute what the run's final model does."""
+    torch, peft, load = outside
     run = train(tmp_path, tune, tune)
-    grpo("export", run, "--peft", tmp_path / "peft")
-    assert (tmp_path / "peft" / "grpo_prompt.json").is_file()
+    grpo("export", run, "--peft", "peft")
     want = logits_of(run / "final")
     assert np.abs(want - logits_of(tmp_path / f"base-{tune}")).max() > 1e-3
-    torch, model = hf_model(tmp_path / f"base-{tune}")
-    from peft import PeftModel
-
-    merged = PeftModel.from_pretrained(model, str(tmp_path / "peft")).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(load(f"base-{tune}"), "peft").merge_and_unload()
     with torch.no_grad():
         found = merged(torch.tensor(TOKENS)).logits.numpy()
     assert np.abs(found - want).max() < 1e-5
@@ -150,36 +146,33 @@ def test_peft_loads_what_is_exported(tmp_path, tune):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tune", ["lora", "dora"])
-def test_a_run_goes_on_from_pefts_adapters(tmp_path, monkeypatch, tune):
+def test_a_run_goes_on_from_pefts_adapters(outside, tmp_path, tune):
     """With patterns of rank and alpha, and rslora: the same logits, and training changes them."""
-    monkeypatch.chdir(tmp_path)
-    base = make_model_folder(tmp_path / "base")
-    torch, model = hf_model(base)
-    from peft import LoraConfig, get_peft_model
-
+    torch, peft, load = outside
+    make_model_folder(tmp_path / "base")
     torch.manual_seed(0)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=tune == "dora",
-                        rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 3},
-                        use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
-    tuned = get_peft_model(model, config)
-    tuned.save_pretrained(str(tmp_path / "peft"))
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=tune == "dora",
+                             rank_pattern={"layers.0.mlp.up_proj": 2}, alpha_pattern={"q_proj": 3},
+                             use_rslora=True, init_lora_weights=False, task_type="CAUSAL_LM")  # fmt: skip
+    tuned = peft.get_peft_model(load("base"), config)
+    tuned.save_pretrained("peft")
     with torch.no_grad():
         want = tuned(torch.tensor(TOKENS)).logits.numpy()
     grpo("export", "peft", "--out", "fused")
     assert np.abs(logits_of(tmp_path / "fused") - want).max() < 1e-5
-    (tmp_path / "run.toml").write_text(
-        small(
-            run={"output_dir": str(tmp_path / "outputs")},
-            model={"path": str(base), "tune": tune, "adapters": str(tmp_path / "peft")},
-            reward={"functions": ["soft_format_reward_func"]},
-            loss={"beta": 0.1},
-        )
-    )
-    run = run_training(load_config("run.toml"), report=Quiet())
-    stated = json.loads((run.folder / "final" / "adapter_config.json").read_text())
+    model = {"path": "base", "tune": tune, "adapters": "peft"}
+    run = ran(tmp_path, text=small(model=model, reward=BY_LETTERS, loss={"beta": 0.1})).result.folder
+    stated = json.loads((run / "final" / "adapter_config.json").read_text())
     assert stated["fine_tune_type"] == tune and stated["lora_parameters"]["rank"] == 4
-    assert np.abs(logits_of(run.folder / "final") - want).max() < 0.1 * np.abs(want).max()
-    grpo("export", run.folder, "--peft", "again")
+    assert np.abs(logits_of(run / "final") - want).max() < 0.1 * np.abs(want).max()
+    grpo("export", run, "--peft", "again")
+
+
+def test_adapters_are_exported_with_how_they_were_asked(tmp_path):
+    """Beside PEFT's files."""
+    grpo("export", train(tmp_path, "lora", "lora"), "--peft", tmp_path / "peft")
+    names = {"adapter_config.json", "adapter_model.safetensors", "grpo_prompt.json"}
+    assert {file.name for file in (tmp_path / "peft").iterdir()} == names
 
 
 def test_a_model_without_adapters_is_a_line(tmp_path):
