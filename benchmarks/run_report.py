@@ -35,7 +35,7 @@ from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.quickstart import QUICK, command_line
 from runners.errors import UserError
 from runners.files.json_files import json_line
-from runners.report import write_report
+from runners.report.page import write_report
 
 WORDS = ("apples", "and", "pears", "is", "then", "left", "minus", "each", "day", "how", "many", "are")
 SIZES = {"large": (1000, 8), "largest": (500, 25)}  # updates of 16 prompts, completions of each

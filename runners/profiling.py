@@ -18,7 +18,7 @@ from runners.config.sections import SftConfig
 from runners.data.stream import RunLength
 from runners.errors import UserError, gigabytes
 from runners.machine import startup
-from runners.machine.memory_readings import read_memory, usable_memory
+from runners.machine.memory_readings import usable_memory
 from runners.machine.terminal import aligned
 from runners.memory.forecast import forecast
 from runners.memory.sizes import model_sizes
@@ -119,7 +119,7 @@ def bench_steps(
         "tokens_per_second": median["tokens"] / max(seconds["rollout"], 1e-9),
         "tokens_per_second_of_steps": median["tokens"] / max(step, 1e-9),
         "learned_tokens_per_step": median["learned"],
-        "peak_bytes": read_memory().peak,
+        "peak_bytes": mx.get_peak_memory(),
         "expected_peak_bytes": expected,
         "limited_by": slowest,
         "advice": ADVICE[slowest],

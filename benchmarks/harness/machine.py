@@ -18,7 +18,7 @@ import grpo_fn
 from benchmarks.harness.measure import timed
 from grpo_fn.backends.composed import exp
 from runners.machine import startup
-from runners.machine.memory_readings import read_memory
+from runners.machine.memory_readings import total_memory
 
 
 @attrs.frozen
@@ -74,7 +74,7 @@ def machine() -> dict[str, str | int | float]:
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 0,
-        "memory_gb": round(read_memory().total / 1e9, 1),
+        "memory_gb": round(total_memory() / 1e9, 1),
         "device": found.device,
         "system": f"{system.system()} {system.machine()}",
         "blas": _blas_name(found.blas),

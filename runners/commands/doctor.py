@@ -74,9 +74,9 @@ def examine() -> tuple[dict[str, Any], str]:
 
 def _device() -> dict[str, Any]:
     from runners.machine import startup
-    from runners.machine.memory_readings import free_memory, memory_limit, read_memory, swap_used
+    from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
 
-    machine, total = startup.prepare(), read_memory().total
+    machine, total = startup.prepare(), total_memory()
     limit = memory_limit() if sys.platform == "linux" else None
     return {
         "device": f"{machine.device} ({machine.backend})",

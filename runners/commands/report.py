@@ -32,8 +32,7 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     training. The page is one HTML file that needs no network: it can be sent by mail. If completions.jsonl
     is larger than 96 MB, the page has the completions of evenly spread updates.
     """
-    from runners.report import write_report
-    from runners.report.page import MOST_PAGE_BYTES, REPORT
+    from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 
     folders = [Path(run).expanduser() for run in runs]
     if len({folder.resolve() for folder in folders}) < len(folders):

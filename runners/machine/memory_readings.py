@@ -11,56 +11,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attrs
-
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _MEMINFO = Path("/proc/meminfo")
 
 
-@attrs.frozen
-class MemoryReading:
-    """Bytes: MLX's active arrays, their peak, MLX's cache, and the total of the machine (or its GPU)."""
-
-    active: int
-    peak: int
-    cache: int
-    total: int
-
-
-def read_memory() -> MemoryReading:
-    """The memory in use now; `mx.reset_peak_memory` starts a new peak."""
+def total_memory() -> int:
+    """Bytes of memory of the machine, or of its GPU."""
     import mlx.core as mx
 
     info = mx.device_info()
-    total = int(info.get("memory_size", 0) or info.get("total_memory", 0))
-    if not total:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        total = min(physical, memory_limit() or physical)
-    return MemoryReading(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), total)
+    if total := int(info.get("memory_size", 0) or info.get("total_memory", 0)):
+        return total
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, memory_limit() or physical)
 
 
 def memory_metrics() -> dict[str, float]:
     """MLX's memory and the system's swap, as the log names them."""
-    found, swap = read_memory(), swap_used()
-    metrics = {"memory/active_gb": found.active / 1e9, "memory/peak_gb": found.peak / 1e9}
-    return metrics if swap is None else metrics | {"memory/swap_gb": swap / 1e9}
+    import mlx.core as mx
+
+    found = {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "swap": swap_used()}
+    return {f"memory/{name}_gb": size / 1e9 for name, size in found.items() if size is not None}
 
 
 def free_memory(memory_limit_gb: float = 0.0) -> int:
     """Bytes that new arrays can take, within MLX's limit and what other programs leave (CUDA, Linux)."""
     import mlx.core as mx
 
-    now, info = read_memory(), mx.device_info()
-    total = min(now.total, int(info.get("max_recommended_working_set_size", 0)) or now.total)
-    free = [total - now.active]
-    if memory_limit_gb > 0:
-        free.append(int(memory_limit_gb * 1e9) - now.active)
+    info = mx.device_info()
+    bounds = total_memory(), info.get("max_recommended_working_set_size", 0), 1e9 * memory_limit_gb
+    free = int(min(filter(None, bounds))) - mx.get_active_memory()
+    left = info.get("free_memory", _meminfo().get("MemAvailable"))
     # MLX's own cache counts as used there, but new arrays can use it.
-    if "free_memory" in info:
-        free.append(int(info["free_memory"]) + now.cache)
-    elif sys.platform == "linux":
-        free.append(_meminfo().get("MemAvailable", total) + now.cache)
-    return max(min(free), 0)
+    return max(free if left is None else min(free, int(left) + mx.get_cache_memory()), 0)
 
 
 def usable_memory(memory_limit_gb: float = 0.0) -> int:
@@ -71,9 +54,9 @@ def usable_memory(memory_limit_gb: float = 0.0) -> int:
     """
     import mlx.core as mx
 
-    now = read_memory()
-    is_cpu = mx.default_device().type == mx.DeviceType.cpu
-    found = now.total if is_cpu else min(now.total, now.active + free_memory(memory_limit_gb))
+    found = total_memory()
+    if mx.default_device().type == mx.DeviceType.gpu:
+        found = min(found, mx.get_active_memory() + free_memory(memory_limit_gb))
     return min(found, int(memory_limit_gb * 1e9) or found)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.errors import UserError
-from runners.machine.memory_readings import read_memory
+from runners.machine.memory_readings import total_memory
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 from runners.machine.versions import install_hint, installed_version
 
@@ -117,7 +117,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     if backend == "cuda":
         keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
     device = str(info.get("device_name", "")) or backend
-    programs = config and compile_ahead(config, backend, read_memory().total, _cores())
+    programs = config and compile_ahead(config, backend, total_memory(), _cores())
     import_transformers_without_torch()
     return Platform(backend, found.library, device, _cores(), notices, programs)
 

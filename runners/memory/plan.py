@@ -14,7 +14,7 @@ from runners.data.prompts import build_examples, processor_of
 from runners.data.rendering import use_template
 from runners.errors import UserError, gigabytes
 from runners.files.json_files import read_json
-from runners.machine.memory_readings import free_memory, read_memory, usable_memory
+from runners.machine.memory_readings import free_memory, total_memory, usable_memory
 from runners.machine.startup import Platform
 from runners.machine.terminal import aligned
 from runners.memory.forecast import Forecast, Phase, forecast, largest_batch, rows_that_fit
@@ -114,12 +114,14 @@ def memory_outlook(
     if isinstance(sizes, str):
         tokens = config.system.micro_batch_tokens or USUAL_TOKENS
         return config.having("system", micro_batch_tokens=tokens), (sizes,)
+    import mlx.core as mx
+
     limit = config.system.memory_limit_gb
     found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out)
     line, config = _over_memory(found), found.config
     notices = [f"memory: {line}"] if line else []
     if not config.rollout.max_batch:
-        rows = rows_that_fit(attrs.evolve(found, total=read_memory().active + free_memory(limit)))
+        rows = rows_that_fit(attrs.evolve(found, total=mx.get_active_memory() + free_memory(limit)))
         asked = -(-config.optim.batch_size // sizes.ranks) * config.rollout.num_generations
         if rows < asked:
             config = config.having("rollout", max_batch=rows)
@@ -155,7 +157,7 @@ def _over_memory(found: Forecast) -> str | None:
 
 def _all_memory(config: Config) -> int:
     """Bytes of the machine or its GPU, or `system.memory_limit_gb` if that is less."""
-    total = read_memory().total
+    total = total_memory()
     return min(total, int(config.system.memory_limit_gb * 1e9) or total)
 
 

@@ -2,8 +2,3 @@
 
 Nothing here imports MLX or changes a run: it only reads files that `runners.telemetry` writes.
 """
-
-from runners.report.page import Written, final_report, write_report
-from runners.report.run_record import RunRecord
-
-__all__ = ["RunRecord", "Written", "final_report", "write_report"]

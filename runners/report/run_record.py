@@ -154,6 +154,4 @@ def _event(event: Mapping[str, Any]) -> dict[str, Any]:
         "update": plain_number(event.get("update")),
         "resumed": event.get("resumed") is True,
     }
-    return kept | {
-        name: event[name][:_TEXT] for name in ("text", "state") if isinstance(event.get(name), str)
-    }
+    return kept | _texts({name: event[name] for name in ("text", "state") if name in event})

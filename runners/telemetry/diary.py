@@ -12,7 +12,7 @@ from typing import Any, Self
 from runners.config.loading import Config
 from runners.errors import UserError, error_line, one_line
 from runners.files.run_files import EVENTS
-from runners.machine.memory_readings import read_memory
+from runners.machine.memory_readings import total_memory
 from runners.machine.signals import Stopped
 from runners.machine.startup import Platform
 from runners.machine.terminal import OutputLost
@@ -124,7 +124,7 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
     found = {
         "system": f"{platform.system()} {platform.machine()}",
         **{name: getattr(machine, name) for name in ("backend", "device", "cores", "blas")},
-        "memory_gb": round(read_memory().total / 1e9, 1),
+        "memory_gb": round(total_memory() / 1e9, 1),
     }
     versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     return {

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-import attrs
-
 from runners.config.loading import Config
 from runners.errors import UserError, first_line
 from runners.files.durable import disk_errors
@@ -22,12 +20,8 @@ from runners.telemetry.events import Completions, Evaluated, Event, Updated
 _ID_FILE = "wandb_run_id"
 
 
-@attrs.frozen
-class Dashboard:
-    """Another place that gets the metrics."""
-
-    log: Callable[[Mapping[str, float], int], object]  # metrics and the update
-    close: Callable[[], object]
+Dashboard = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
+"""Another place that gets the metrics: takes them with their update; ends."""
 
 
 def _tensorboard(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
@@ -41,7 +35,7 @@ def _tensorboard(folder: Path, config: Config, resumed_at: int | None) -> Dashbo
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
 
-    return Dashboard(log, writer.close)
+    return log, writer.close
 
 
 def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
@@ -61,7 +55,7 @@ def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
         dir=str(folder),
     )
     # W&B ignores updates that a resumed run repeats.
-    return Dashboard(lambda metrics, step: run.log(dict(metrics), step=step), run.finish)
+    return lambda metrics, step: run.log(dict(metrics), step=step), run.finish
 
 
 _DASHBOARDS = {"tensorboard": ("tensorboardX", _tensorboard), "wandb": ("wandb", _wandb)}
@@ -119,8 +113,8 @@ class MetricsLog:
         if self._dashboards:
             plain = {name: plain_value(value, name, []) for name, value in metrics.items()}
             numbers = {name: value for name, value in plain.items() if type(value) in (int, float)}
-            for dashboard in self._dashboards:
-                dashboard.log(numbers, int(plain.get("update") or 0))
+            for log, _ in self._dashboards:
+                log(numbers, int(plain.get("update") or 0))
 
     def write(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Appends records to one of the files, if the config asks for it; else they are not made."""
@@ -145,8 +139,10 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes the files and finishes the dashboards' runs."""
-        for part in (*self._files.values(), *self._dashboards):
-            part.close()
+        for lines in self._files.values():
+            lines.close()
+        for _, close in self._dashboards:
+            close()
 
     def __enter__(self) -> Self:
         return self

@@ -35,7 +35,7 @@ from runners.files.run_files import OWN_RUNS
 from runners.machine.signals import StopSignals
 from runners.machine.startup import Platform
 from runners.ranks.ranks import Ranks
-from runners.report import final_report
+from runners.report.page import final_report
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog, check_dashboards_installed
 from runners.telemetry.report import PlainReport, Quiet, Report

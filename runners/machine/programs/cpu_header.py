@@ -13,7 +13,6 @@ Importing this module does not import MLX.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import shutil
@@ -49,13 +48,14 @@ def compile_header(platform: Platform) -> Path | None:
 
     None: it is not compiled here. Each version of g++ has its own file and ignores the others.
     """
-    compiler = shutil.which("g++")
-    include = _include_folder()
-    if platform.backend != "cpu" or sys.platform != "linux" or not compiler or include is None:
+    if platform.backend != "cpu" or sys.platform != "linux" or not (compiler := shutil.which("g++")):
         return None
+    import mlx.core as mx
+
     from grpo_fn.backends import enabled, processor_flags
 
-    if not enabled("programs_ahead"):
+    include = Path(mx.__file__).parent / "include"
+    if not enabled("programs_ahead") or not (include / HEADER).is_file():
         return None
     real = Path(compiler).resolve()
     wide = '#pragma GCC target("avx2")' if "avx2" in processor_flags() else ""
@@ -79,10 +79,3 @@ def compile_header(platform: Platform) -> Path | None:
     except OSError:  # no space, or another user's folder: MLX compiles as usual
         return None
     return whole
-
-
-def _include_folder() -> Path | None:
-    """Where MLX has its headers. `mlx` is a namespace, which all folders of this name on the path share."""
-    package = importlib.util.find_spec("mlx")
-    places = (Path(place) / "include" for place in (package and package.submodule_search_locations) or ())
-    return next((place for place in places if (place / HEADER).is_file()), None)

@@ -1,16 +1,16 @@
 """The machine: missing parts are named with what installs them, memory is measured."""
 
-import importlib.util
 import os
 import shutil
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from grpo_fn.backends.cpu import blas
 from runners.machine import startup
-from runners.machine.memory_readings import read_memory
+from runners.machine.memory_readings import free_memory, memory_metrics, total_memory, usable_memory
 from tests.support.processes.new_process import ROOT, in_new_process
 
 ON_LINUX_CPU = sys.platform == "linux" and startup.prepare().backend == "cpu"
@@ -61,7 +61,7 @@ def test_missing_blas_and_compiler_are_named_with_their_packages(monkeypatch, tm
 @linux_cpu
 def test_mlx_without_a_backend_names_the_extras(tmp_path):
     """The mlx package alone, as pip installs it on Linux without an extra, leads to the three extras."""
-    core = Path(importlib.util.find_spec("mlx.core").origin)
+    core = Path(mx.__file__)
     lonely = tmp_path / "mlx"
     lonely.mkdir()
     (lonely / "__init__.py").write_text("")
@@ -73,22 +73,18 @@ def test_mlx_without_a_backend_names_the_extras(tmp_path):
 
 
 def test_memory_limit_and_readings():
-    """A limit in GB reaches MLX as bytes; the readings see an array that lives, and the machine's total."""
-    import mlx.core as mx
-
+    """A limit in GB reaches MLX as bytes; what is free and what may be used is within it."""
     before = mx.get_memory_limit()
     try:
         startup.prepare(memory_limit_gb=2.5)
         assert mx.get_memory_limit() == 2_500_000_000
     finally:
         mx.set_memory_limit(before)
-    idle = read_memory()
     array = mx.ones((1024, 1024))
     mx.eval(array)
-    busy = read_memory()
-    assert busy.active - idle.active >= array.nbytes
-    assert busy.peak >= busy.active
-    assert busy.total > 10**9
+    found, total = memory_metrics(), total_memory()
+    assert 1e9 * found["memory/peak_gb"] >= 1e9 * found["memory/active_gb"] >= array.nbytes and total > 1e9
+    assert 0 < free_memory(0.5) <= 5e8 and usable_memory(0.5) == 5e8 and free_memory() <= total
 
 
 @pytest.mark.parametrize("left", ["", "1"])

@@ -9,7 +9,7 @@ import pytest
 
 from runners.checkpoints.run_folder import locked
 from runners.files.json_files import JsonLines
-from runners.report import write_report
+from runners.report.page import write_report
 from runners.report.server import Server
 from tests.support.runs.report_runs import HOSTILE, make_run, write_update
 

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from runners.errors import UserError
-from runners.report import write_report
+from runners.report.page import write_report
 from runners.report.server import LivePage
 from tests.runners.report.test_server import HOST
 from tests.support.runs.report_runs import make_run

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from runners.cli import main
 from runners.config.loading import load_config
-from runners.report import write_report
+from runners.report.page import write_report
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.commands import grpo
