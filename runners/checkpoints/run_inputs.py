@@ -18,7 +18,7 @@ from runners.data.prompts import Example
 from runners.files.json_files import read_json
 from runners.models.adapters import adapter_files
 from runners.models.loaded_model import LoadedModel
-from runners.rewards.functions import Reward
+from runners.rewards.scoring import Reward
 
 HELD_OUT = "the held-out problems"  # weights do not depend on them
 

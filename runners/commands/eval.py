@@ -158,7 +158,7 @@ def _measure_all(
     from runners.data.prompts import reward_columns
     from runners.environments.environments import all_rewards, load_code, start_worker
     from runners.evaluation.measurement import choose_problems, measure, open_model
-    from runners.rewards.functions import check_columns
+    from runners.rewards.scoring import check_columns
 
     worker = start_worker(config)
     rewards = load_code(config, worker)

@@ -25,8 +25,8 @@ from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.experience import FinishedEpisodes
-from runners.rewards.functions import Reward, UserFunction, resolve_rewards
-from runners.rewards.functions import loading as reward_loading
+from runners.rewards.scoring import Reward, UserFunction, resolve_rewards
+from runners.rewards.scoring import loading as reward_loading
 from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
 from runners.user_code.worker import Calls, Worker

@@ -22,8 +22,7 @@ from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
 from runners.inference.inference_model import InferenceModel, load_inference
 from runners.machine.startup import Platform
-from runners.rewards.functions import Reward
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Reward, Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]

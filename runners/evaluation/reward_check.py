@@ -24,8 +24,7 @@ from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
 from runners.models.folders import resolve_model
 from runners.models.model_reader import load_tokenizer
-from runners.rewards.functions import Reward, check_columns
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Reward, Scorer, check_columns
 from runners.tokenization.text import TextDecoder, encode
 
 GOLD, BARE = "gold answer", "gold without form"

@@ -20,7 +20,7 @@ import attrs
 
 from runners.answers.values import value_text
 from runners.config.user_functions import function_file, resolve_function
-from runners.errors import Failure, UserError, error_line, show
+from runners.errors import Failure, error_line, show
 from runners.metrics import METRICS
 from runners.user_code.process import finished, is_async
 
@@ -28,7 +28,9 @@ GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
-Result = dict[str, Any]  # values, faults, failures; of the log extras, metrics; or error, exited
+Result = dict[
+    str, Any
+]  # values, faults, failures, whether the call ended its process; of the log extras, metrics
 Store = dict[Any, Any]
 
 
@@ -75,10 +77,10 @@ class RewardLog:
 
 
 def _plain(value: Any) -> Any:
-    """The value as one of JSON's types; of a list each entry, as in the rewards of turns."""
+    """The value as one of JSON's types; of a list or an array each entry, as in the rewards of turns."""
+    value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    value = value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
     return value if value is None or isinstance(value, bool | int | float | str) else value_text(value)
 
 
@@ -107,8 +109,8 @@ class Parameters:
 
 
 def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
-    """Imports a reward's function for `score`, and describes it. Raises UserError as `resolve_function`."""
-    function = store["reward", name] = resolved_function(name, folders)
+    """Imports a reward's function for `score`, and describes it. Raises UserError as `ready_function`."""
+    function = store["reward", name] = ready_function(name, folders)
     file = function_file(name, folders)
     return {
         "parameters": attrs.astuple(Parameters.of(function)),
@@ -117,21 +119,10 @@ def load(store: Store, name: str, folders: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def resolved_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
-    """The function of a reward that is not built in; UserError for a signature that cannot be called."""
+def ready_function(name: str, folders: Sequence[str | Path]) -> Callable[..., Any]:
+    """The function of a reward that is not built in. Raises UserError as `resolve_function`, and as the
+    function's `check_ready`, if it has one."""
     function = resolve_function(name, folders, key="reward")
-    signature, takes = inspect.signature(function), Parameters.of(function)
-    by_place = [
-        each
-        for each in signature.parameters.values()
-        if each.kind is each.POSITIONAL_ONLY and each.default is each.empty
-    ]
-    if by_place or not (takes.takes_all or {"completions", "environments"} & {*takes.names}):
-        attribute = name.rpartition(":")[2]
-        raise UserError(
-            f"reward {show(name)}: the signature is {attribute}{signature}; arguments are passed by name, so "
-            f"expected {attribute}(completions, ...)"
-        )
     getattr(function, "check_ready", lambda: None)()
     return function
 
@@ -144,7 +135,7 @@ def score(
     if environments is not None:
         known = store.get("environments", {})
         if {*environments} - {None, *known}:
-            return {"error": "the environments are gone: their process was ended", "exited": True}
+            return nothing(size, "failed: the environments are gone: their process was ended", ended=True)
         arguments["environments"] = [known.get(number) for number in environments]
     return (run_async if is_async(function) else run)(function, arguments, size)
 
@@ -155,7 +146,7 @@ def run(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> R
     try:
         return _read(finished(function(**arguments, **_ways(function, log))), log)
     except (Exception, SystemExit) as error:
-        return _failed(error, function)
+        return _failed(error, function, size)
 
 
 async def run_async(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> Result:
@@ -164,7 +155,12 @@ async def run_async(function: Callable[..., Any], arguments: dict[str, Any], siz
     try:
         return _read(await function(**arguments, **_ways(function, log)), log)
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        return _failed(error, function)
+        return _failed(error, function, size)
+
+
+def nothing(size: int, fault: str, *, ended: bool = False) -> Result:
+    """The result of a call that gives no completion a reward."""
+    return {"values": [], "faults": [fault], "failures": size, "ended": ended, "extras": {}, "metrics": {}}
 
 
 def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..., None]]:
@@ -175,15 +171,13 @@ def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..
 def _read(result: Any, log: RewardLog) -> Result:
     """The usable values of a reward's result (NaN: no reward), lines on the others, and for how many
     completions there is none."""
-    size = log.size
-    found = {"extras": log.extras, "metrics": log.metrics}
-    values, fault = _python_value(result), ""
-    if not isinstance(values, list):
-        fault = f"returned {type(values).__name__}; expected a list of {size} numbers or None"
-    elif len(values) != size:
-        fault = f"returned {len(values)} values for {size} completions"
-    if fault:
-        return {"values": [], "faults": [fault], "failures": size, **found}
+    # Arrays are read where the call ran: a lazy one of MLX can be evaluated only in that thread.
+    values = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(values, list | tuple):
+        expected = f"a list of {log.size} numbers or None"
+        return nothing(log.size, f"returned {type(values).__name__}; expected {expected}")
+    if len(values) != log.size:
+        return nothing(log.size, f"returned {len(values)} values for {log.size} completions")
     numbers_b, faults = [], dict[str, list[int]]()
     for index, value in enumerate(values):
         number, fault = _as_float(value)
@@ -195,27 +189,16 @@ def _read(result: Any, log: RewardLog) -> Result:
         quoted = values[first].found if isinstance(values[first], Failure) else show(values[first])
         more = f" and {len(others)} more" if others else ""
         lines.append(f"{fault}, at completion {first}" + (f" ({quoted})" if quoted else "") + more)
-    return {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values())), **found}
+    found = {"values": numbers_b, "faults": lines, "failures": sum(map(len, faults.values()))}
+    return {**found, "ended": False, "extras": log.extras, "metrics": log.metrics}
 
 
-def _failed(error: BaseException, function: Callable[..., Any]) -> Result:
-    """The fault, with the last line of the reward's own file that it passed through."""
+def _failed(error: BaseException, function: Callable[..., Any], size: int) -> Result:
+    """With the fault, and the last line of the reward's own file that it passed through."""
     file = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
     line = error_line(error, file)
     line = f"{Path(str(file)).name}, {line}" if line.startswith("line ") else line
-    return {"error": line, "exited": isinstance(error, SystemExit)}
-
-
-def _python_value(value: Any) -> Any:
-    """A result with arrays and their scalars as lists and numbers."""
-    # Where the call ran, because a lazy MLX array can be evaluated only in that thread.
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, list | tuple):
-        return [
-            each.item() if getattr(each, "size", 0) == 1 and hasattr(each, "item") else each for each in value
-        ]
-    return value
+    return nothing(size, f"failed: {line}", ended=isinstance(error, SystemExit))
 
 
 def _as_float(value: Any) -> tuple[float, str]:
@@ -224,6 +207,7 @@ def _as_float(value: Any) -> tuple[float, str]:
         return math.nan, ""
     if isinstance(value, Failure):
         return math.nan, value.reason
+    value = value.item() if getattr(value, "size", 0) == 1 else value
     if not isinstance(value, numbers.Real | Decimal):
         return math.nan, f"returned {type(value).__name__}, expected a number or None"
     try:

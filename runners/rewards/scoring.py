@@ -1,4 +1,4 @@
-"""Runs the rewards over a batch of completions, and checks their results.
+"""Rewards: found by name and checked before anything is loaded, run over a batch, and their results read.
 
 A reward that fails gives no reward (NaN) and a line; no fault of a reward is silent.
 """
@@ -6,21 +6,105 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 
+from runners.answers.forms import AnswerForm
 from runners.config.names import REWARD_ARGUMENTS
-from runners.errors import RewardError, show
-from runners.rewards.calls import NO_RUN, RewardLog, TrainerState, run
-from runners.rewards.functions import Reward, UserFunction, check_columns, resolve_rewards
+from runners.config.user_functions import FUNCTION_FORMS
+from runners.errors import RewardError, UserError, did_you_mean, listed, show
+from runners.rewards.builtin import REWARDS, built_in
+from runners.rewards.calls import NO_RUN, Parameters, RewardLog, TrainerState, nothing, ready_function, run
 from runners.user_code.process import MAIN, TOGETHER, Outcome, is_async
-from runners.user_code.worker import Calls
+from runners.user_code.worker import Calls, Worker
 
-__all__ = ["Reward", "Scorer", "Scores", "check_columns", "resolve_rewards"]
+
+@attrs.frozen(eq=False)
+class UserFunction:
+    """A reward's function in a process of user code, where the scorer calls it."""
+
+    worker: Worker
+    name: str  # under which it is loaded there
+    parameters: Parameters
+    is_async: bool = False
+    file: str | None = None  # that it was loaded from
+
+
+@attrs.frozen(eq=False)
+class Reward:
+    """One reward: its name in logs, its function (plain or async, called with keywords only), its weight."""
+
+    name: str
+    function: Callable[..., Any] | UserFunction
+    weight: float = 1.0
+
+    @property
+    def parameters(self) -> Parameters:
+        """What the function takes by name."""
+        function = self.function
+        return function.parameters if isinstance(function, UserFunction) else Parameters.of(function)
+
+
+def resolve_rewards(
+    names: Sequence[str],
+    weights: Sequence[float] = (),
+    base_dirs: Iterable[str | Path] = (),
+    worker: Worker | None = None,
+    form: AnswerForm | None = None,
+) -> tuple[Reward, ...]:
+    """The rewards of a config, in order; without weights each has 1.0.
+
+    A name is a built-in one, ``package.module:function``, or ``a/file.py:function``. The `worker`, or without
+    one this process, loads what is not built in. A reward's name in logs is its function's, or the full text
+    if two share a name. Raises UserError for an unknown name, and as `ready_function`.
+    """
+    dirs, rewards = tuple(base_dirs), list[Reward]()
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        short = name.rpartition(":")[2]
+        if ":" not in name:
+            if name not in REWARDS:
+                raise UserError(
+                    f"reward {show(name)} is not a built-in one ({', '.join(REWARDS)}); one's own is written "
+                    f"{FUNCTION_FORMS}{did_you_mean(name, REWARDS)}"
+                )
+            function = built_in(form)[name]
+        elif worker is None:
+            function = ready_function(name, dirs)
+        else:
+            found = worker.load(*loading(name, dirs))
+            takes = Parameters(*found["parameters"])
+            function = UserFunction(worker, name, takes, found["is_async"], found["file"])
+        rewards.append(Reward(short, function, weight))
+    short_names = [reward.name for reward in rewards]
+    return tuple(
+        attrs.evolve(reward, name=full) if short_names.count(reward.name) > 1 else reward
+        for reward, full in zip(rewards, names, strict=True)
+    )
+
+
+def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
+    """The operation that loads a reward, for `Worker.preload`."""
+    return "runners.rewards.calls:load", name, tuple(map(str, base_dirs))
+
+
+def check_columns(rewards: Iterable[Reward], columns: Iterable[str], *, environments: bool = True) -> None:
+    """Raise UserError if a reward needs a column that the data lacks, naming it and the nearest one, or
+    `environments` where there are none."""
+    found = sorted(set(columns))
+    for reward in rewards:
+        for needed in reward.parameters.needed:
+            if needed == "environments" and not environments:
+                raise UserError(f"reward {show(reward.name)} needs environments; env.factory names none")
+            if needed not in found and needed not in REWARD_ARGUMENTS:
+                raise UserError(
+                    f"reward {show(reward.name)} needs the column {needed}; the data has {listed(found)}"
+                    f"{did_you_mean(needed, found)}"
+                )
 
 
 @attrs.frozen
@@ -72,37 +156,35 @@ class Scorer:
         gets, by name, those arguments of docs/rewards.md that it takes, in lists of its own. With
         `conversations`, the messages of each are its completion; `environments` are passed on unchanged.
 
-        Raises ValueError without rewards, for arguments of different lengths or a reserved name of a column;
-        UserError for a reward that needs a column which is not there; RewardError for a problem where
+        Raises UserError for a reward that needs a column which is not there; RewardError for a problem where
         `on_error` is "raise".
         """
-        if not self.rewards:
-            raise ValueError("rewards is empty; expected at least one")
-        completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
-        known = {"completions": completions, "prompts": prompts, **columns, "completion_ids": completion_ids}
-        given = {name: list(entries) for name, entries in known.items() if entries is not None}
-        for name in columns:
-            if name in REWARD_ARGUMENTS:
-                raise ValueError(f"a column is named {name}, which every reward gets; rename the column")
-        for name, entries in given.items():
-            if len(entries) != len(texts):
-                raise ValueError(f"{name} has {len(entries)} entries for {len(texts)} completions")
         check_columns(self.rewards, columns, environments=environments is not None)
-        if environments is not None:
-            given["environments"] = list(environments)
-
+        completions, size = (
+            conversations or [[{"role": "assistant", "content": text}] for text in texts],
+            len(texts),
+        )
+        lists = {**columns, "completions": completions, "prompts": prompts, "completion_ids": completion_ids}
+        lists["environments"] = environments
+        given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state}
-        outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], len(texts))
-        log, problems = RewardLog(len(texts)), list[str]()
-        values_kb = np.full((len(outcomes), len(texts)), np.nan)
+        outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
+        log, problems = RewardLog(size), list[str]()
+        values_kb = np.full((len(outcomes), size), np.nan)
         failed: dict[int, Failed] = {}
         for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
-            notes, failures = _read(outcome, reward, values_kb[k], log)
+            found = outcome.value
+            if outcome.fault:
+                fault = outcome.fault if outcome.timed_out else f"failed: {outcome.fault}"
+                found = nothing(size, fault, ended=outcome.ended)
+            log.add(found)
+            values_kb[k, : len(found["values"])] = found["values"]
+            notes = [f"reward {show(reward.name)} {fault}" for fault in found["faults"]]
             if notes and self.on_error == "raise":
                 raise RewardError(notes[0])
-            if notes and failures == len(texts):
-                failed[k] = Failed(notes[0], outcome.ended or (outcome.value or {}).get("exited", False))
-            problems.extend(notes)
+            if notes and found["failures"] == size:
+                failed[k] = Failed(notes[0], found["ended"])
+            problems += notes
         if self._calls is not None:
             problems += self._calls.worker.notices
             self._calls.worker.notices.clear()
@@ -147,15 +229,3 @@ def _called_here(function: Callable[..., Any], arguments: dict[str, Any], size: 
         return run(function, arguments, size)
     with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop
         return pool.submit(run, function, arguments, size).result()
-
-
-def _read(outcome: Outcome, reward: Reward, row_b: np.ndarray, log: RewardLog) -> tuple[list[str], int]:
-    """Fills one reward's row with the usable values; lines on the others, and for how many completions."""
-    prefix, every, found = f"reward {show(reward.name)}", len(row_b), outcome.value
-    if outcome.fault:
-        return [f"{prefix} {'' if outcome.timed_out else 'failed: '}{outcome.fault}"], every
-    if "error" in found:
-        return [f"{prefix} failed: {found['error']}"], every
-    log.add(found)
-    row_b[: len(found["values"])] = found["values"]
-    return [f"{prefix} {fault}" for fault in found["faults"]], found["failures"]

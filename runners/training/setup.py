@@ -36,8 +36,7 @@ from runners.memory.plan import memory_outlook, sizes_if_it_can_fit
 from runners.models.loaded_model import LoadedModel, load_model
 from runners.models.model_reader import vocabulary_rows
 from runners.ranks.ranks import Ranks
-from runners.rewards.functions import check_columns
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Scorer, check_columns
 from runners.tokenization.text import TextDecoder
 from runners.training.learner import Learner, build_learner
 from runners.training.rollout import Collector

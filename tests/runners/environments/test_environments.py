@@ -16,8 +16,7 @@ from runners.data.rendering import render
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError
-from runners.rewards.functions import Reward, resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Reward, Scorer, resolve_rewards
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
 from tests.support.processes.waiting import HANGS

@@ -17,8 +17,7 @@ from runners.evaluation.evaluation import EvalResult, evaluate, of_ranks
 from runners.evaluation.measurement import choose_problems, measure
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.rewards.functions import resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Scorer, resolve_rewards
 from runners.user_code.worker import Worker
 from tests.support.commands import grpo
 

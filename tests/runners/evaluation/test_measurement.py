@@ -29,8 +29,7 @@ from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
 from runners.quickstart import DATA_DIR
-from runners.rewards.functions import resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Scorer, resolve_rewards
 from runners.telemetry.report import Quiet
 from runners.tokenization.text import TextDecoder
 from runners.training.train import run_training

@@ -10,9 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from runners.errors import RewardError, UserError
-from runners.rewards.functions import Reward
 from runners.rewards.judge import judge_reward
-from runners.rewards.scoring import Scorer, check_columns
+from runners.rewards.scoring import Reward, Scorer, check_columns
 from tests.support.processes.waiting import HANGS
 
 

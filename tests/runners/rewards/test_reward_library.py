@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from runners.errors import UserError
-from runners.rewards.functions import resolve_rewards
 from runners.rewards.library import math_verify_reward
+from runners.rewards.scoring import resolve_rewards
 
 
 def completions(*texts):

@@ -155,22 +155,18 @@ def test_async_results_behind_a_plain_function() -> None:
     assert asyncio.run(caller()).problems == []
 
 
-def test_callers_mistakes_are_raised() -> None:
-    """Other lengths, a reserved column, a missing column and a bad setting are never scored around."""
-    scorer = Scorer([Reward("f", lambda completions, answer: [0.0])])
-    with pytest.raises(ValueError, match="answer has 1 entries for 2 completions"):
-        scorer.score(["a", "b"], ["p", "p"], {"answer": ["1"]})
-    with pytest.raises(ValueError, match="prompts has 1 entries for 2 completions"):
-        scorer.score(["a", "b"], ["p"], {"answer": ["1", "2"]})
-    for name in ("completions", "trainer_state"):
-        with pytest.raises(ValueError, match=f"a column is named {name}"):
-            scorer.score(["a"], ["p"], {"answer": ["1"], name: ["x"]})
+def test_a_missing_column_is_never_scored_around() -> None:
+    """It is named with the nearest one; what every reward gets is never missed, but for environments."""
+
+    def needy(completions, prompts, answer, hint=None, **columns):
+        return [float(completions[0][0]["content"] == "a")]
+
+    scorer = Scorer([Reward("f", needy)])
+    assert_row(scorer.score(["a"], ["p"], {"answer": ["1"], "completions": ["x"]}).values_kb[0], [1.0])
     with pytest.raises(UserError, match="needs the column answer; the data has anwser; did you mean anwser"):
         scorer.score(["a"], ["p"], {"anwser": ["1"]})
     with pytest.raises(UserError, match=r'reward "g" needs environments; env\.factory names none'):
         Scorer([Reward("g", lambda environments: [0.0])]).score(["a"], ["p"], {})
-    with pytest.raises(ValueError, match="rewards is empty"):
-        Scorer([]).score(["a"], ["p"], {})
 
 
 @pytest.mark.parametrize("name", ["update", "kl", "update_skipped"])

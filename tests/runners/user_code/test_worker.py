@@ -8,8 +8,7 @@ import time
 import pytest
 
 from runners.errors import UserError
-from runners.rewards.functions import resolve_rewards
-from runners.rewards.scoring import Scorer
+from runners.rewards.scoring import Scorer, resolve_rewards
 from runners.user_code.process import THREAD, TOGETHER
 from runners.user_code.worker import Calls, Worker
 from tests.support.processes.new_process import ROOT
@@ -146,7 +145,7 @@ def test_rewards_are_called_in_a_main_thread(worker, folder):
 
 RUN = """
 import os, sys, time
-from runners.rewards.functions import resolve_rewards
+from runners.rewards.scoring import resolve_rewards
 from runners.rewards.scoring import Scorer
 from runners.user_code.worker import Worker
 
