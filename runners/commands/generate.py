@@ -201,9 +201,9 @@ def _rows(
                 "tokens": done.lengths[row],
             }
             if done.played is not None:
-                cells["messages"] = list(done.played.messages[row])
-                counts = done.played.counts
-                cells |= {name: int(counts[name][row]) for name in ("turns", "calls", "failures")}
+                episode = done.played[row]
+                cells["messages"] = list(episode.messages)
+                cells |= {name: episode.counts[name] for name in ("turns", "calls", "failures")}
                 cells |= {} if rewards is None else {"reward": rewards[row]}
-                cells |= {"fault": done.played.faults[row]} if done.played.faults[row] else {}
+                cells |= {"fault": episode.fault} if episode.fault else {}
             yield cells

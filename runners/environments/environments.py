@@ -24,7 +24,7 @@ from runners.environments.episodes import Episode, Session
 from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
-from runners.rewards.experience import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisode
 from runners.rewards.scoring import Reward, UserFunction, resolve_rewards
 from runners.rewards.scoring import loading as reward_loading
 from runners.tokenization.text import TextDecoder
@@ -66,7 +66,7 @@ class Environments:
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
         agree: Callable[[bool], bool] = lambda differ: differ,
-    ) -> tuple[g.Rollout, FinishedEpisodes]:
+    ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """A rollout of G conversations of each example, and their messages and counts.
 
         The environments of the previous call are reused, so rewards must be finished with them. If the engine

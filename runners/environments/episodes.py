@@ -15,7 +15,7 @@ from runners.environments.chat_turns import ChatTurns
 from runners.environments.instances import failure
 from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
-from runners.rewards.experience import COUNTS, FinishedEpisodes
+from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.user_code.process import THREAD, TOGETHER, Outcome
 from runners.user_code.worker import Calls
 
@@ -76,25 +76,20 @@ class Session:
         outcomes = self._calls.collect(least, interruptible(self._should_stop))
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
-    def finish(self, rollout: g.Rollout) -> FinishedEpisodes:
+    def finish(self, rollout: g.Rollout) -> list[FinishedEpisode]:
         """The data for rewards and the log, after the rollout."""
-        own = []  # each row's sampled tokens
+        finished = []
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
-            own.append(tuple(token for token, mine in zip(tokens, sampled, strict=True) if mine))
+            own = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
             begins = [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
                 episode.messages.pop()  # there was no room for an answer to it
-        return FinishedEpisodes(
-            messages=tuple(tuple(episode.messages) for episode in self.episodes),
-            environments=tuple(episode.environment for episode in self.episodes),
-            counted=tuple(episode.counts for episode in self.episodes),
-            faults=tuple(episode.fault for episode in self.episodes),
-            sampled=tuple(own),
-            seconds=tuple(episode.seconds for episode in self.episodes),
-        )
+            facts = (episode.messages, episode.environment, episode.counts, episode.fault)
+            finished.append(FinishedEpisode(*facts, own, episode.seconds))
+        return finished
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
         written = self._reader.read(self._chat.text(tokens))

@@ -18,7 +18,7 @@ from runners.errors import UserError
 from runners.images.tower import VisionPart
 from runners.inference.text_generation import LENGTH, Batch, sample_batches
 from runners.rewards.calls import NO_RUN, TrainerState
-from runners.rewards.experience import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisode, faults_of
 from runners.rewards.scoring import Scorer
 from runners.tokenization.text import TextDecoder
 
@@ -116,7 +116,7 @@ class Evaluator:
                 tokens=batch.lengths[row],
                 finish=batch.finish[row],
             )
-            found.append(one if batch.played is None else self._as_episode(one, batch.played, row))
+            found.append(one if batch.played is None else self._as_episode(one, batch.played[row]))
         return found
 
     def _scored(self, batch: Batch, asked: Sequence[Example], size: int) -> np.ndarray:
@@ -130,28 +130,28 @@ class Evaluator:
             columns_of(batch.examples, size),
             batch.rollout.completions(),
             self.state,
-            conversations=None if played is None else played.messages,
-            environments=None if played is None else played.environments,
+            conversations=None if played is None else [each.messages for each in played],
+            environments=None if played is None else [each.environment for each in played],
         )
         self.problems.update(dict.fromkeys(scores.problems))
         if played is not None:
-            scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
-            self.problems.update(dict.fromkeys(played.problems))
+            scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
+            self.problems.update(dict.fromkeys(faults_of(played)))
         return scores.values_kb
 
-    def _as_episode(self, one: Completion, played: FinishedEpisodes, row: int) -> Completion:
+    def _as_episode(self, one: Completion, played: FinishedEpisode) -> Completion:
         """A conversation's completion with its counts, and whether it is a success."""
-        fault, own = played.faults[row], self.environments and self.environments.reward
-        success = None if one.right is None else one.right and not fault
+        own = self.environments and self.environments.reward
+        success = None if one.right is None else one.right and not played.fault
         if own is not None and own.name in one.rewards:
             success = (one.rewards[own.name] or 0.0) >= SUCCESS
         return attrs.evolve(
             one,
             success=success,
-            **{name: played.counted[row][name] for name in ("turns", "calls", "failures")},
-            seconds=played.seconds[row],
-            fault=fault,
-            messages=tuple(played.messages[row]),
+            **{name: played.counts[name] for name in ("turns", "calls", "failures")},
+            seconds=played.seconds,
+            fault=played.fault,
+            messages=tuple(played.messages),
         )
 
     def notice(self, found: Sequence[Completion], examples: Sequence[Example], limit: int) -> str:

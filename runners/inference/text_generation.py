@@ -32,7 +32,7 @@ from runners.images.image_files import ImageFile
 from runners.images.tower import VisionPart
 from runners.inference.inference_model import InferenceModel
 from runners.rewards.builtin import answer_text
-from runners.rewards.experience import FinishedEpisodes
+from runners.rewards.experience import FinishedEpisode
 from runners.tokenization.text import TextDecoder, TextStream
 
 STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
@@ -48,7 +48,7 @@ class Batch:
     lengths: list[int]  # tokens of each row that were sampled
     finish: list[str]  # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
     seconds: float
-    played: FinishedEpisodes | None  # the conversations; None: there are no tools
+    played: Sequence[FinishedEpisode] | None  # the conversations; None: there are no tools
 
 
 def sample_batches(
@@ -82,7 +82,8 @@ def sample_batches(
             texts = [nudge + decoder.decode(tokens) for tokens in sampled]
         else:
             rollout, played = environments.play(sampler, part, sampling, numbers=numbers, **how)
-            sampled, texts = played.sampled, [answer_text(messages) for messages in played.messages]
+            sampled = [each.sampled for each in played]
+            texts = [answer_text(each.messages) for each in played]
         finish = []
         for finished, length in zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True):
             # A conversation that is cut may have ended a turn, not itself.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,48 +25,22 @@ COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """What is counted of a conversation; "cut" are shortened results."""
 
 
-def _rows(rows: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(map(tuple, rows))
+@attrs.frozen
+class FinishedEpisode:
+    """The conversation of one row of a rollout."""
+
+    messages: Sequence[Message]  # after the prompt, in TRL's form for rewards
+    environment: int | None  # its number
+    counts: Mapping[str, int]  # by the names of `COUNTS`
+    fault: str  # why the row has no reward; empty: it has one
+    sampled: Sequence[int]  # tokens
+    seconds: float  # of its calls
 
 
-@attrs.frozen(eq=False)
-class FinishedEpisodes:
-    """The data of a rollout's finished episodes, row by row."""
-
-    # After the prompt, in TRL's form for rewards.
-    messages: tuple[tuple[Message, ...], ...] = attrs.field(converter=_rows)
-    environments: tuple[Any, ...] = attrs.field(converter=tuple)
-    counted: tuple[Mapping[str, int], ...] = attrs.field(converter=tuple)  # by the names of `COUNTS`
-    faults: tuple[str, ...] = attrs.field(converter=tuple)  # why a row has no reward; empty: it has one
-    sampled: tuple[tuple[int, ...], ...] = attrs.field(converter=_rows)  # each row's sampled tokens
-    seconds: tuple[float, ...] = attrs.field(converter=tuple)  # of its calls
-
-    @property
-    def counts(self) -> dict[str, np.ndarray]:
-        """Each count of all rows, int64 [B]."""
-        return {name: np.array([row[name] for row in self.counted], np.int64) for name in COUNTS}
-
-    def rows(self, index: Sequence[int]) -> FinishedEpisodes:
-        """The data of only these rows."""
-        return FinishedEpisodes(*([column[i] for i in index] for column in self._columns))
-
-    @classmethod
-    def concatenated(cls, parts: Sequence[FinishedEpisodes]) -> FinishedEpisodes:
-        """One after another."""
-        return cls(*(chain(*columns) for columns in zip(*(part._columns for part in parts), strict=True)))
-
-    @property
-    def _columns(self) -> tuple[tuple[Any, ...], ...]:
-        return attrs.astuple(self, recurse=False)
-
-    @property
-    def problems(self) -> list[str]:
-        """A line for each kind of fault."""
-        found = [fault for fault in self.faults if fault]
-        return [
-            f"environment: {fault}" + (f" ({found.count(fault)} times)" if found.count(fault) > 1 else "")
-            for fault in dict.fromkeys(found)
-        ]
+def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
+    """A line for each kind of fault."""
+    found = Counter(each.fault for each in played if each.fault)
+    return [f"environment: {fault}" + f" ({n} times)" * (n > 1) for fault, n in found.items()]
 
 
 @attrs.frozen(eq=False)
@@ -74,9 +49,8 @@ class Experience:
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
-    texts: tuple[str, ...] = attrs.field(
-        converter=tuple
-    )  # B = P·G completions as for rewards: with the nudge in front
+    # B = P·G completions as for rewards: with the nudge in front.
+    texts: tuple[str, ...] = attrs.field(converter=tuple)
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward
     advantages_pg: mx.array  # [P,G], or of turns [P,G,S]
@@ -88,7 +62,7 @@ class Experience:
     logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
     reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)  # of the rows of values_kb
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
-    played: FinishedEpisodes | None = None  # messages and counts of conversations; None: single turns
+    played: Sequence[FinishedEpisode] | None = None  # conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
     failed: Mapping[int, Failed] = attrs.field(factory=dict)  # by row of values_kb: at all completions
 
@@ -97,7 +71,7 @@ class Experience:
         """Tokens of each completion that the model sampled."""
         if self.played is None:
             return np.array(self.rollout.lengths_b)
-        return np.array([len(tokens) for tokens in self.played.sampled])
+        return np.array([len(each.sampled) for each in self.played])
 
     @property
     def drawn_b(self) -> np.ndarray:
@@ -122,7 +96,7 @@ def select_groups(part: Experience, groups: list[int]) -> Experience:
         advantages_pg=part.advantages_pg[mx.array(groups)],
         extras={column: [values[row] for row in rows] for column, values in part.extras.items()},
         penalty_b=None if part.penalty_b is None else part.penalty_b[rows],
-        played=None if part.played is None else part.played.rows(rows),
+        played=part.played and [part.played[row] for row in rows],
     )
 
 
@@ -147,7 +121,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
             name: [value for part in parts for value in part.logged.get(name, ())]
             for name in dict.fromkeys(name for part in parts for name in part.logged)
         },
-        played=_joined([part.played for part in parts], FinishedEpisodes.concatenated),
+        played=_joined([part.played for part in parts], lambda played: [*chain(*played)]),
         penalty_b=_joined([part.penalty_b for part in parts], np.concatenate),
         failed={k: fault for k, fault in parts[0].failed.items() if all(k in part.failed for part in parts)},
     )

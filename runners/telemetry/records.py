@@ -44,7 +44,7 @@ def completion_records(experience: Experience, batch_step: int, update: int) -> 
             "finished": finished[row],
             **({"metrics": metrics} if metrics else {}),
             **({"extra": extra} if extra else {}),
-            **({"messages": list(played.messages[row])} if played else {}),
+            **({"messages": list(played[row].messages)} if played else {}),
         }
 
 
@@ -53,8 +53,8 @@ def _of_turns(experience: Experience) -> list[list[float]]:
     adv_pg, played = experience.advantages_pg, experience.played
     if adv_pg.ndim == 2 or played is None:
         return []
-    rows = np.array(adv_pg).reshape(len(played.counted), -1)
-    return [row[: max(each["turns"], 1)].tolist() for row, each in zip(rows, played.counted, strict=True)]
+    rows = np.array(adv_pg).reshape(len(played), -1)
+    return [row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)]
 
 
 def evaluation_records(

@@ -15,7 +15,7 @@ import grpo_fn as g
 from grpo_fn.algorithm import SURROGATES
 from runners.config.loading import Config
 from runners.data.curriculum import rate_metrics
-from runners.rewards.experience import Experience, is_varied, length_penalty
+from runners.rewards.experience import COUNTS, Experience, is_varied, length_penalty
 
 
 @attrs.frozen(eq=False)
@@ -37,6 +37,7 @@ class Tally:
     @classmethod
     def of(cls, experience: Experience) -> Tally:
         """Of one batch step."""
+        played = experience.played or ()
         return cls(
             rewards_pg=experience.rewards_pg,
             values_kb=experience.values_kb,
@@ -46,7 +47,7 @@ class Tally:
             resampled=experience.resampled,
             logged={name: [float(value) for value in values] for name, values in experience.logged.items()},
             seconds=dict(experience.seconds),
-            counts={} if experience.played is None else dict(experience.played.counts),
+            counts={name: np.array([each.counts[name] for each in played]) for name in COUNTS if played},
         )
 
 

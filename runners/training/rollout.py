@@ -28,9 +28,10 @@ from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
     Experience,
-    FinishedEpisodes,
+    FinishedEpisode,
     advantages_of,
     check_turn_rewards,
+    faults_of,
     is_varied,
     join_experiences,
     join_stages,
@@ -174,11 +175,11 @@ class Collector:
             columns_of(examples, size),
             completions,
             trainer_state,
-            conversations=None if played is None else played.messages,
-            environments=None if played is None else played.environments,
+            conversations=None if played is None else [each.messages for each in played],
+            environments=None if played is None else [each.environment for each in played],
         )
         if played is not None:
-            scores.values_kb[:, [bool(fault) for fault in played.faults]] = np.nan
+            scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
         if self._turn_rewards:
             scores.problems.extend(check_turn_rewards(scores, rollout))
         penalty_b = length_penalty(self.config, rollout.lengths_b)
@@ -191,8 +192,8 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, completions if played is None else played.sampled)),
-            problems=(*(played.problems if played else ()), *scores.problems),
+            sampled_tokens=sum(map(len, [each.sampled for each in played] if played else completions)),
+            problems=(*faults_of(played or ()), *scores.problems),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
@@ -248,7 +249,7 @@ def _packed(experience: Experience) -> dict[str, Any]:
     return {
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
-        "played": experience.played and _fields(experience.played, "environments"),
+        "played": experience.played and [_fields(each, "environment") for each in experience.played],
         "failed": [(k, *attrs.astuple(fault)) for k, fault in experience.failed.items()],
     }
 
@@ -264,7 +265,7 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
-        "played": played and FinishedEpisodes(environments=(None,) * len(played["faults"]), **played),
+        "played": played and [FinishedEpisode(environment=None, **each) for each in played],
         "failed": {k: Failed(*fault) for k, *fault in value["failed"]},
     }
     return Experience(**fields)

@@ -16,6 +16,7 @@ from runners.data.rendering import render
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError
+from runners.rewards.experience import faults_of
 from runners.rewards.scoring import Reward, Scorer, resolve_rewards
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
@@ -317,9 +318,9 @@ def test_a_conversation_with_calls(built, template):
     rollout, played, script = play(
         environments, "Let me see. " + call("price", item="apple", count=2), "It is 6."
     )
-    (messages,) = played.messages
+    messages = played[0].messages
     asked = {"item": "apple", "count": 2}
-    assert messages == (
+    assert messages == [
         {
             "role": "assistant",
             "content": "Let me see.",
@@ -327,14 +328,8 @@ def test_a_conversation_with_calls(built, template):
         },
         {"role": "tool", "name": "price", "content": "6"},
         {"role": "assistant", "content": "It is 6."},
-    )
-    assert {name: values.tolist() for name, values in played.counts.items()} == {
-        "turns": [2],
-        "calls": [1],
-        "failures": [0],
-        "timeouts": [0],
-        "cut": [0],
-    }
+    ]
+    assert played[0].counts == {"turns": 2, "calls": 1, "failures": 0, "timeouts": 0, "cut": 0}
     prompt = environments.chat.tokenizer.decode(list(script.prompts[0]))
     assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
     tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
@@ -382,8 +377,8 @@ def test_the_given_tokens_are_those_of_the_whole_template():
 def test_a_failing_call_is_an_error_message_to_the_model(built, turn, told):
     """The model sees an error and goes on."""
     _, played, _ = play(built(), turn, "I see.")
-    assert told in played.messages[0][1]["content"] and "error" in played.messages[0][1]["content"]
-    assert played.counts["failures"].tolist() == [1] and played.faults == ("",)
+    assert told in played[0].messages[1]["content"] and "error" in played[0].messages[1]["content"]
+    assert played[0].counts["failures"] == 1 and played[0].fault == ""
 
 
 @pytest.mark.parametrize(
@@ -399,7 +394,7 @@ def test_a_failing_call_is_an_error_message_to_the_model(built, turn, told):
 def test_an_odd_result_becomes_a_text(built, kind, shown, cut):
     """Ten megabytes are cut off, whatever it is."""
     rollout, played, _ = play(built(max_observation_tokens=20), call("odd", kind=kind), "I see.")
-    assert played.messages[0][1]["content"].endswith(shown) and played.counts["cut"].tolist() == [cut]
+    assert played[0].messages[1]["content"].endswith(shown) and played[0].counts["cut"] == cut
     assert rollout.tokens_bt.shape[1] < 300
 
 
@@ -407,31 +402,30 @@ def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(
     """A later episode has a new instance."""
     environments = built(timeout=0.3)
     _, played, _ = play(environments, call("odd", kind="hang"), "Late.")
-    assert "timed out after 0.3 s" in played.messages[0][1]["content"]
-    assert played.counts["timeouts"].tolist() == [1]
+    assert "timed out after 0.3 s" in played[0].messages[1]["content"]
+    assert played[0].counts["timeouts"] == 1
     environments.config = attrs.evolve(environments.config, timeout=HANGS)
-    _, again, _ = play(environments, "Hello.", rows=2)
-    _, third, _ = play(environments, "Hello.", rows=2)
-    assert played.environments[0] not in again.environments
-    assert set(again.environments) == set(third.environments)
+    plays = [play(environments, "Hello.", rows=2)[1] for _ in range(2)]
+    again, third = ({each.environment for each in row} for row in plays)
+    assert played[0].environment not in again and again == third
 
 
 def test_a_failure_may_cost_the_reward(built):
     """With on_error = "no_reward" the conversation ends there."""
     environments = built(on_error="no_reward")
     _, played, _ = play(environments, call("price", item="plum"), "never said")
-    assert played.faults[0].startswith("price: ") and len(played.messages[0]) == 1
-    assert "environment: price" in played.problems[0]
+    assert played[0].fault.startswith("price: ") and len(played[0].messages) == 1
+    assert "environment: price" in faults_of(played)[0]
 
 
 def test_bounds_on_turns_and_calls(built):
     """The last turn's calls are not made; calls beyond the bound are refused."""
     asks = call("price", item="apple")
     _, played, _ = play(built(max_turns=3), *[asks] * 5)
-    assert played.counts["turns"].tolist() == [3] and played.counts["calls"].tolist() == [2]
+    assert played[0].counts["turns"] == 3 and played[0].counts["calls"] == 2
     environments = built(max_tool_calls=2)
     _, played, _ = play(environments, asks * 3, "So.")
-    contents = [message["content"] for message in played.messages[0] if message["role"] == "tool"]
+    contents = [message["content"] for message in played[0].messages if message["role"] == "tool"]
     assert contents[:2] == ["3", "3"] and "used up" in contents[2]
 
 
@@ -439,9 +433,9 @@ def test_coroutines_are_awaited_together(built):
     """Of all rows, beside plain calls."""
     environments = built(workers=1)
     _, played, _ = play(environments, call("later", item="a"), "So.", rows=24)
-    assert {m[1]["content"] for m in played.messages} == {"a!"}
+    assert {each.messages[1]["content"] for each in played} == {"a!"}
     _, played, _ = play(environments, call("later", item="a") + call("price", item="pear"), "So.")
-    assert [m["content"] for m in played.messages[0] if m["role"] == "tool"] == ["a!", "4"]
+    assert [m["content"] for m in played[0].messages if m["role"] == "tool"] == ["a!", "4"]
 
 
 def test_texts_of_reset_extend_the_prompts(built):
@@ -462,7 +456,7 @@ def test_texts_of_reset_extend_the_prompts(built):
         f"cost?{mine}<|im_end|>" in text
         for mine, text in zip([" A", " A", " B", " BB"], spelled, strict=True)
     )
-    assert {tuple(m["content"] for m in messages) for messages in played.messages} == {("Hello.",)}
+    assert {tuple(m["content"] for m in each.messages) for each in played} == {("Hello.",)}
     batch = g.make_batch(rollout, mx.ones((2, 2)))
     assert batch.num_tokens.item() == 4 * 7, "six letters and the end of each"
 
@@ -474,7 +468,7 @@ def test_a_reset_that_fails_costs_the_reward(built):
     rows = examples(environments, 2)
     del rows[0].columns["answer"]
     _, played = played_by(environments, script, rows)
-    assert played.faults[0].startswith("reset: ") and played.faults[1] == ""
+    assert played[0].fault.startswith("reset: ") and played[1].fault == ""
 
 
 def test_rewards_get_messages_and_environments(built, tmp_path):
@@ -492,14 +486,15 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
         ["x", "y"],
         [[], []],
         {"answer": ["6", "6"]},
-        conversations=played.messages,
-        environments=played.environments,
+        conversations=[each.messages for each in played],
+        environments=[each.environment for each in played],
     )
     assert not scores.problems and environments.reward.name == "Shop"
     assert np.array_equal(scores.values_kb, [[1, 1], [3, 3], [1, 1]])
     later = built(factory="shop.py:Judged")  # whose get_reward is a coroutine
     _, played, _ = play(later, "2", rows=2)
-    scores = Scorer([later.reward]).score(["x"] * 2, [[]] * 2, {}, environments=played.environments)
+    numbers = [each.environment for each in played]
+    scores = Scorer([later.reward]).score(["x"] * 2, [[]] * 2, {}, environments=numbers)
     assert scores.values_kb.tolist() == [[2.0, 2.0]]
 
 
@@ -507,8 +502,8 @@ def test_plain_functions_are_tools(built):
     """Without a class."""
     environments = built(factory="", tools=("shop.py:double",))
     _, played, _ = play(environments, call("double", a=21), "42")
-    assert played.messages[0][1] == {"role": "tool", "name": "double", "content": "42"}
-    assert played.environments == (None,) and environments.reward is None
+    assert played[0].messages[1] == {"role": "tool", "name": "double", "content": "42"}
+    assert played[0].environment is None and environments.reward is None
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,10 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
         "advantages": np.array(found.advantages_pg).tolist(),
         "examples": [example.messages for example in found.examples],
         "tokens": found.sampled_tokens,
-        "messages": played.messages,
-        "counts": {name: values.tolist() for name, values in played.counts.items()},
-        "faults": played.faults,
-        "sampled_tokens": played.sampled,
+        "messages": [each.messages for each in played],
+        "counts": [each.counts for each in played],
+        "faults": [each.fault for each in played],
+        "sampled_tokens": [each.sampled for each in played],
     }
     return facts, np.array(rollout.logp_bt)
 
@@ -141,7 +141,7 @@ def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     """
     path = write(factory)
     want, want_bt = collected(path, Ranks())
-    assert sum(want["counts"]["calls"]) > 0
+    assert sum(counts["calls"] for counts in want["counts"]) > 0
     assert (np.ndim(want["advantages"]) == 3) == (factory == "echo.py:Turns")
     if factory != "calculate":
         assert any(want["faults"]) and not all(want["faults"])
