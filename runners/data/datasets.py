@@ -83,17 +83,14 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
         data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
         return attrs.evolve(config, data=data, answer=answer)
     for row in rows:
-        value = row.get(name)
-        if form == "code":
-            try:
+        value, wanted = row.get(name), 'a text or a number; the tests of a program need form = "code"'
+        try:
+            if form == "code":
                 read_tests(value)
-            except ValueError as error:
-                raise UserError(f"{row.place}: {name}: {error}") from error
-        elif form != NONE and isinstance(value, list | dict):
-            raise UserError(
-                f"{row.place}: {name}: expected a text or a number, found {show(value)}; the tests of a "
-                'program need form = "code"'
-            )
+            elif form != NONE and isinstance(value, list | dict):
+                raise ValueError(f"expected {wanted}")
+        except ValueError as error:
+            raise UserError(f"{row.place}: {name}: {error}") from error
     golds = [gold for row in rows[:_LOOKED_AT] if (gold := gold_answer(row.get(name))) is not None]
     prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from runners.config.sections import DataConfig
-from runners.data.row_files import SUFFIXES, read_file
+from runners.data.row_files import SUFFIXES, Row, read_file
 from runners.errors import UserError, did_you_mean, listed, show
 
 Message = dict[str, Any]  # role and content; tool_calls of an assistant, name of a tool
@@ -87,36 +87,27 @@ def read_prompts(name: str, column: str, system: str = "", option: str = "--prom
     messages must not have one as well. `option` named the file, for errors. Raises UserError, with the line,
     for a row that is not a prompt, and for a file without prompts.
     """
-    found = []
-    for place, value in _values(name, column, option):
-        if fault := prompt_fault(value):
-            raise UserError(f"{place}: {fault}")
-        if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
-            raise UserError(f"{place}: the messages have a system message, and --system gives another")
-        found.append(list(conversation(value, system)))
-    if not found:
-        raise UserError(f"{option} {name}: there is no prompt in it")
-    return found
-
-
-def _values(name: str, column: str, option: str) -> Iterator[tuple[str, Any]]:
-    """Each prompt with its place."""
     path = Path(name).expanduser()
-    if name != "-" and not path.is_file():
-        raise UserError(f"{option} {name}: there is no such file")
-    if path.suffix.lower() not in SUFFIXES:
+    if name != "-" and path.suffix.lower() in SUFFIXES:
+        rows = read_file(path)
+    else:
         try:
             text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{option} {name}: cannot be read as text ({error})") from error
-        yield from ((name, line.strip()) for line in text.split("\n") if line.strip())
-        return
-    for row in read_file(path):
-        if row.fault:
-            raise UserError(f"{row.place}: {row.fault}")
-        if column not in row:
-            raise UserError(
-                f"{row.place}: no column {show(column)} (--column); found {listed(list(row))}"
-                f"{did_you_mean(column, row)}"
+        rows = [Row({column: line.strip()}, name) for line in text.split("\n") if line.strip()]
+    found = []
+    for row in rows:
+        value, fault = row.get(column), row.fault
+        if not fault and column not in row:
+            fault = (
+                f"no column {show(column)} (--column); found {listed(list(row))}{did_you_mean(column, row)}"
             )
-        yield row.place, row[column]
+        if fault := fault or prompt_fault(value):
+            raise UserError(f"{row.place}: {fault}")
+        if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
+            raise UserError(f"{row.place}: the messages have a system message, and --system gives another")
+        found.append(list(conversation(value, system)))
+    if not found:
+        raise UserError(f"{option} {name}: there is no prompt in it")
+    return found

@@ -15,7 +15,7 @@ from runners.config.names import REWARD_ARGUMENTS
 from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
 from runners.data.rendering import render
-from runners.errors import UserError, show
+from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_files
 from runners.images.processor import ImageProcessor, load_processor
 from runners.quickstart import DATA
@@ -45,14 +45,6 @@ def image_folder(config: DataConfig) -> Path | None:
     return source.parent if source.is_file() else source if source.is_dir() else None
 
 
-def row_images(row: Mapping[str, Any], config: DataConfig) -> tuple[ImageFile, ...]:
-    """A row's images; () without `data.image`. UserError if a file is gone."""
-    try:
-        return image_files(row.get(config.image), image_folder(config)) if config.image else ()
-    except UserError as error:
-        raise UserError(f"{config.image} {error}") from error
-
-
 def processor_of(config: DataConfig, path: Path, stated: Mapping[str, Any]) -> ImageProcessor | None:
     """The image processor of a model folder and its config.json; None without `data.image`.
 
@@ -71,19 +63,17 @@ def build_examples(
     """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
 
     Every example has all columns of `reward_columns`, None where its row lacks them. A row that the chat
-    template or the tokenizer refuses, or without an answer, raises UserError with its place; with
-    `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is left.
+    template or the tokenizer refuses raises UserError with its place; with `on_bad_row` "skip" it is noted in
+    `Rows.faults`. Raises UserError also if no row is left.
     """
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
     columns = reward_columns(rows, with_answer=bool(config.answer))
 
     def example_of(row: Mapping[str, Any], number: int) -> Example:
-        gold = gold_answer(row[config.answer]) if config.answer else ""
-        if gold is None:
-            raise UserError(f"expected an answer in {show(config.answer)}, found {show(row[config.answer])}")
+        gold = (gold_answer(row[config.answer]) or "") if config.answer else ""
         messages = conversation(prompt_of(row, config), config.system_prompt)
-        images = row_images(row, config)
+        images = image_files(row.get(config.image), image_folder(config)) if config.image else ()
         text, tokens = render(
             tokenizer,
             messages,

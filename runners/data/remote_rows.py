@@ -8,7 +8,7 @@ from typing import Any
 
 from runners.config.names import TASKS
 from runners.config.sections import DataConfig
-from runners.data.row_files import Row, table_rows
+from runners.data.row_files import Row
 from runners.errors import UserError, did_you_mean, error_line, show
 from runners.machine.versions import install_hint
 
@@ -26,7 +26,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
         found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
         # As Arrow's tables: images and sounds stay the bytes of their files.
         tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-        rows = enumerate((row for table in tables for row in table_rows(table)), 1)
+        rows = enumerate((row for table in tables for row in table.to_pylist()), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         place = f"data.source is {show(config.source)}, {key} {show(split)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,7 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
 
 def has_template(tokenizer: Any) -> bool:
     # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
-    wrapper_says = getattr(tokenizer, "has_chat_template", None)
-    return (
-        getattr(tokenizer, "chat_template", None) is not None if wrapper_says is None else bool(wrapper_says)
-    )
+    return bool(getattr(tokenizer, "has_chat_template", getattr(tokenizer, "chat_template", None)))
 
 
 def apply_template(
@@ -161,35 +159,19 @@ def _conversation(
     template_kwargs: Mapping[str, Any],
 ) -> str:
     def apply(conversation: Sequence[Mapping[str, Any]]) -> str:
-        return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
-
-    system = messages[0]["content"].strip() if messages[0]["role"] == "system" else ""
-    try:
-        text = apply(messages)
-        if system in text:
-            return text
-    except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
-        if not system:
+        try:
+            return apply_template(tokenizer, conversation, tools=tools, template_kwargs=template_kwargs)
+        except Exception as error:  # a template may raise anything, most often jinja2's TemplateError
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
-    try:
-        return apply(_merge_system(messages))
-    except Exception as error:
-        raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
-
-def _merge_system(messages: Sequence[Message]) -> list[Message]:
-    """The messages with a leading system message put in front of the user's first words.
-
-    Raises ValueError if a system message is elsewhere or no user message follows it.
-    """
-    if not any(message["role"] == "system" for message in messages):
-        return list(messages)
     system, *rest = messages
-    if system["role"] != "system" or any(message["role"] == "system" for message in rest):
-        raise ValueError("expected a system message at the start of the conversation only, found one later")
-    if not rest or rest[0]["role"] != "user":
-        raise ValueError("no user message follows the system message")
-    return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+    if system["role"] != "system" or not rest or rest[0]["role"] != "user":
+        return apply(messages)
+    with suppress(UserError):
+        text = apply(messages)
+        if system["content"].strip() in text:
+            return text
+    return apply([{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]])
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:

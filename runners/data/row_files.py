@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from runners.errors import UserError, did_you_mean, error_line, show
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -26,7 +24,6 @@ _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
 _CELL = 16  # bytes that any value takes in addition
-_NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
@@ -138,10 +135,8 @@ def read_file(path: Path) -> list[Row]:
 def _json_row(place: str, line: str) -> Row:
     try:
         return _as_row(place, json.loads(line))
-    except json.JSONDecodeError as error:
-        return Row({}, place, f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
-        return Row({}, place, f"not usable JSON: {error}")
+        return Row({}, place, f"not JSON: {error}")
 
 
 def _as_row(place: str, value: Any) -> Row:
@@ -192,54 +187,31 @@ def transformed(row: Row, transform: Transform) -> Row | None:
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Each row's values.
 
-    Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size.
+    Raises UserError if the file is not Parquet, or unpacks to more than RATIO times its size. A repeated
+    string costs such a file almost nothing: any row may be as large as all that its row group stores. So no
+    more rows are read together than fit into the limit even then.
     """
     import pyarrow.parquet
 
+    most, unpacked = max(LEAST, RATIO * path.stat().st_size), 0
+    too_large = UserError(f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"{path} has two columns of one name")
-            for batch in _bounded_batches(path, file):
-                yield from table_rows(batch)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            chunks = [[group.column(n) for n in range(group.num_columns)] for group in groups]
+            stored = [sum(c.total_uncompressed_size + _CELL * c.num_values for c in each) for each in chunks]
+            if sum(stored) > most:
+                raise too_large
+            for batch in file.iter_batches(most // max(1, *stored)):
+                unpacked += batch.nbytes
+                if unpacked > most:
+                    raise too_large
+                yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         # Also text that is not UTF-8, and dates that Python cannot hold.
         raise UserError(f"{path} is not a usable Parquet file: {' '.join(str(error).split())}") from error
-
-
-def table_rows(table: Any) -> Iterator[dict[str, Any]]:
-    """Each row of an Arrow table or batch."""
-    narrow = {field.name: _NARROW[str(field.type)] for field in table.schema if str(field.type) in _NARROW}
-    for row in table.to_pylist():
-        for name, kind in narrow.items():  # the float32 0.1 becomes 0.1, not 0.10000000149011612
-            row[name] = None if row[name] is None else float(str(kind(row[name])))
-        yield row
-
-
-def _bounded_batches(path: Path, file: Any) -> Iterator[Any]:
-    """The file's rows in batches. Raises UserError once they are too large for the file.
-
-    A repeated string costs such a file almost nothing: any row may be as large as all that its row group
-    stores. So no more rows are read together than fit into the limit even then.
-    """
-    size = path.stat().st_size
-    most = max(LEAST, RATIO * size)
-    too_large = UserError(
-        f"{path}: expected {size:,} bytes to unpack to at most {most:,}, found more: it repeats itself"
-    )
-    stored = []  # bytes of each row group, before repeated strings are repeated
-    for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
-        chunks = [group.column(column) for column in range(group.num_columns)]
-        stored.append(sum(each.total_uncompressed_size + _CELL * each.num_values for each in chunks))
-    if sum(stored) > most:
-        raise too_large
-    taken = 0
-    for number, each in enumerate(stored):
-        for batch in file.iter_batches(max(most // max(each, 1), 1), [number]):
-            taken += batch.nbytes
-            if taken > most:
-                raise too_large
-            yield batch

@@ -138,9 +138,9 @@ GOOD = {"question": "1+1?", "answer": "2"}
 @pytest.mark.parametrize(
     ("bad", "fault"),
     [
-        ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter at column 30"),
-        ("[" * 100_000, "not usable JSON"),
-        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not usable JSON"),
+        ('{"question": "a", "answer": 1', "not JSON: Expecting ',' delimiter"),
+        ("[" * 100_000, "not JSON"),
+        ('{"question": "a", "answer": ' + "1" * 5000 + "}", "not JSON"),
         ('["question"]', "expected an object with named fields, found list"),
         ({"answer": "2"}, "no question"),
         ({"question": " \n", "answer": "2"}, "question is blank"),
@@ -284,16 +284,3 @@ def test_data_without_answers(tmp_path):
     assert "answer" not in reward_columns(train, with_answer=False)
     bad = jsonl(tmp_path / "bad.jsonl", [*rows, {"question": " ", "level": 1}])
     assert "question is blank" in refused(bad, answer="")
-
-
-def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
-    answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())
-    table = pyarrow.table({"question": ["a"] * 3, "answer": answers, "half": answers.cast(pyarrow.float16())})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    hub = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
-    for source in (tmp_path / "rows.parquet", "a/b"):
-        rows = [*load(source, on_bad_row="skip", eval_split="train")[0], *load(source, on_bad_row="skip")[1]]
-        assert [row["answer"] for row in rows][:1] == [0.1] and rows[-1]["answer"] == 5e-5
-        assert rows[0]["half"] == 0.1

@@ -51,5 +51,5 @@ def test_what_is_no_prompt_is_reported(tmp_path, rows, message):
     with pytest.raises(UserError, match=message):
         read_prompts(str(tmp_path / "p.jsonl"), "question", "Be brief.")
     for name in ("none.jsonl", "none.txt"):
-        with pytest.raises(UserError, match=rf"--prompts .*{name}: "):
+        with pytest.raises(UserError, match=rf"{name}:? cannot be read"):
             read_prompts(str(tmp_path / name), "question")

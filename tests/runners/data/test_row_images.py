@@ -6,9 +6,9 @@ import pytest
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
-from runners.data.prompts import build_examples, image_folder, row_images
+from runners.data.prompts import build_examples, image_folder
 from runners.errors import UserError
-from runners.images.image_files import ImageFile
+from runners.images.image_files import ImageFile, image_files
 from tests.support.vision_runs import write_vision_data
 
 pytest.importorskip("PIL")
@@ -52,11 +52,7 @@ def test_files_lie_beside_the_data(tmp_path):
     write_vision_data(tmp_path)
     assert image_folder(data_config(tmp_path)) == tmp_path
     assert image_folder(DataConfig(source=str(tmp_path), image="image")) == tmp_path
-    moved = data_config(tmp_path, image_folder=str(tmp_path / "pics"))
-    assert [file.path for file in row_images({"image": "1.png"}, moved)] == [tmp_path / "pics" / "1.png"]
-    row = {"image": ["pics/1.png", "pics/0.png"]}
-    assert [file.name for file in row_images(row, data_config(tmp_path))] == ["pics/1.png", "pics/0.png"]
-    assert row_images(row, DataConfig(source=str(tmp_path))) == ()
+    assert image_folder(data_config(tmp_path, image_folder=str(tmp_path / "pics"))) == tmp_path / "pics"
 
 
 def test_examples_have_their_images_and_rewards_the_column(tmp_path):
@@ -98,7 +94,7 @@ def test_images_of_the_hub_come_as_files(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     config = DataConfig(source="a/b", image="one")
     (row,), _ = load_rows(attrs.evolve(config, eval_split="train"))
-    (file,) = row_images(row, config)
+    (file,) = image_files(row["one"], image_folder(config))
     assert file.data is not None and file.data.startswith(b"\x89PNG")
-    assert len(row_images(row, DataConfig(image="many"))) == 2
+    assert len(image_files(row["many"], None)) == 2
     assert row["sound"] == {"bytes": b"RIFF", "path": None}
