@@ -98,7 +98,8 @@ def read_prompts(name: str, column: str, system: str = "", option: str = "--prom
         rows = [Row({column: line.strip()}, name) for line in text.split("\n") if line.strip()]
     found = []
     for row in rows:
-        value, fault = row.get(column), row.fault
+        value: Any = row.get(column)
+        fault = row.fault
         if not fault and column not in row:
             fault = (
                 f"no column {show(column)} (--column); found {listed(list(row))}{did_you_mean(column, row)}"

@@ -25,7 +25,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     try:
         found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
         # As Arrow's tables: images and sounds stay the bytes of their files.
-        tables = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
+        tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
         rows = enumerate((row for table in tables for row in table.to_pylist()), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user

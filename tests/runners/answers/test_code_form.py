@@ -1,6 +1,7 @@
 """`answer.form = "code"`: a program's answer is what its tests say."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ try:
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-FORM = answer_form("code")
+FORM: Any = answer_form("code")
 TESTS = json.dumps(["assert add(1, 2) == 3", "assert add(0, 0) == 0"])
 RIGHT = "```python\ndef add(a, b):\n    return a + b\n```"
 HALF = "```python\ndef add(a, b):\n    return 0\n```"

@@ -76,7 +76,7 @@ def test_a_raw_run_is_asked_raw_afterwards(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").symlink_to(base)
     final = trained(tmp_path, prompt_form="raw") / "final"
-    assert read_prompt(final).prompt_form == "raw"
+    assert getattr(read_prompt(final), "prompt_form", None) == "raw"
     many = ["--num", "2", "--max-tokens", "2"]
     done = grpo("generate", final, "Q: 1+1?", *many)
     assert 'prompt_form = "raw"' in done.stderr

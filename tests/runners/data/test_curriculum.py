@@ -1,6 +1,7 @@
 """Which prompts a run draws by their pass rates: the draw, what is known of a prompt, and the files."""
 
 import json
+from typing import Any
 
 import attrs
 import numpy as np
@@ -132,6 +133,7 @@ def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):
         for one, passes in zip(prompts, (0, 8, 4, 2), strict=False):
             file.write(json.dumps({"prompt": prompt_id(one), "samples": 8, "passes": passes}) + "\n")
     config = DataConfig(curriculum="static", difficulty=str(path))
+    known: Any  # Estimates: there is a curriculum
     train, known, notices = with_difficulty(prompts, config)
     assert [example.text for example in train] == [prompts[n].text for n in (2, 3)]
     assert [example.number for example in train] == [0, 1]

@@ -1,6 +1,7 @@
 """Gold completions: what is read from a row or a run's completions, and their tokens."""
 
 import json
+from typing import Any
 
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -107,7 +108,7 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = [{"question": "a?", "answer": "1"}]
-    how = {"data": {"nudge": "So", "system_prompt": "Unused."}, "sft": {"completions": "run"}}
+    how: dict[str, Any] = {"data": {"nudge": "So", "system_prompt": "Unused."}, "sft": {"completions": "run"}}
     reader, _, tokenizer, _ = read(tmp_path, model, rows, **how)
     (one, other), notices = reader.of_file()
     assert [one.messages, other.messages] == [(ASKED,), (*context, ASKED)]

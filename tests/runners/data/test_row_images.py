@@ -1,5 +1,7 @@
 """From a row's column of images to the prompt: where files lie, how the template shows them."""
 
+from typing import Any, cast
+
 import attrs
 import datasets
 import pytest
@@ -58,8 +60,8 @@ def test_files_lie_beside_the_data(tmp_path):
 def test_examples_have_their_images_and_rewards_the_column(tmp_path):
     """Messages stay texts; the column is as the data has it; the template shows images first."""
     write_vision_data(tmp_path)
-    config = data_config(tmp_path)
-    examples, _ = build_examples(load_rows(config)[0], config, Tokenizer(), processor=Processor())
+    config, shown = data_config(tmp_path), cast(Any, Processor())
+    examples, _ = build_examples(load_rows(config)[0], config, Tokenizer(), processor=shown)
     assert [len(example.images) for example in examples] == [1, 2, 1, 0, 1, 1, 2, 0, 1, 1]
     second = examples[1]
     assert second.text == "<image> <image> How many rolls? 1"

@@ -1,8 +1,10 @@
 """The tasks of docs/tasks.md: each config trains, and each reward tells right completions from wrong ones."""
 
+import importlib
 import json
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -52,9 +54,7 @@ def folder(tmp_path, monkeypatch):
 def gym(monkeypatch):
     """reasoning-gym, or what stands in for it: sums with one setting, and a score with half marks."""
     try:
-        import reasoning_gym
-
-        return reasoning_gym
+        return importlib.import_module("reasoning_gym")
     except ImportError:
         pass
 
@@ -68,7 +68,8 @@ def gym(monkeypatch):
     def get_score_answer_fn(name):
         return lambda answer, entry: 1.0 if answer == entry["answer"] else 0.5 * (entry["answer"] in answer)
 
-    made, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    made: Any = types.ModuleType("reasoning_gym")
+    factory: Any = types.ModuleType("reasoning_gym.factory")
     made.get_score_answer_fn = get_score_answer_fn
     factory.DATASETS, factory.create_dataset = {"chain_sum": ()}, create_dataset
     monkeypatch.setitem(sys.modules, "reasoning_gym", made)

@@ -1,6 +1,7 @@
 """Episodes: calls that a model writes, what they return as tokens, and what rewards get of them."""
 
 import json
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -283,7 +284,7 @@ def built(tmp_path, worker):
     (tmp_path / "shop.py").write_text(SOURCE)
 
     def build(template=QWEN, **env):
-        tokenizer = make_tokenizer(template)
+        tokenizer: Any = make_tokenizer(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
         decoder, data = TextDecoder(tokenizer), DataConfig(nudge="")
         return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [1], [tmp_path], worker)

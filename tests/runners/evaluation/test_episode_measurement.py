@@ -92,6 +92,7 @@ def problems_of(model, config):
         config.env, config.data, model.tokenizer, model.decoder, model.eos_ids, config.folders, WORKER
     )
     rows = load_split(config.data, config.data.eval_split)
+    assert environments is not None
     return environments, choose_problems(rows, model, config, environments.chat.schemas)[0]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def test_pass_at_k_of_many_samples_does_not_overflow():
 
 def test_the_bootstrap_interval_is_about_that_of_the_mean():
     """For many values it is mean ± 1.96 standard errors; one seed gives one interval."""
-    values = np.random.default_rng(1).random(2000)
+    values: Any = np.random.default_rng(1).random(2000)
     error = 1.96 * values.std() / math.sqrt(2000)
     found = bootstrap(values)
     assert found.low == pytest.approx(values.mean() - error, abs=error / 5)

@@ -132,7 +132,7 @@ def test_two_models_are_compared_pair_by_pair():
     one, other = shared(both)
     assert one.indices == other.indices == (1, 2, 3, 5)
     found = difference(one.metrics["exact match"], other.metrics["exact match"])
-    assert found.mean == 0.75 and found.p == mcnemar(0, 3) == 0.25
+    assert found is not None and found.mean == 0.75 and found.p == mcnemar(0, 3) == 0.25
     assert found.interval == bootstrap([1, 1, 1, 0])
     heading, _, line, *_ = comparison_table(both).splitlines()
     heads, cells = ([cell.strip() for cell in row.split("|")[1:-1]] for row in (heading, line))

@@ -6,6 +6,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,7 @@ PROMPTS = [[{"role": "user", "content": "What is 2 + 2?"}]]
 SECRET = "sk-planted-7Hq2"
 
 
-def judge(url, on_error="skip", **settings):
+def judge(url, on_error: Any = "skip", **settings):
     """A scorer with that one judge."""
     reward = judge_reward(url, **{"retries": 0, "timeout": HANGS, **settings})
     return Scorer([Reward("j", reward)], 0.5, on_error)
@@ -193,6 +194,7 @@ def test_columns_in_a_judges_prompt_are_required():
         assert score(scorer, ["a"], answer=["22"], unit=["333"]).values_kb.tolist() == [[0.6]]
         with pytest.raises(UserError, match=r'"j" needs the column unit.*did you mean units'):
             check_columns(scorer.rewards, ["answer", "units"])
+    wrong: dict[str, Any]
     for wrong in ({"prompt": "Mark it."}, {"scale": (10, 0)}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
             judge_reward("http://a/v1", **wrong)

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_files_and_modules_beside_the_config_are_found(folder: Path, name: str, value: float) -> None:
     """In the first base folder that has it; by its whole path it is the same function."""
+    reward: Any
     (reward,) = resolve_rewards([name], base_dirs=[folder, folder / "b"])
     assert reward.name == name.partition(":")[2] and reward.function(completions=[0]) == [value]
     if name == "near.py:f":
@@ -92,7 +94,7 @@ def test_resolve_rewards(folder: Path) -> None:
     """Weights go with their functions in order; functions of one name are logged under their full texts."""
     names = [*REWARDS, "mine.py:f", "pack.inner:f"]
     weights = [0.5 * n for n in range(len(names))]
-    rewards = resolve_rewards(names, weights, [folder])
+    rewards: Any = resolve_rewards(names, weights, [folder])
     assert [(each.name, each.weight) for each in rewards] == [*zip(names, weights, strict=True)]
     assert [each.function.__name__ for each in rewards] == [*REWARDS, "f", "f"]
     assert [reward.weight for reward in resolve_rewards(list(REWARDS))] == [1.0] * 5

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import re
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +35,7 @@ def think_form(completions, **kwargs):
     return [1.0 if form.match(completion[0]["content"]) else 0.0 for completion in completions]
 
 
-def right_number(completions, solution, log_extra=None, log_metric=None, **kwargs):
+def right_number(completions, solution, log_extra: Any = None, log_metric: Any = None, **kwargs):
     """The last number is the solution; None where the row has none."""
     found = [(re.findall(r"\d+", completion[0]["content"]) or [""])[-1] for completion in completions]
     given = [None if want is None else float(got == want) for got, want in zip(found, solution, strict=True)]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,7 +143,7 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, obje
     assert [path.name for path in secret.parent.iterdir()] == ["secret"]
 
 
-def run(program: str, outside: dict[str, object], **limits: float) -> str:
+def run(program: str, outside: dict[str, object], **limits: Any) -> str:
     """What a program prints that has names for what is outside."""
     names = "".join(f"{name} = {value!r}\n" for name, value in outside.items())
     outcome = run_program(MODULES + names + program, limits=Limits(**{"seconds": 20.0, **limits}))
