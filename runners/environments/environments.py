@@ -25,7 +25,7 @@ from runners.environments.tool_calls import CallReader, Tool, mark_ids
 from runners.errors import UserError
 from runners.rewards.calls import GET_REWARD, GET_TURN_REWARDS, Parameters
 from runners.rewards.experience import FinishedEpisode
-from runners.rewards.scoring import Reward, UserFunction, resolve_rewards
+from runners.rewards.scoring import Reward, Scorer, UserFunction, resolve_rewards
 from runners.rewards.scoring import loading as reward_loading
 from runners.tokenization.text import TextDecoder
 from runners.user_code.process import THREAD, Outcome
@@ -106,6 +106,17 @@ class Environments:
             if differ and rows:
                 rollout = regrouped(rollout, size)
             return rollout, session.finish(rollout)
+
+    def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
+        """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
+        if self.reward is None:
+            return None
+        count, numbers = len(played), [each.environment for each in played]
+        scores = Scorer([self.reward], self.config.timeout).score(
+            [""] * count, [[]] * count, {}, environments=numbers
+        )
+        rows = zip(scores.values_kb[0].tolist(), played, strict=True)
+        return [None if each.fault or value != value else value for value, each in rows]
 
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
         """The session of these rows' episodes, after `reset`. They keep their instances until `release`.
