@@ -8,14 +8,11 @@ from pathlib import Path
 
 from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError, show
+from runners.files.durable import disk_errors
 from runners.files.json_files import read_json, write_json
 from runners.files.run_files import RESOLVED
 
 MANIFEST = "manifest.json"
-
-
-class Damaged(UserError):
-    """A checkpoint whose files do not match its manifest."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -26,13 +23,10 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raises Damaged unless every file of the manifest is there as it was written."""
-    try:
-        files = read_json(folder / MANIFEST).get("files")
-    except UserError as error:
-        raise Damaged(str(error)) from error
+    """Raises UserError unless every file of the manifest is there as it was written."""
+    files = read_json(folder / MANIFEST).get("files")
     if not isinstance(files, dict) or not all(isinstance(facts, dict) for facts in files.values()):
-        raise Damaged(f"{folder / MANIFEST}: its table of files is damaged")
+        raise UserError(f"{folder / MANIFEST}: its table of files is damaged")
     # Links are not followed, so that no name of the manifest leads out of the folder.
     present = {
         path.relative_to(folder).as_posix(): path
@@ -41,13 +35,11 @@ def check_manifest(folder: Path) -> None:
     }
     for name, facts in files.items():
         if (path := present.get(name)) is None:
-            raise Damaged(f"{folder}: expected a file {show(name)} in the folder, found none or a link")
-        try:
+            raise UserError(f"{folder}: expected a file {show(name)} in the folder, found none or a link")
+        with disk_errors(f"{path}: cannot be read"):
             found = digest(path)
-        except OSError as error:
-            raise Damaged(f"{path}: cannot be read: {error.strerror or error}") from error
         if found != facts.get("sha256"):
-            raise Damaged(f"{path}: its content is not what was written (SHA-256)")
+            raise UserError(f"{path}: its content is not what was written (SHA-256)")
 
 
 def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
@@ -58,7 +50,7 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> Path | None:
     for path in reversed(checkpoint_folders(folder).values()):
         try:
             check_manifest(path)
-        except Damaged as error:
+        except UserError as error:
             note(f"{error}; {path.name} is skipped")
         else:
             return path

@@ -107,7 +107,7 @@ def compare_config(config: Config, origin: Origin, note: Callable[[str], None], 
         before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
         if before == after or before == {} or (before in LEFT_OPEN and after == resolved.get(key, before)):
             continue
-        found.append(f"{key} (was {show(before)}, is {show(after)})")
+        found.append(_change(key, before, after))
         if not (key in HARMLESS or key.partition(".")[0] in HARMLESS):
             matter.append(found[-1])
     if matter and not allowed:
@@ -139,16 +139,16 @@ def compare_inputs(
     if found:
         note(line)
     was = origin.facts.arithmetic
-    rows = [
-        f"{name} (was {show(was.get(name))}, is {show(value)})"
-        for name, value in computing.items()
-        if was.get(name) != value
-    ]
+    rows = [_change(key, was.get(key), now) for key, now in computing.items() if was.get(key) != now]
     if rows:
         note(
             f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
             "those of an uninterrupted run"
         )
+
+
+def _change(name: str, was: Any, now: Any) -> str:
+    return f"{name} (was {show(was)}, is {show(now)})"
 
 
 def earlier_decisions(config: Config, origin: Origin) -> dict[str, Any] | None:

@@ -12,10 +12,12 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runners.errors import UserError
+from runners.files.durable import disk_errors
 
 # Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
 # that JSON does not escape, because such files are shown on terminals.
@@ -162,23 +164,18 @@ def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, A
     A missing file has none. `bad` gets the numbers of lines that are not JSON objects. UserError if the file
     cannot be read.
     """
-    try:
-        with open_file(path) as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.endswith(b"\n") or not line.strip():
-                    continue
-                try:
-                    found = json.loads(line)
-                except (ValueError, RecursionError):
-                    found = None
-                if isinstance(found, dict):
-                    yield found
-                elif bad is not None:
-                    bad.append(number)
-    except FileNotFoundError:  # perhaps being renamed
-        return
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with disk_errors(f"{path}: cannot be read"), suppress(FileNotFoundError), open_file(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.endswith(b"\n") or not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                found = None
+            if isinstance(found, dict):
+                yield found
+            elif bad is not None:
+                bad.append(number)
 
 
 def _whole_lines(path: Path, most: int) -> int:

@@ -9,7 +9,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from runners.checkpoints.manifest import MANIFEST, Damaged, digest, write_manifest
+from runners.checkpoints.manifest import MANIFEST, digest, write_manifest
 from runners.checkpoints.resume import find_origin
 from runners.errors import UserError
 from runners.telemetry.report import Quiet
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(copy, name):
     assert origin is not None and origin.folder.name == "checkpoint-2"
     (passed,) = notes
     assert re.search(line, passed) and passed.endswith("checkpoint-3 is skipped")
-    with pytest.raises(Damaged, match=line):
+    with pytest.raises(UserError, match=line):
         find_origin(copy.folder, copy.folder / "checkpoint-3", notes.append)
 
 
