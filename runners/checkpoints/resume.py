@@ -21,22 +21,11 @@ from runners.files.run_files import COMPLETIONS, METRICS
 from runners.report.run_record import flattened
 
 # Keys that may differ without a notice: they change neither weights nor completions.
-HARMLESS = (
-    "run.name",
-    "run.output_dir",
-    "run.overwrite",
-    "eval.every",
-    "eval.at_start",
-    "checkpoint",
-    "log",
-    "watch",
-    "stop",
-    "optim.max_bad_updates",
-    "reward.stop_if_all_fail",
-    "system.memory_limit_gb",
-    "system.collective_timeout",
-    "system.check_model",
-)
+HARMLESS = {
+    *("checkpoint", "log", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
+    *("eval.every", "eval.at_start", "optim.max_bad_updates", "reward.stop_if_all_fail"),
+    *("system.memory_limit_gb", "system.collective_timeout", "system.check_model"),
+}
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.
 DECIDED = ("launch", "max_batch")
 LEFT_OPEN = (0, "auto")  # values that mean: decided by the model or the machine

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _MEMINFO = Path("/proc/meminfo")
+_VERSION_1 = "memory/memory.limit_in_bytes"
 
 
 def total_memory() -> int:
@@ -70,16 +71,15 @@ def swap_used() -> int | None:
     return sizes["SwapTotal"] - sizes["SwapFree"] if {"SwapTotal", "SwapFree"} <= sizes.keys() else None
 
 
-def memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def memory_limit() -> int | None:
     """The least bytes that the control groups of this process allow; None: no limit.
 
     Those of version 2, and the one of version 1 that a container shows as its root.
     """
-    names = re.findall("^0::(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE) if own.is_file() else []
-    places = [root / os.path.normpath(name).lstrip("/") for name in names or ["/"]]
-    files = [folder / "memory.max" for place in places for folder in (place, *place.parents)]
-    files = [file for file in files if file.is_relative_to(root)]
-    files.append(root / "memory" / "memory.limit_in_bytes")
+    root, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    name = re.search("^0::/(.*)$", own.read_text(encoding="utf-8"), re.MULTILINE) if own.is_file() else None
+    place = root / (name[1] if name else "")
+    files = [*(folder / "memory.max" for folder in (place, *place.parents)), root / _VERSION_1]
     texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
     return min((int(text) for text in texts if text.isdigit()), default=None)
 

@@ -12,19 +12,8 @@ from typing import Any, TextIO
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
 from runners.machine.terminal import Output, echo, visible
-from runners.telemetry.events import (
-    Advanced,
-    Alert,
-    Evaluated,
-    Event,
-    Finished,
-    Note,
-    Quiet,
-    Report,
-    Started,
-    Status,
-    Updated,
-)
+from runners.telemetry import events
+from runners.telemetry.events import Event, Quiet, Report
 
 __all__ = ["PlainReport", "Quiet", "Report"]
 
@@ -46,7 +35,7 @@ class PlainReport(Report):
         self._started = self._last_step = self._said = clock()  # `_said`: the last line
         self._step_times: deque[float] = deque(maxlen=21)  # seconds, without evaluations
         self._status, self._status_began = "", self._started
-        self._advanced: Advanced | None = None  # the last one of this status
+        self._advanced: events.Advanced | None = None  # the last one of this status
 
     @property
     def fault(self) -> Exception | None:
@@ -56,31 +45,31 @@ class PlainReport(Report):
     def handle(self, event: Event) -> None:
         """See `Report.handle`. An alert goes to standard error: standard output may be a file."""
         match event:
-            case Started():
+            case events.Started():
                 self.total, self.done = event.updates, event.done
                 self._score, self._reward = event.score, event.reward
                 self._started = self._last_step = self._said = self._clock()
                 self._facts(event.header)
-            case Status(text):
+            case events.Status(text):
                 self._status, self._status_began, self._advanced = text, self._clock(), None
-            case Advanced():
+            case events.Advanced():
                 self._advanced = event
                 if self._clock() >= self._said + PAUSE:
                     self._line(self.activity())
-            case Updated(metrics):
+            case events.Updated(metrics):
                 self._step(metrics)
                 if self.done % self._every == 0 or self.done == self.total:
                     self._line(self._update_line(metrics))
-            case Evaluated():
+            case events.Evaluated():
                 self._status = ""
                 self._score = self._score if event.score is None else event.score
                 self._reward = self._reward if event.reward is None else event.reward
                 self._line(_eval_line(event))
-            case Note(text):
+            case events.Note(text):
                 self._note(text)
-            case Alert(text):
+            case events.Alert(text):
                 to_stderr(text)
-            case Finished(summary):
+            case events.Finished(summary):
                 self._line(f"finished in {duration_text(self.elapsed())}")
                 self._facts(summary)
 
@@ -183,7 +172,7 @@ def duration_text(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _eval_line(event: Evaluated) -> str:
+def _eval_line(event: events.Evaluated) -> str:
     found = []
     if event.score is not None:
         found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")

@@ -107,7 +107,7 @@ class SetUp:
         columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
         check_columns(rewards, columns, environments=config.env.answers)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
-        loaded, uncompiled = self._loaded()
+        loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
@@ -172,7 +172,6 @@ class SetUp:
             notices=(
                 *data.notices,
                 *loaded.notices,
-                *uncompiled,
                 *learner.notices,
                 *_setting_warnings(config, learner),
                 *expected,
@@ -180,8 +179,8 @@ class SetUp:
             ranks=ranks,
         )
 
-    def _loaded(self) -> tuple[LoadedModel, list[str]]:
-        """The model, while programs are compiled that every run needs; lines on those that could not be."""
+    def _loaded(self) -> LoadedModel:
+        """The model, while programs are compiled that every run needs."""
         config, platform = self.config, self.platform
         compile_header(platform)
         with platform.programs or nullcontext() as programs:
@@ -194,11 +193,10 @@ class SetUp:
                 images=bool(config.data.image),
                 image_max_pixels=config.data.image_max_pixels,
             )
-            if programs is None:
-                return loaded, []
-            if programs.names:
+            if programs and programs.names:
                 self.say("compiling GPU programs")
-            return loaded, programs.wait()
+                programs.wait()
+            return loaded
 
     def _examples(
         self, rows: tuple, loaded: LoadedModel, environments: Environments | None, reader: GoldReader | None

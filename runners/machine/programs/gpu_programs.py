@@ -75,7 +75,7 @@ class Compilation:
         """Starts at most so many processes, for those of `names` that are not in the folder."""
         self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
-        self._running: dict[Path, subprocess.Popen[str]] = {}  # by the folder that each one fills
+        self._running: dict[Path, subprocess.Popen[bytes]] = {}  # by the folder that each one fills
         self._stop = weakref.finalize(self, _stop, self._running)
         count = min(processes, len(self.names))
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,7 @@ class Compilation:
                 python_command(_CODE, *self.names[number::count]),
                 env={**os.environ, _VARIABLE: str(part)},
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=subprocess.DEVNULL,
             )
 
     def __enter__(self) -> Compilation:
@@ -95,21 +94,12 @@ class Compilation:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def wait(self) -> list[str]:
-        """Waits until all programs are in the folder; returns lines on those that are not, and why."""
-        faults = []
+    def wait(self) -> None:
+        """Waits until the programs are in the folder. MLX compiles the others when it needs them."""
         for part, process in self._running.items():
-            try:
-                _, output = process.communicate(timeout=max(self._until - time.monotonic(), 0.0))
-                if process.returncode:
-                    faults.append((output.splitlines() or [f"exit code {process.returncode}"])[-1])
-                else:
+            with suppress(OSError, subprocess.TimeoutExpired):  # no space, or it takes too long
+                if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:
                     _move(part, self.folder)
-            except subprocess.TimeoutExpired:
-                faults.append(f"it took more than {_SECONDS} s")
-            except OSError as error:  # no space: MLX compiles them when it needs them
-                faults.append(error.strerror or str(error))
-        return [f"some GPU programs were not compiled ahead: {fault}" for fault in dict.fromkeys(faults)]
 
 
 def _move(source: Path, target: Path) -> None:
@@ -121,9 +111,9 @@ def _move(source: Path, target: Path) -> None:
         os.replace(path, place)
 
 
-def _stop(running: dict[Path, subprocess.Popen[str]]) -> None:
+def _stop(running: dict[Path, subprocess.Popen[bytes]]) -> None:
     for part, process in running.items():
         process.kill()
-        process.communicate()
+        process.wait()
         shutil.rmtree(part, ignore_errors=True)
     running.clear()

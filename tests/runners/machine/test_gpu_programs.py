@@ -77,29 +77,24 @@ def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
     wanted = [f"program_{n}" for n in range(7)]
     with Compilation(tmp_path / "kept", wanted, 3) as compilation:
-        assert compilation.wait() == []
+        compilation.wait()
     kept = tmp_path / "kept"
     assert {file.name for file in kept.iterdir()} == {f"{n}.{s}" for n in wanted for s in ("ptx", "txt")}
     assert len({file.read_text() for file in kept.glob("*.txt")}) == 3
     with Compilation(kept, wanted, 3) as compilation:
-        assert compilation.names == [] and compilation.wait() == []
+        assert compilation.names == []
 
 
-@pytest.mark.parametrize(
-    ("code", "line"),
-    [
-        (WRITES + "\nif 'b' in sys.argv: raise RuntimeError('no such GPU')", "RuntimeError: no such GPU"),
-        (WRITES + "\nif 'b' in sys.argv: import time; time.sleep(600)", "it took more than 2 s"),
-    ],
-)
-def test_a_process_that_fails_is_told_and_what_others_made_is_kept(monkeypatch, tmp_path, code, line):
+@pytest.mark.parametrize("fault", ["raise RuntimeError('no such GPU')", "import time; time.sleep(600)"])
+def test_what_others_made_is_kept_where_a_process_fails_or_hangs(monkeypatch, tmp_path, fault):
     """The run goes on: MLX compiles when it needs it. No process is left."""
-    monkeypatch.setattr(gpu_programs, "_CODE", code)
+    monkeypatch.setattr(gpu_programs, "_CODE", f"{WRITES}\nif 'b' in sys.argv: {fault}")
     monkeypatch.setattr(gpu_programs, "_SECONDS", 2)
     with Compilation(tmp_path, ["a", "b"], 2) as compilation:
         running = [*compilation._running.values()]
-        assert compilation.wait() == [f"some GPU programs were not compiled ahead: {line}"]
-    assert (tmp_path / "a.ptx").exists() and all(process.poll() is not None for process in running)
+        compilation.wait()
+    assert [file.name for file in tmp_path.glob("*.ptx")] == ["a.ptx"]
+    assert all(process.poll() is not None for process in running)
 
 
 @pytest.mark.skipif(mx.default_device() == mx.cpu, reason="wants CUDA")
@@ -107,7 +102,7 @@ def test_the_names_are_those_of_this_mlx(tmp_path):
     """What MLX leaves in its folder has the names that were predicted."""
     wanted = names("bfloat16")
     with Compilation(tmp_path, wanted, 8) as compilation:
-        assert compilation.wait() == []
+        compilation.wait()
     assert {file.stem for file in tmp_path.glob("*.ptx")} >= set(wanted)
 
 
