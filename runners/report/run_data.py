@@ -138,13 +138,10 @@ def _texts(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """The records of evaluations.jsonl by update; the later ones of an update done twice."""
+    """The records of evaluations.jsonl by update."""
     known: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
-        update = line.get("update")
-        if isinstance(update, int):
-            if line.get("problem") == 0:
-                known[update] = []
+        if isinstance(update := line.get("update"), int):
             known.setdefault(update, []).append(line)
     return known
 

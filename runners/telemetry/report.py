@@ -57,7 +57,9 @@ class PlainReport(Report):
                 if self._clock() >= self._said + PAUSE:
                     self._line(self.activity())
             case events.Updated(metrics):
-                self._step(metrics)
+                self._last_step, self._status = self._clock(), ""
+                self._step_times.append(metrics.get("step_time", 0.0))
+                self.done = int(metrics.get("update", self.done + 1))
                 if self.done % self._every == 0 or self.done == self.total:
                     self._line(self._update_line(metrics))
             case events.Evaluated():
@@ -100,11 +102,6 @@ class PlainReport(Report):
     @property
     def _columns(self) -> int:
         return LINE_WIDTH
-
-    def _step(self, metrics: Mapping[str, Any]) -> None:
-        self._last_step, self._status = self._clock(), ""
-        self._step_times.append(metrics.get("step_time", 0.0))
-        self.done = int(metrics.get("update", self.done + 1))
 
     def _update_line(self, metrics: Mapping[str, Any]) -> str:
         """One update; if there is no room for all, the least important parts are left out."""

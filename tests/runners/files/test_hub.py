@@ -59,8 +59,6 @@ def test_a_model_is_downloaded_once_and_trained(hub, home, tmp_path):
     ("command", "key"),
     [
         (("run", "train.toml"), "model.path"),
-        (("check", "train.toml"), "model.path"),
-        (("plan", "train.toml"), "model.path"),
         (("generate", "someone/tiny-lama", "hi"), "MODEL"),
     ],
 )

@@ -39,11 +39,10 @@ def test_what_mlx_writes_is_taken(tmp_path):
 @pytest.mark.parametrize(
     "header",
     [
-        *(entry(shape=shape) for shape in ([-2, -2], [2**32 + 4], [2.0, 2], [True, 4], "4", [5])),
+        *(entry(shape=shape) for shape in ([-2, -2], [2**32 + 4], [2.0, 2], "4", [5])),
         entry(shape=[65536] * 4, data_offsets=[0, 0]),  # 2^64 elements
-        *(entry(data_offsets=at) for at in ([16, 0], [-16, 0], [0, 16, 32], [56, 72], [2**63, 2**63 + 16])),
-        *(entry(dtype=dtype) for dtype in ("X4", ["F32"])),
-        *({"a": "x"}, {"a": {"dtype": "F32"}}), [], b"{", b"\xff\xfe", b"[" * 100_000,
+        *(entry(data_offsets=at) for at in ([16, 0], [-16, 0], [56, 72], [2**63, 2**63 + 16])),
+        entry(dtype="X4"), {"a": "x"}, {"a": {"dtype": "F32"}}, [], b"{", b"\xff\xfe", b"[" * 100_000,
     ],
     ids=lambda part: str(part)[:50],
 )  # fmt: skip
@@ -66,16 +65,14 @@ def test_what_is_no_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("leaves", "dtype"),
     [
-        ({"a": mx.zeros((4, 4), mx.float16), "b": mx.zeros((2,))}, "float16"),
-        ({"a": mx.zeros((4, 4), mx.uint32), "b": mx.zeros((2,), mx.bfloat16)}, "bfloat16"),
+        ({"a": mx.zeros((4,), mx.float16), "b": mx.zeros((2,), mx.float16), "c": mx.zeros((9,))}, "float16"),
+        ({"a": mx.zeros((4,), mx.uint32), "b": mx.zeros((2,), mx.bfloat16)}, "bfloat16"),
         ({"a": mx.zeros((4,), mx.int32)}, ""),
-        (None, ""),
     ],
 )
-def test_the_headers_state_the_dtype_of_most_numbers(leaves, dtype, tmp_path):
+def test_the_headers_state_the_dtype_of_most_tensors(leaves, dtype, tmp_path):
     """Integers, such as packed weights, do not count; a folder that cannot be read states nothing."""
-    if leaves is None:
-        (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    else:
-        mx.save_safetensors(str(tmp_path / "model.safetensors"), leaves)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), leaves)
     assert stated_dtype(tmp_path) == dtype and stated_dtype(tmp_path / "absent") == ""
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    assert stated_dtype(tmp_path) == ""

@@ -1,24 +1,8 @@
-"""What the system refuses: low limits, no room, a folder that is gone. Each is one line and exit code 2."""
-
-import shutil
+"""What the system refuses is told from faults of the program."""
 
 import pytest
-from click.testing import CliRunner
 
-from runners import cli
 from runners.errors import system_fault
-
-GENERATE = ("generate", "embedded", "hi", "--max-tokens", "1")
-
-
-@pytest.mark.parametrize("arguments", [GENERATE, ("run", "quickstart"), ("report", "x"), ("runs",)])
-def test_a_working_folder_that_was_deleted(tmp_path, monkeypatch, arguments):
-    """Every command ends with a line."""
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    shutil.rmtree(tmp_path / "gone")
-    result = CliRunner().invoke(cli.main, arguments)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

