@@ -132,23 +132,18 @@ class Scripted:
 SOURCE = '''
 import asyncio, time
 
-
 class Shop:
-    """Sells."""
-
     made, together = [], []
 
     def __init__(self):
         self.made.append(self)
 
     def reset(self, answer, **row):
-        """Begin."""
         self.log, self.answer = [], answer
         return row.get("greeting")
 
     def price(self, item: str, count: int = 1) -> float:
-        """
-        Look up a price.
+        """Look up a price.
 
         Args:
             item: What.
@@ -158,8 +153,7 @@ class Shop:
         return {"apple": 3, "pear": 4}[item] * count
 
     async def later(self, item: str) -> str:
-        """
-        Look it up later.
+        """Look it up later.
 
         Args:
             item: What.
@@ -170,8 +164,7 @@ class Shop:
         return item + "!"
 
     def odd(self, kind: str) -> str:
-        """
-        Do something odd.
+        """Do something odd.
 
         Args:
             kind: What.
@@ -180,88 +173,57 @@ class Shop:
             time.sleep(6000)
         if kind == "exit":
             raise SystemExit(1)
-        if kind == "long":
-            return "x" * 10_000_000
-        if kind == "bytes":
-            return b"\\xff"
-        if kind == "surrogate":
-            return "\\ud800"
-        if kind == "none":
-            return None
         if kind == "print":
             print("from a tool")
             return "printed"
-        class Bad:
-            def __str__(self):
-                raise RuntimeError("no text")
-        return Bad()
+        odd = {"long": "x" * 10_000_000, "bytes": b"\\xff", "surrogate": "\\ud800", "none": None}
+        return odd[kind] if kind in odd else Bad()
 
     def _hidden(self):
-        """No tool."""
+        pass
 
     def get_reward(self):
-        """How often it was asked."""
-        if self.answer == "fails":
-            raise ValueError("no reward")
         return float(len(self.log))
 
+class Bad:
+    def __str__(self):
+        raise RuntimeError("no text")
 
 def by_environment(environments, **kwargs):
     return [len(environment.log) for environment in environments]
 
-
 class Judged:
-    """Rewards later."""
-
     def reset(self, **row):
-        """Begin."""
+        pass
 
     async def get_reward(self):
-        """A number."""
         await asyncio.sleep(0)
         return 2.0
 
-
 class Greeter:
-    """Says something at the start, each time something else."""
-
     greetings = iter([" A", " A", " B", " BB"])
 
     def reset(self, **row):
-        """Begin."""
         return next(self.greetings)
-
 
 SHOPS = {"one": Shop}
 
-
 class NoReset:
-    """Lacks it."""
-
+    pass
 
 class Untyped:
-    """A method without hints."""
-
     def reset(self, **row):
-        """Begin."""
+        pass
 
     def tool(self, a):
-        """Undescribed."""
-
+        pass
 
 class Needs:
-    """Cannot be made."""
-
     def __init__(self):
         raise RuntimeError("no server at localhost:1")
 
-    def reset(self, **row):
-        """Begin."""
-
-
 def double(a: int) -> int:
-    """
-    Twice a number.
+    """Twice a number.
 
     Args:
         a: The number.
@@ -316,17 +278,12 @@ def play(environments, *turns, rows=1, **columns):
 def test_a_conversation_with_calls(built, template):
     """Two turns: the result is between them as given tokens, and rewards see TRL's messages."""
     environments = built(template)
-    rollout, played, script = play(
-        environments, "Let me see. " + call("price", item="apple", count=2), "It is 6."
-    )
-    messages = played[0].messages
-    asked = {"item": "apple", "count": 2}
-    assert messages == [
-        {
-            "role": "assistant",
-            "content": "Let me see.",
-            "tool_calls": [{"type": "function", "function": {"name": "price", "arguments": asked}}],
-        },
+    asks = "Let me see. " + call("price", item="apple", count=2)
+    rollout, played, script = play(environments, asks, "It is 6.")
+    asked = {"name": "price", "arguments": {"item": "apple", "count": 2}}
+    calls = [{"type": "function", "function": asked}]
+    assert played[0].messages == [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
         {"role": "tool", "name": "price", "content": "6"},
         {"role": "assistant", "content": "It is 6."},
     ]
@@ -365,38 +322,29 @@ def test_the_given_tokens_are_those_of_the_whole_template():
 
 
 @pytest.mark.parametrize(
-    ("turn", "told"),
+    ("turn", "told", "failed"),
     [
-        (call("price", item="plum"), "plum"),
-        (call("prices", item="apple"), "there is no tool prices; did you mean price?"),
-        (call("price"), "missing 1 required"),
-        (call("odd", kind="exit"), "1"),
-        (call("odd", kind="bad"), "no text"),
-        ("<tool_call>{broken</tool_call>", "cannot be read"),
+        (call("price", item="plum"), "plum", True),
+        (call("prices", item="apple"), "there is no tool prices; did you mean price?", True),
+        (call("price"), "missing 1 required", True),
+        (call("odd", kind="exit"), "1", True),
+        (call("odd", kind="bad"), "no text", True),
+        ("<tool_call>{broken</tool_call>", "cannot be read", True),
+        (call("odd", kind="bytes"), r"b'\xff'", False),
+        (call("odd", kind="surrogate"), "?", False),
+        (call("odd", kind="none"), "None", False),
+        (call("odd", kind="print"), "printed", False),
+        (call("odd", kind="long"), "xxx [cut]", False),
     ],
 )
-def test_a_failing_call_is_an_error_message_to_the_model(built, turn, told):
-    """The model sees an error and goes on."""
-    _, played, _ = play(built(), turn, "I see.")
-    assert told in played[0].messages[1]["content"] and "error" in played[0].messages[1]["content"]
-    assert played[0].counts["failures"] == 1 and played[0].fault == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "shown", "cut"),
-    [
-        ("bytes", r"b'\xff'", 0),
-        ("surrogate", "?", 0),
-        ("none", "None", 0),
-        ("print", "printed", 0),
-        ("long", "xxx [cut]", 1),
-    ],
-)
-def test_an_odd_result_becomes_a_text(built, kind, shown, cut):
-    """Ten megabytes are cut off, whatever it is."""
-    rollout, played, _ = play(built(max_observation_tokens=20), call("odd", kind=kind), "I see.")
-    assert played[0].messages[1]["content"].endswith(shown) and played[0].counts["cut"] == cut
-    assert rollout.tokens_bt.shape[1] < 300
+def test_whatever_a_call_does_is_a_text_for_the_model(built, turn, told, failed):
+    """An error, with which the model goes on, or an odd result; ten megabytes are cut off."""
+    rollout, played, _ = play(built(max_observation_tokens=200), turn, "I see.")
+    (episode,) = played
+    content = episode.messages[1]["content"]
+    assert told in content and ("error" in content) == failed and content.endswith("}" if failed else told)
+    assert (episode.counts["failures"], episode.counts["cut"]) == (failed, "cut" in told)
+    assert episode.fault == "" and rollout.tokens_bt.shape[1] < 500
 
 
 def test_a_call_that_hangs_is_an_observation_and_its_instance_is_not_used_again(built):
