@@ -3,7 +3,6 @@
 import tomllib
 from pathlib import Path
 
-import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,32 +15,19 @@ from runners.errors import ConfigError
 MINIMAL = '[model]\npath = "embedded"\n'
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Writes train.toml into the current folder, a fresh one, and returns its name."""
-    monkeypatch.chdir(tmp_path)
-
-    def write_file(text, name="train.toml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-        return name
-
-    return write_file
-
-
-def test_later_values_win(write):
+def test_later_values_win(load):
     """Defaults < the loss preset < the file < --set, and among several --set the last."""
-    name = write(MINIMAL + '[loss]\npreset = "dapo"\nepsilon_low = 0.1\nmax_resample = 5\n')
-    loss = load_config(name, ["loss.max_resample=6", "loss.max_resample=7"]).check().loss
+    text = MINIMAL + '[loss]\npreset = "dapo"\nepsilon_low = 0.1\nmax_resample = 5\n'
+    loss = load(text, "loss.max_resample=6", "loss.max_resample=7").check().loss
     assert (loss.epsilon_high, loss.dynamic_sampling) == (0.28, True)  # the preset's
     assert loss.epsilon_low == 0.1  # the file's, over the preset's 0.2
     assert loss.max_resample == 7  # the command line's, over the file's
     assert loss.kl == "k3"  # nobody's but LossSpec's
 
 
-def test_check_fills_in_what_the_preset_says(write):
+def test_check_fills_in_what_the_preset_says(load):
     """After `check` no choice is open: DAPO's overlong buffer is a share of the length limit, in tokens."""
-    config = load_config(write(MINIMAL + '[loss]\npreset = "dapo"\n'), ["rollout.max_new_tokens=100"]).check()
+    config = load(MINIMAL + '[loss]\npreset = "dapo"\n', "rollout.max_new_tokens=100").check()
     assert config.loss.overlong == sections.OverlongConfig(buffer=20, penalty=1.0)
     assert (config.loss.baseline, config.loss.scale) == ("group_mean", "group")
     assert config.check() == config
@@ -61,9 +47,9 @@ def test_check_fills_in_what_the_preset_says(write):
         ('[loss]\npreset = "dr_grpo"\nbaseline = "batch_mean"', {"scale": "none"}),
     ],
 )
-def test_what_the_file_says_goes_before_the_preset(write, text, found):
+def test_what_the_file_says_goes_before_the_preset(load, text, found):
     """An explicit false or zero is a value; baseline and scale fit each other unless [loss] says more."""
-    loss = load_config(write('model.path = "embedded"\n' + text)).check().loss
+    loss = load('model.path = "embedded"\n' + text).check().loss
     assert {name: getattr(loss, name) for name in found} == found
 
 
@@ -84,23 +70,23 @@ def test_what_the_file_says_goes_before_the_preset(write, text, found):
         ("system.compile=false", "system", "compile", False),
     ],
 )
-def test_an_override_sets_one_value(write, override, section, key, value):
+def test_an_override_sets_one_value(load, override, section, key, value):
     """--set takes TOML, and bare strings where a string belongs; nothing else changes."""
-    name = write('[model]\npath = "embedded"\nlora.scale = 3\n')
-    before, after = load_config(name), load_config(name, [override])
+    text = '[model]\npath = "embedded"\nlora.scale = 3\n'
+    after = load(text, override)
     assert getattr(getattr(after, section), key) == value
-    changed = attrs.evolve(getattr(before, section), **{key: value})
-    assert attrs.evolve(before, **{section: changed}) == after
+    assert load(text).having(section, **{key: value}) == after
 
 
-def test_relative_paths_are_found_here_or_beside_the_file(write, tmp_path):
+def test_relative_paths_are_found_here_or_beside_the_file(tmp_path, monkeypatch):
     """The current folder comes first, then the config's own."""
+    monkeypatch.chdir(tmp_path)
     for folder in ("here", "cfg/model", "cfg/here"):
-        (tmp_path / folder).mkdir(parents=True)
-    write("def f(completions): ...", "cfg/score.py")
-    write("{}", "cfg/rows.jsonl")
+        Path(folder).mkdir(parents=True)
     text = '[model]\npath = "model"\n[data]\nsource = "rows.jsonl"\n[reward]\nfunctions = ["score.py:f"]\n'
-    config = load_config(write(text, "cfg/train.toml"))
+    for name, content in (("score.py", ""), ("rows.jsonl", "{}"), ("train.toml", text)):
+        Path("cfg", name).write_text(content)
+    config = load_config("cfg/train.toml")
     assert config.model.path == str(Path("cfg/model"))
     assert config.data.source == str(Path("cfg/rows.jsonl"))
     assert config.reward.functions == (f"{Path('cfg/score.py')}:f",)
@@ -125,19 +111,11 @@ def test_every_shipped_config_loads(name, tmp_path, monkeypatch):
 )
 def test_what_is_shown_is_what_was_loaded(tmp_path_factory, prompt, stop, rate):
     """Any strings and numbers survive the way through TOML."""
-    folder = tmp_path_factory.mktemp("toml")
-    first = folder / "first.toml"
-    first.write_text(MINIMAL, encoding="utf-8")
-    config = load_config(str(first))
-    config = attrs.evolve(
-        config,
-        data=attrs.evolve(config.data, system_prompt=prompt),
-        rollout=attrs.evolve(config.rollout, stop=tuple(stop)),
-        optim=attrs.evolve(config.optim, learning_rate=rate),
-    )
-    second = folder / "second.toml"
-    second.write_text(config.to_toml(), encoding="utf-8", newline="")
-    assert load_config(str(second)) == config
+    file = tmp_path_factory.mktemp("toml") / "train.toml"
+    config = load_config(None, ['model.path="embedded"']).having("data", system_prompt=prompt)
+    config = config.having("rollout", stop=tuple(stop)).having("optim", learning_rate=rate)
+    file.write_text(config.to_toml(), encoding="utf-8", newline="")
+    assert load_config(str(file)) == config
 
 
 def test_a_run_s_resolved_config_can_be_loaded_again(tmp_path, monkeypatch):

@@ -6,21 +6,20 @@ from runners.config.loading import SECTIONS, ConfigError, load_config
 from runners.config.reading import preset_names
 
 MODEL = 'model.path = "embedded"\n'
+PACKED = 'beta = 0.1, ref_quantization = "affine-4"'
 
 
 @pytest.fixture
-def faults(tmp_path, monkeypatch):
+def faults(load):
     """The lines that a config's text (in train.toml, in the current folder) and overrides bring."""
-    monkeypatch.chdir(tmp_path)
 
-    def load(text, *overrides):
-        (tmp_path / "train.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    def lines(text, *overrides):
         with pytest.raises(ConfigError) as caught:
-            load_config("train.toml", overrides)
+            load(text, *overrides)
         assert str(caught.value) == "\n".join(caught.value.problems)
         return list(caught.value.problems)
 
-    return load
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -33,10 +32,7 @@ def faults(tmp_path, monkeypatch):
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("rollout.num_generations = 1", "expected an integer >= 2, found 1"),
         ("rollout.temperature = nan", "expected a finite number, found nan"),
-        (
-            "rollout.max_new_tokens = 3_000_000_000",
-            "expected an integer of at most 31 bits, found 3000000000",
-        ),
+        ("rollout.max_new_tokens = 3_000_000_000", "an integer of at most 31 bits, found 3000000000"),
         ('rollout.stop = [""]', 'expected a list of strings: no empty string, found [""]'),
         ('rollout.stop = "</a>"', 'expected a list of strings, found "</a>"'),
         ('rollout.quantization = "affine4"', "did you mean affine-4?"),
@@ -52,10 +48,7 @@ def faults(tmp_path, monkeypatch):
         ("loss.overlong.buffer = 513", "expected at most rollout.max_new_tokens = 512, found 513"),
         ("loss.surrogate = 'cipso'", "expected one of clip, dual_clip, cispo, sapo, none, "),
         ("loss.preset = 'dpao'", "did you mean dapo?"),
-        (
-            "reward.functions = []",
-            "expected at least one entry, or an env.factory whose class has get_reward, found []",
-        ),
+        ("reward.functions = []", "one entry, or an env.factory whose class has get_reward, found []"),
         ('reward.functions = ["a.py:f", "a.py:f"]', "expected a list of strings: none twice, found"),
         ("data.chat_template_kwargs = {a = [1]}", "expected a table of strings, numbers, true or false"),
         ('data.answer = ""', "expected a column, your own reward in reward.functions, or an env.factory"),
@@ -86,18 +79,9 @@ def faults(tmp_path, monkeypatch):
         ('stop.when = ["klx > 1"]', 'found "klx > 1"; did you mean kl?'),
         ('stop.when = ["rewards/int_reward/mean > 1"]', "did you mean rewards/int_reward_func/mean?"),
         ("data.image = 'p'\nenv.factory = 'a:A'", 'expected "" with data.image = "p", found "a:A"'),
-        (
-            'rollout.quantization = "mxfp4"\nrollout.group_size = 64',
-            "expected 0 with mxfp4, whose groups have a fixed size, found 64",
-        ),
-        (
-            'loss = {beta = 0.1, ref_quantization = "affine-4"}\nmodel.tune = "lora"',
-            'expected "none" with model.tune = "lora", where the reference is the unchanged base, found "aff',
-        ),
-        (
-            'loss = {beta = 0.1, ref_quantization = "affine-4", ref_sync_every = 8}',
-            'expected 1.0, or loss.ref_sync_every = 0, with loss.ref_quantization = "affine-4", which keeps',
-        ),
+        ('rollout.quantization = "mxfp4"\nrollout.group_size = 64', "expected 0 with mxfp4, whose groups"),
+        (f'loss = {{{PACKED}}}\nmodel.tune = "lora"', 'expected "none" with model.tune = "lora", where the'),
+        (f"loss = {{{PACKED}, ref_sync_every = 8}}", "expected 1.0, or loss.ref_sync_every = 0, with loss."),
         ("learning_rate = 1e-5", "unknown key; did you mean optim.learning_rate?"),
         ('model.path = "./models/nope"', 'no such file or folder: "./models/nope"'),
         ('model.path = ""', 'expected a string: one line, not empty, found ""'),
@@ -160,7 +144,6 @@ def test_faults_of_the_command_line_are_named_so(faults, override, line):
     [
         ("[model\npath = 1", "(at line 1, column 7)"),
         ("seed = 1\nseed = 2\n", "(at line 2, column 9)"),
-        (b"a = 1\nb = '\xff'", "byte 0xff"),
         (f"a = {'1' * 5000}", "5000 digits"),
     ],
 )
@@ -170,10 +153,9 @@ def test_a_syntax_error_names_its_place(faults, text, line):
     assert found.startswith("train.toml: not TOML: ") and line in found
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path):
+def test_a_byte_order_mark_is_no_fault(load):
     """Some editors put one before UTF-8 text."""
-    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf" + MODEL.encode())
-    assert load_config(str(tmp_path / "a.toml")).model.path == "embedded"
+    assert load("\ufeff" + MODEL).model.path == "embedded"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +166,6 @@ def test_a_byte_order_mark_is_no_fault(tmp_path):
         (".", ".: cannot be read: Is a directory"),
         ("a\0b", "a\\x00b: no such file or preset; the presets are"),
         ("x" * 5000, "x" * 5000 + ": no such file or preset; the presets are"),
-        ("locked.toml", "locked.toml: cannot be read: Permission denied"),
         ("large.toml", "large.toml: expected at most 131,072 bytes, found more"),
     ],
 )
@@ -192,11 +173,6 @@ def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
     """An unknown name lists the nearest preset, or all; a file is bounded."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "large.toml").write_text("#" * 200_000)
-    if name == "locked.toml":
-        (tmp_path / name).touch()
-        monkeypatch.setattr(
-            "pathlib.Path.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
-        )
     with pytest.raises(ConfigError) as caught:
         load_config(name)
     assert caught.value.problems[0].startswith(line)
@@ -211,10 +187,7 @@ def test_a_config_that_cannot_be_read(tmp_path, monkeypatch, name, line):
         ("loss.aggregation='sequence_sum_norm'", "loss.aggregation: "),
         ("loss.ref_quantization='mxfp8'", 'loss.ref_quantization: expected "none", or loss'),
         ("loss.ref_sync_every=2", "loss.ref_sync_every: expected 0, or loss.beta > 0"),
-        (
-            "system.disable=['shared_prefi']",
-            "system.disable: no mechanism 'shared_prefi'; the nearest name is",
-        ),
+        ("system.disable=['shared_prefi']", "system.disable: no mechanism 'shared_prefi'; the nearest name"),
     ],
 )
 def test_a_loss_without_meaning_is_refused_by_check(load, text, start):

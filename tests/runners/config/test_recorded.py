@@ -55,9 +55,7 @@ def near_misses(file):
     "command",
     [
         "generate run hi --max-tokens 1",
-        "eval run --data embedded --samples 1 --max-tokens 1",
         "export run --out exported --force",
-        "report run",
         "runs .",
     ],
 )

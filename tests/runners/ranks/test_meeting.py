@@ -115,7 +115,6 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
     """The process ends by itself, with exit code 4 and a line."""
     code = (
         "import sys, time\nfrom runners.ranks.watchdog import *\n"
-        "from runners.machine.signals import StopSignals\nfrom runners.ranks.watchdog import Watchdog\n"
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
         "dog = Watchdog(0, 0.2, StopSignals())\n"
         "dog.names, dog.here, dog.board = ['rank 0 (a)', 'rank 1 (a)'], [1], board\n"
