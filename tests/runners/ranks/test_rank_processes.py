@@ -102,7 +102,8 @@ def test_three_ranks_with_tools_train_as_one(write, tmp_path):
     assert said.count("finished in") == 1, said
     want, found = lines(alone, "completions.jsonl"), lines(three, "completions.jsonl")
     assert [{**row, "advantage": 0} for row in found] == [{**row, "advantage": 0} for row in want]
-    np.testing.assert_allclose(*([row["advantage"] for row in rows] for rows in (found, want)), atol=1e-6)
+    advantages = np.array([[row["advantage"] for row in rows] for rows in (found, want)])
+    np.testing.assert_allclose(advantages[0], advantages[1], atol=1e-6)
     assert_same_weights(three / "final", alone / "final", MODELS["embedded-tools"])
     clock, logged = re.compile(r"^(time/|memory/|ranks/|step_time|tokens_per_second)"), set()
     for one, two in zip(lines(alone, "training_log.jsonl"), lines(three, "training_log.jsonl"), strict=True):
@@ -201,7 +202,7 @@ def test_sigterm_ends_a_rank_that_waits_for_another_which_is_gone(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **rank}, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout.read(7) == b"joining"
+        assert process.stdout is not None and process.stdout.read(7) == b"joining"
         time.sleep(1)  # it is in MLX
         process.terminate()
         assert process.wait(10) == -signal.SIGTERM
