@@ -23,7 +23,7 @@ from benchmarks.evidence.real_tasks import TASKS
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Figure
-from runners.evaluation.estimators import wilson
+from runners.evaluation.comparison import wilson
 
 SFT, BOTH = "SFT alone", "SFT, then GRPO"
 ADAPTIVE = "data.curriculum=adaptive"

@@ -45,7 +45,7 @@ Examples:
 
 \b
 In the table, brackets hold 95 % intervals: Wilson's for shares of problems, else from 2,000 resamplings
-of the problems. Two models are compared problem by problem; p is McNemar's, exact and two-sided.
+of the problems. Two models are compared problem by problem.
 """,
 )
 def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
@@ -99,7 +99,7 @@ def _ks(text: str) -> tuple[int, ...]:
 def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
     """The config to measure with, and whether it comes from --config or from a model's run."""
     from runners.config.loading import load_config
-    from runners.evaluation.origin_config import config_of_runs
+    from runners.evaluation.measurement import config_of_runs
 
     overrides = _overrides(values)
     if values["config"]:

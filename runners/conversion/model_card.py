@@ -16,7 +16,7 @@ import runners
 from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
 from runners.errors import spell, spell_tables
-from runners.evaluation.estimators import wilson
+from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
 from runners.models.folders import HUB_NAME

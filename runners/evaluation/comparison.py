@@ -1,9 +1,11 @@
-"""Models' results on the same problems, as a table and as JSON; two of them are compared pair by pair."""
+"""Models' results on the same problems, as a table and as JSON: estimates, intervals, paired differences."""
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import attrs
@@ -12,9 +14,47 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from runners.evaluation.estimators import Interval, bootstrap, mcnemar, wilson
-
 TABLE_WIDTH = 1000  # columns: tables are never folded
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Interval:
+    """Wilson's score interval of a share (E. B. Wilson 1927); it stays within 0 and 1."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    p = successes / trials
+    middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    # At either end middle and half cancel up to rounding.
+    low, high = max(middle - half, 0.0), min(middle + half, 1.0)
+    return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """1 − C(n−c, k)/C(n, k): the chance that k of n samples, c of which are right, hold a right one.
+
+    The estimator without bias of Codex (arXiv 2107.03374, eq. 1).
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def bootstrap(values: Sequence[float], confidence: float = CONFIDENCE, seed: int = 0) -> Interval:
+    """Percentile interval of a mean by resampling the problems (Efron 1979); one seed, one interval.
+
+    For a difference of two models give the differences problem by problem, which keeps the pairs.
+    """
+    array = np.asarray(values, np.float64)
+    rng = np.random.default_rng(seed)
+    means = [array[rng.integers(0, array.size, array.size)].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high))
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +97,6 @@ class Difference(NamedTuple):
 
     mean: float
     interval: Interval  # 95 %, by resampling the pairs
-    p: float | None  # of McNemar's exact test, if every value is right or wrong
 
 
 def difference(first: Metric, second: Metric) -> Difference | None:
@@ -65,13 +104,9 @@ def difference(first: Metric, second: Metric) -> Difference | None:
 
     Both must be over the same problems in the same order (`shared` ensures this).
     """
-    known = ~(np.isnan(first.values) | np.isnan(second.values))
-    if not known.any():
-        return None
-    a, b = first.values[known], second.values[known]
-    binary = first.percent and {*a.tolist(), *b.tolist()} <= {0.0, 1.0}
-    p = mcnemar(int(np.sum(a > b)), int(np.sum(a < b))) if binary else None
-    return Difference(float((b - a).mean()), bootstrap((b - a).tolist()), p)
+    found = second.values - first.values
+    found = found[~np.isnan(found)]
+    return Difference(float(found.mean()), bootstrap(found.tolist())) if found.size else None
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
@@ -89,20 +124,19 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 def comparison_table(measured: Sequence[ModelResult]) -> str:
     """Markdown: a row for each number, a column for each model, and for two models the difference.
 
-    In brackets the 95 % interval; p is that of McNemar's exact test.
+    In brackets the 95 % interval.
     """
     measured = shared(measured)
     first = measured[0]
     headings = [f"{len(first.indices)} problems", *(each.model for each in measured)]
     two = len(measured) == 2
-    lines = Table(*headings, *(["difference", "p"] if two else []), box=MARKDOWN)
+    lines = Table(*headings, *(["difference"] if two else []), box=MARKDOWN)
     for name, metric in first.metrics.items():
         numbers = [each.metrics[name] for each in measured]
         cells = [_cell(each.mean, each.interval, each.percent) for each in numbers]
         if two:
             found = difference(*numbers)
             cells.append(_cell(found.mean, found.interval, metric.percent, "+") if found else "")
-            cells.append("" if not found or found.p is None else f"{found.p:.3g}")
         lines.add_row(name, *cells)
     stream = io.StringIO()
     Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)

@@ -94,23 +94,21 @@ class Evaluator:
     def _judged(self, batch: Batch, size: int) -> list[Completion]:
         asked = [example for example in batch.examples for _ in range(size)]
         rewards, values_kb = self.scorer.rewards if self.scorer else (), self._scored(batch, asked, size)
-        known_kb, weights = ~np.isnan(values_kb), np.array([reward.weight for reward in rewards])
-        totals_b = (np.where(known_kb, values_kb, 0.0) * weights[:, None]).sum(axis=0)
-        totals_b[~known_kb.any(axis=0)] = np.nan
-        answers = [self._read(text) for text in batch.texts]
-        rights: list[bool | None] = [None] * len(answers)  # without a form or a gold answer
+        weights = np.array([reward.weight for reward in rewards])
+        totals_b = np.nansum(values_kb * weights[:, None], axis=0)
+        totals_b[np.isnan(values_kb).all(axis=0)] = np.nan
+        answers, rights = [self._read(text) for text in batch.texts], dict[int, bool]()
         if self.form:
             known = [row for row, example in enumerate(asked) if example.answer]
             scores = self.form.scores([answers[row] for row in known], [asked[row].answer for row in known])
-            for row, score in zip(known, scores, strict=True):
-                rights[row] = score == 1
+            rights = {row: score == 1 for row, score in zip(known, scores, strict=True)}
         found = []
         for row, text in enumerate(batch.texts):
             named = zip(rewards, values_kb[:, row], strict=True)
             one = Completion(
                 text=text,
                 answer=answers[row],
-                right=rights[row],
+                right=rights.get(row),
                 rewards={reward.name: _known(value) for reward, value in named},
                 reward=_known(totals_b[row]),
                 tokens=batch.lengths[row],

@@ -11,21 +11,67 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.prng import EVALUATION, fold_in
-from runners.config.loading import Config
+from runners.checkpoints.manifest import digest
+from runners.config.loading import Config, load_config
+from runners.config.recorded import run_of
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
 from runners.engines.engine import sampling_of
 from runners.environments.environments import Environments, build_environments
-from runners.evaluation.comparison import Metric, ModelResult
+from runners.errors import UserError, show
+from runners.evaluation.comparison import Metric, ModelResult, pass_at_k
 from runners.evaluation.completions import Completion, Evaluator
-from runners.evaluation.estimators import pass_at_k
 from runners.evaluation.evaluation import held_out
+from runners.files.cache_folder import remembers
+from runners.files.run_files import OWN_RUNS
 from runners.inference.inference_model import InferenceModel, load_inference
 from runners.machine.startup import Platform
 from runners.rewards.scoring import Reward, Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
+_MEASURED = {  # the keys that decide what an evaluation measures
+    "data": "source name split eval_split question answer prompt system_prompt nudge chat_template_kwargs "
+    "prompt_form max_prompt_length image image_max_pixels",
+    "answer": "form ignore_case ignore_spaces",
+    "rollout": "stop max_new_tokens temperature top_p top_k min_p",
+    "reward": "functions weights",
+    "env": "factory tools max_turns max_tool_calls max_observation_tokens on_error",
+    "eval": "samples max_new_tokens",
+}
+
+
+def config_of_runs(
+    models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None], *, has_data: bool
+) -> Config | None:
+    """The config of the models' run, with `section.key=value` overrides; None if no model is from a run.
+
+    It may name code, so it has to be one that this user has trained with here. With another one the result is
+    None if there is other data. `note` gets a line that names the file.
+
+    Raises UserError for another one without data, and if two models' runs are not measured in the same way.
+    """
+    files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
+    if others := [file for file in files if not remembers(OWN_RUNS, digest(file))]:
+        if has_data:
+            return None
+        raise UserError(
+            f"{others[0]}: is of no run of yours on this machine, and may name code; --config {others[0]} "
+            "measures with its data and rewards, --data with other data"
+        )
+    if not files:
+        return None
+    found = [load_config(str(file), overrides) for file in files]
+    was, now = found[0].to_dict(), found[-1].to_dict()
+    for section, key in ((section, key) for section, keys in _MEASURED.items() for key in keys.split()):
+        one, other = show(was[section].get(key)), show(now[section].get(key))
+        if one != other:
+            raise UserError(
+                f"the runs differ in {section}.{key} ({one} in {files[0]}, {other} in {files[-1]}); --config "
+                "says what both are measured by"
+            )
+    note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
+    return found[0]
 
 
 def open_model(
@@ -144,7 +190,7 @@ def evaluation_key(config: Config) -> mx.array:
 def _row(name: str, kind: str, number: int, example: Example, sample: int, one: Completion) -> dict[str, Any]:
     """A completion as a JSON row."""
     judged = {"extracted": one.answer, "correct": one.right}
-    played = {key: getattr(one, key) for key in ("success", "turns", "calls", "failures")}
+    played = {key: getattr(one, key) for key in ("messages", "success", "turns", "calls", "failures")}
     return {
         "model": name,
         "kind": kind,
@@ -159,7 +205,6 @@ def _row(name: str, kind: str, number: int, example: Example, sample: int, one: 
         "finish": one.finish,
         "reward": one.reward,
         "rewards": one.rewards,
-        **({"messages": list(one.messages)} if one.messages else {}),
         **({key: value for key, value in played.items() if value is not None} if one.messages else {}),
         **({"fault": one.fault} if one.fault else {}),
     }
@@ -167,28 +212,19 @@ def _row(name: str, kind: str, number: int, example: Example, sample: int, one: 
 
 def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Metric]:
     """A number for each problem: the means over its `num` completions, in their order."""
-
-    def column(read: Callable[[Completion], float | None], percent: bool = False) -> Metric:
-        values = np.array([*map(read, rows)], np.float64).reshape(-1, num)
+    fields = {"success": "success", "exact match": "right", "reward": "reward"}
+    later = {"turns": "turns", "calls": "calls", "failed calls": "failures", "tool seconds": "seconds"}
+    lengths = {"length": "tokens", "truncated": "cut"}
+    columns = {name: [getattr(row, field) for row in rows] for name, field in fields.items()}
+    columns = {name: column for name, column in columns.items() if any(x is not None for x in column)}
+    columns |= {f"reward/{name}": [row.rewards[name] for row in rows] for name in rows[0].rewards}
+    for name, field in ({**later, **lengths} if rows[0].turns else lengths).items():
+        columns[name] = [getattr(row, field) for row in rows]
+    metrics = {}
+    for name, column in columns.items():
+        values = np.array(column, np.float64).reshape(-1, num)
         known = ~np.isnan(values)
         with np.errstate(invalid="ignore"):  # NaN for a row without values
-            return Metric(np.where(known, values, 0.0).sum(axis=1) / known.sum(axis=1), percent=percent)
-
-    metrics = {
-        "success": column(lambda each: each.success, percent=True),
-        "exact match": column(lambda each: each.right, percent=True),
-        "reward": column(lambda each: each.reward),
-    }
-    metrics = {name: metric for name, metric in metrics.items() if not np.isnan(metric.mean)}
-    for name in rows[0].rewards:
-        metrics[f"reward/{name}"] = column(lambda each, name=name: each.rewards[name])
-    if rows[0].turns:
-        metrics |= {
-            "turns": column(lambda each: each.turns),
-            "calls": column(lambda each: each.calls),
-            "failed calls": column(lambda each: each.failures),
-            "tool seconds": column(lambda each: each.seconds),
-        }
-    metrics["length"] = column(lambda each: each.tokens)
-    metrics["truncated"] = column(lambda each: each.cut, percent=True)
-    return {f"{prefix}{name}": metric for name, metric in metrics.items()}
+            means = np.where(known, values, 0.0).sum(axis=1) / known.sum(axis=1)
+        metrics[prefix + name] = Metric(means, percent=name in ("success", "exact match", "truncated"))
+    return metrics

@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 
-from runners.evaluation.estimators import wilson
+from runners.evaluation.comparison import wilson
 from tests.support.commands import grpo
 
 MODEL = os.environ.get("GRPO_REAL_MODEL", "")

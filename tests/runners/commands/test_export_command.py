@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from runners.conversion.model_card import shareable
-from runners.evaluation.estimators import wilson
+from runners.evaluation.comparison import wilson
 from tests.support.commands import grpo
 from tests.support.services.hub import TOKEN, serving
 from tests.support.tiny_models import make_model_folder

@@ -11,8 +11,8 @@ from runners.data.datasets import load_split
 from runners.engines.engine import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.evaluation.comparison import wilson
 from runners.evaluation.completions import Completion, Evaluator
-from runners.evaluation.estimators import wilson
 from runners.evaluation.evaluation import EvalResult, evaluate, of_ranks
 from runners.evaluation.measurement import choose_problems, measure
 from runners.inference.inference_model import load_inference

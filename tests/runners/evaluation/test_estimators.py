@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.evaluation.estimators import bootstrap, mcnemar, pass_at_k, wilson
+from runners.evaluation.comparison import bootstrap, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,3 @@ def test_the_bootstrap_interval_is_about_that_of_the_mean():
     assert found.high == pytest.approx(values.mean() + error, abs=error / 5)
     assert found == bootstrap(values) != bootstrap(values, seed=1)
     assert bootstrap([0.5]).low == bootstrap([0.5]).high == 0.5
-
-
-@pytest.mark.parametrize(
-    ("b", "c", "p"), [(0, 0, 1.0), (5, 5, 1.0), (0, 5, 0.0625), (1, 9, 0.021484375), (9, 1, 0.021484375)]
-)
-def test_mcnemar_s_p_is_the_binomial_tail(b, c, p):
-    """Twice the tail of a fair coin: 2·(1 + 10)/1024 for one against nine."""
-    assert mcnemar(b, c) == p
