@@ -129,10 +129,8 @@ def _marked(text: str, _: str) -> str | None:
 
 
 def _last_number(text: str, _: str) -> str | None:
-    found = None
-    for match in _LAST_NUMBER.finditer(text):
-        found = match[0]
-    return found
+    found = _LAST_NUMBER.findall(text)
+    return found[-1] if found else None
 
 
 def _letter(text: str, _: str) -> str | None:
@@ -140,11 +138,8 @@ def _letter(text: str, _: str) -> str | None:
     if alone := _ALONE.fullmatch(text[:100]) if len(text) <= 100 else None:
         return alone[1].upper()
     for pattern in (_STATED, _LETTER):
-        found = None
-        for match in pattern.finditer(text):
-            found = next(filter(None, match.groups()), None)
-        if found:
-            return found.upper()
+        if found := list(pattern.finditer(text)):
+            return next(filter(None, found[-1].groups())).upper()
     return None
 
 
@@ -283,18 +278,10 @@ def answer_form(
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        kind = FORMS[name]
-        return attrs.evolve(
-            kind,
-            right=kind.right.replace("{argument}", json.dumps(argument)[1:-1]),
-            what=kind.what.replace("{argument}", argument),
-            instruction=kind.instruction.replace("{argument}", argument),
-            spec=spec,
-            argument=argument,
-            ignore_case=ignore_case,
-            ignore_spaces=ignore_spaces,
-            given=given,
-        )
+        texts = ("right", "what", "instruction")
+        filled = {each: getattr(FORMS[name], each).replace("{argument}", argument) for each in texts}
+        how = {"ignore_case": ignore_case, "ignore_spaces": ignore_spaces, "given": given}
+        return attrs.evolve(FORMS[name], spec=spec, argument=argument, **filled, **how)
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
 
@@ -307,12 +294,12 @@ def fitting_form(texts: Sequence[str], golds: Sequence[str]) -> tuple[str, int, 
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
     fields = Counter(name for text in texts for each in _objects(text)[-1:] for name in each)
     names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
-    best: tuple[int, int, str] | None = None
+    best: tuple[str, int, int] | None = None
     for name in [*names, "letter" if letters else "last_number"]:
         form = answer_form(name)
         assert form is not None
         have = sum(form.read(text) is not None for text in texts)
         right = sum(form.is_right(text, gold) for text, gold in zip(texts, golds, strict=True))
-        if have * 2 >= len(texts) and (best is None or right > best[0]):
-            best = right, have, name
-    return best and (best[2], best[1], best[0])
+        if have * 2 >= len(texts) and (best is None or right > best[2]):
+            best = name, have, right
+    return best

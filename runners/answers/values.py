@@ -143,33 +143,29 @@ def parse_number(text: str) -> Fraction | None:
 
 def _unit(match: re.Match[str]) -> tuple[int, str] | None:
     """The scale and the unit behind a number; None if what stands there is neither."""
-    words = (match["unit"] or "").split()
-    scale = _SCALES.get(words[0].lower().removesuffix("s"), 1) if words else 1
+    words = (match["unit"] or "").lower().split()
+    scale = _SCALES.get(words[0].removesuffix("s"), 1) if words else 1
     words = words[scale > 1 :]
-    known = [_UNITS.get(word.lower().rstrip(".")) for word in words]
-    if any(word.lower() in {"and", "or", "not"} for word in words):
+    if {"and", "or", "not"} & {*words}:
         return None
-    if words and known[0] is None:
-        first = words[0].lower()
+    first = words[0] if words else ""
+    unit = _UNITS.get(first.rstrip("."), "")
+    if first and not unit:
         if len(first) < 2 or first in _NO_UNITS or not (match["gap"] or scale > 1):
             return None
-    before = _UNITS.get(match["before"] or "", "")
-    behind = (known[0] or words[0].lower()) if words else ""
-    return scale, before or behind
+        unit = first
+    return scale, _UNITS.get(match["before"], unit)
 
 
 def _same(a: Quantity, b: Quantity) -> bool:
-    if a.unit and b.unit:
-        if a.unit == b.unit or {a.unit.removesuffix("s"), a.unit.removesuffix("es")} & {
-            b.unit.removesuffix("s"),
-            b.unit.removesuffix("es"),
-        }:
-            return a.value == b.value
-        cents = {"cent": Fraction(1, 100), "dollar": Fraction(1), "euro": Fraction(1)}
-        return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(b.unit, 0)
-    share = {a.unit, b.unit} == {"percent", ""}
-    hundredth = (a.value / 100, b.value) if a.unit == "percent" else (a.value, b.value / 100)
-    return a.value == b.value or (share and hundredth[0] == hundredth[1])
+    if not a.unit or not b.unit:
+        shares = (a.value / 100, b.value) if a.unit else (a.value, b.value / 100)
+        return a.value == b.value or ("percent" in (a.unit, b.unit) and shares[0] == shares[1])
+    one, other = ({x.unit, x.unit.removesuffix("s"), x.unit.removesuffix("es")} for x in (a, b))
+    if one & other:
+        return a.value == b.value
+    cents = {"cent": 1, "dollar": 100, "euro": 100}
+    return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(b.unit, 0)
 
 
 def _without_latex(text: str) -> str:

@@ -7,7 +7,7 @@ completion is known, they score neutral texts, which shows whether they run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import numpy as np
@@ -78,17 +78,12 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     read, tried = config.answer_form, train[:problems]
     if read is not None:
         tried = [attrs.evolve(example, answer=read.gold(example.answer)) for example in tried]
-    right = read.right if read else ""
-    if not right and read is None and any(example.answer for example in tried):
-        right = PLACE  # rewards of one's own may look at the bare answer
+    # Without a form, rewards of one's own may look at the bare answer.
+    right = read.right if read else PLACE if any(example.answer for example in tried) else ""
     knows_right = bool(right) or read is None
     kinds, values_kan, faults = _score(config, rewards, tried, right, decoder)
     if environments is not None:
-        try:
-            environments.check_columns(columns)
-            faults += _begun(environments, train[0])
-        except UserError as error:
-            faults.append(str(error))
+        faults += _begun(environments, columns, train[0])
     warnings = [
         *rows[0].notices("train", dropped, data.max_prompt_length),
         *rows[1].notices("eval", dropped_there, data.max_prompt_length),
@@ -112,24 +107,25 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     )
 
 
-def _begun(environments: Environments, example: Example) -> list[str]:
+def _begun(environments: Environments, columns: Iterable[str], example: Example) -> list[str]:
     """What is wrong with the start of an episode."""
-    session = environments.begin([example])
-    (episode,) = session.episodes
+    try:
+        environments.check_columns(columns)
+        session = environments.begin([example])
+    except UserError as error:
+        return [str(error)]
     environments.release(session)
-    if episode.fault:
-        return [f"the environment: {episode.fault}"]
-    if not environments.tools:
-        return ["there are no tools: the environment has no public method besides reset"]
-    return []
+    found = [f"the environment: {episode.fault}" for episode in session.episodes if episode.fault]
+    if not found and not environments.tools:
+        found.append("there are no tools: the environment has no public method besides reset")
+    return found
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
     """Completions of one problem, by kind; neutral texts where no right one is known (an empty form)."""
     if not form:
         words = example.messages[-1]["content"]
-        own = words if isinstance(words, str) else example.text
-        return {"prompt's words": nudge + own, "one sentence": nudge + SENTENCE, "empty": nudge}
+        return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
     if form == PLACE:
         right, wrong = (nudge + text for text in (example.answer, _wrong(example.answer)))
         return {GOLD: right, "wrong answer": wrong, "empty": nudge}
