@@ -57,12 +57,9 @@ def write_json(file: Path, content: Mapping[str, Any], **form: Any) -> None:
 
 def finite_number(value: Any) -> float | None:
     """A value of such a file as a finite number; None if it is none."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer that float64 cannot hold
-        return None
+    if type(value) is int and abs(value) < 1 << 1023:  # float64 can hold it
+        return float(value)
+    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 def whole_number(value: Any) -> int:

@@ -31,7 +31,7 @@ class RunRecord:
         lines = list(read_lines(self.folder / METRICS, bad=bad))
         self.lines = len(lines)
         names = dict.fromkeys(name for line in lines for name in line)
-        columns = {name: [_metric(line.get(name)) for line in lines] for name in names}
+        columns = {name: [plain_number(line.get(name)) for line in lines] for name in names}
         self.columns = {name: column for name, column in columns.items() if {*column} != {None}}
         broken = [(number, line.get("nonfinite")) for number, line in enumerate(lines)]
         self.nonfinite = [(n, str(each)) for n, given in broken if isinstance(given, list) for each in given]
@@ -77,14 +77,13 @@ class RunRecord:
         }
 
 
-def _metric(value: Any) -> float | int | None:
-    return plain_number(int(value) if isinstance(value, bool) else value)
-
-
 def plain_number(value: Any) -> float | int | None:
-    """A number with seven significant digits, whole ones exact; None for anything but a finite number."""
-    if type(value) is int and abs(value) < _DIGITS:
-        return value
+    """A number with seven significant digits, whole ones exact; None for anything but a finite number.
+
+    True is 1, as for a metric such as update_skipped.
+    """
+    if isinstance(value, int) and abs(value) < _DIGITS:
+        return int(value)
     number = finite_number(value)
     return None if number is None else float(f"{number:.7g}")
 
