@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 import attrs
@@ -41,15 +40,14 @@ def find_runs(folder: Path) -> list[RunSummary]:
 
 def summarize(folder: Path) -> RunSummary:
     """One run. Lines of its log that are not JSON are skipped: a run may be writing there."""
-    record, state = RunRecord(folder), "running" if is_running(folder) else "stopped"
-    if state != "running" and interrupted(folder) is not None:
+    record, state = RunRecord(folder), "stopped"
+    if is_running(folder):
+        state = "running"
+    elif interrupted(folder) is not None:
         state = "interrupted"
-    elif state != "running" and (folder / "final" / "config.json").is_file():
+    elif (folder / "final" / "config.json").is_file():
         state = "finished"
-    changed = 0.0
-    for path in (folder / METRICS, folder / RESOLVED):
-        with suppress(OSError):  # perhaps being renamed
-            changed = max(changed, path.stat().st_mtime)
+    written = filter(Path.is_file, (folder / METRICS, folder / RESOLVED))
     return RunSummary(
         folder=str(folder),
         state=state,
@@ -57,7 +55,7 @@ def summarize(folder: Path) -> RunSummary:
         em=record.last("em"),
         eval_reward=record.last("eval/reward"),
         reward=record.last("reward"),
-        changed=changed,
+        changed=max(path.stat().st_mtime for path in written),
         go_on=_advice(folder, state),
     )
 

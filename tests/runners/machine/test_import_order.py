@@ -28,32 +28,18 @@ sys.meta_path.insert(0, Probe())
 from runners.cli import main
 main(sys.argv[1:])
 """
-CALLS = """
-run quickstart
-run quickstart --dry-run
-run quickstart --resume
-plan quickstart
-sft quickstart
-difficulty quickstart
-bench quickstart
-check quickstart
-generate embedded hello
-generate embedded --prompts prompts.txt
-generate embedded --prompts prompts.jsonl
-generate embedded --prompts prompts.parquet
-generate embedded hello --image picture.png
-chat embedded
-convert model --out out
-doctor
-init embedded prompts.jsonl
-export model --out out
-eval embedded
-eval embedded --config quickstart --data prompts.jsonl
-"""
+CALLS = [
+    *(f"{name} quickstart" for name in ("run", "plan", "sft", "difficulty", "bench", "check")),
+    *("run quickstart --dry-run", "run quickstart --resume", "doctor", "chat embedded", "eval embedded"),
+    *(f"generate embedded --prompts prompts.{kind}" for kind in ("txt", "jsonl", "parquet")),
+    *("generate embedded hello", "generate embedded hello --image picture.png"),
+    *("convert model --out out", "export model --out out", "init embedded prompts.jsonl"),
+    "eval embedded --config quickstart --data prompts.jsonl",
+]
 
 
 @pytest.mark.skipif(startup.load_blas().library is None, reason="no OpenBLAS or MKL, or none is needed")
-@pytest.mark.parametrize("call", CALLS.strip().splitlines())
+@pytest.mark.parametrize("call", CALLS)
 def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
     """Each command, in each of the ways in which it begins with other modules."""
     import pyarrow
@@ -76,5 +62,4 @@ def test_a_command_loads_the_blas_before_mlx(tmp_path, call):
 
 def test_every_command_is_among_them():
     """A new command needs a line above, unless it reads the files of runs and imports no MLX."""
-    called = {call.split()[0] for call in CALLS.strip().splitlines()}
-    assert {*called, "report", "runs", "watch"} == set(COMMANDS)
+    assert {*(call.split()[0] for call in CALLS), "report", "runs", "watch"} == set(COMMANDS)
