@@ -19,13 +19,7 @@ from runners.errors import UserError
 
 # C0 but for line feed and tab, delete, C1; characters that change the direction of the text; halves of
 # surrogate pairs.
-_CODES = [
-    *range(0x09),
-    *range(0x0B, 0x20),
-    *range(0x7F, 0xA0),
-    *range(0x202A, 0x202F),
-    *range(0x2066, 0x206A),
-]
+_CODES = [*range(9), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -183,20 +182,19 @@ class SetUp:
         """The model, while programs are compiled that every run needs."""
         config, platform = self.config, self.platform
         compile_header(platform)
-        with platform.programs or nullcontext() as programs:
-            self.say(f"loading the model {config.model.path}")
-            loaded = load_model(
-                config.model,
-                platform,
-                seed=config.run.seed,
-                folders=config.folders,
-                images=bool(config.data.image),
-                image_max_pixels=config.data.image_max_pixels,
-            )
-            if programs and programs.names:
-                self.say("compiling GPU programs")
-                programs.wait()
-            return loaded
+        self.say(f"loading the model {config.model.path}")
+        loaded = load_model(
+            config.model,
+            platform,
+            seed=config.run.seed,
+            folders=config.folders,
+            images=bool(config.data.image),
+            image_max_pixels=config.data.image_max_pixels,
+        )
+        if platform.programs and platform.programs.names:
+            self.say("compiling GPU programs")
+            platform.programs.wait()
+        return loaded
 
     def _examples(
         self, rows: tuple, loaded: LoadedModel, environments: Environments | None, reader: GoldReader | None

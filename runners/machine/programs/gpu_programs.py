@@ -69,14 +69,14 @@ def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Comp
 
 
 class Compilation:
-    """Programs that are being compiled into `folder`; a context manager that ends the remaining processes."""
+    """Programs that are being compiled into `folder`, until `stop`, or until nobody needs this any more."""
 
     def __init__(self, folder: Path, names: Sequence[str], processes: int):
         """Starts at most so many processes, for those of `names` that are not in the folder."""
         self.folder, self.names = folder, [name for name in names if not (folder / f"{name}.ptx").exists()]
         self._until = time.monotonic() + _SECONDS
         self._running: dict[Path, subprocess.Popen[bytes]] = {}  # by the folder that each one fills
-        self._stop = weakref.finalize(self, _stop, self._running)
+        self.stop = weakref.finalize(self, _stop, self._running)
         count = min(processes, len(self.names))
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(count):
@@ -88,18 +88,13 @@ class Compilation:
                 stderr=subprocess.DEVNULL,
             )
 
-    def __enter__(self) -> Compilation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
     def wait(self) -> None:
-        """Waits until the programs are in the folder. MLX compiles the others when it needs them."""
+        """Waits until the programs are in the folder; MLX compiles missing ones when it needs them."""
         for part, process in self._running.items():
-            with suppress(OSError, subprocess.TimeoutExpired):  # no space, or it takes too long
+            with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
                 if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:
                     _move(part, self.folder)
+        self.stop()
 
 
 def _move(source: Path, target: Path) -> None:

@@ -76,13 +76,11 @@ def test_programs_are_compiled_side_by_side_and_once(monkeypatch, tmp_path):
     """Three processes for seven programs; a later run starts none."""
     monkeypatch.setattr(gpu_programs, "_CODE", WRITES)
     wanted = [f"program_{n}" for n in range(7)]
-    with Compilation(tmp_path / "kept", wanted, 3) as compilation:
-        compilation.wait()
+    Compilation(tmp_path / "kept", wanted, 3).wait()
     kept = tmp_path / "kept"
     assert {file.name for file in kept.iterdir()} == {f"{n}.{s}" for n in wanted for s in ("ptx", "txt")}
     assert len({file.read_text() for file in kept.glob("*.txt")}) == 3
-    with Compilation(kept, wanted, 3) as compilation:
-        assert compilation.names == []
+    assert Compilation(kept, wanted, 3).names == []
 
 
 @pytest.mark.parametrize("fault", ["raise RuntimeError('no such GPU')", "import time; time.sleep(600)"])
@@ -90,9 +88,9 @@ def test_what_others_made_is_kept_where_a_process_fails_or_hangs(monkeypatch, tm
     """The run goes on: MLX compiles when it needs it. No process is left."""
     monkeypatch.setattr(gpu_programs, "_CODE", f"{WRITES}\nif 'b' in sys.argv: {fault}")
     monkeypatch.setattr(gpu_programs, "_SECONDS", 2)
-    with Compilation(tmp_path, ["a", "b"], 2) as compilation:
-        running = [*compilation._running.values()]
-        compilation.wait()
+    compilation = Compilation(tmp_path, ["a", "b"], 2)
+    running = [*compilation._running.values()]
+    compilation.wait()
     assert [file.name for file in tmp_path.glob("*.ptx")] == ["a.ptx"]
     assert all(process.poll() is not None for process in running)
 
@@ -101,8 +99,7 @@ def test_what_others_made_is_kept_where_a_process_fails_or_hangs(monkeypatch, tm
 def test_the_names_are_those_of_this_mlx(tmp_path):
     """What MLX leaves in its folder has the names that were predicted."""
     wanted = names("bfloat16")
-    with Compilation(tmp_path, wanted, 8) as compilation:
-        compilation.wait()
+    Compilation(tmp_path, wanted, 8).wait()
     assert {file.stem for file in tmp_path.glob("*.ptx")} >= set(wanted)
 
 
