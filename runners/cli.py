@@ -46,8 +46,6 @@ COMMANDS = {
 """The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
 
 _LAST = "the last one"  # --resume without a value
-
-
 VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
 
 
@@ -55,10 +53,7 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     if key and not context.resilient_parsing:
         from runners.config.key_tables import explain
 
-        try:
-            echo(explain(key))
-        except UserError as error:
-            raise click.UsageError(str(error)) from error
+        echo(ends_with_a_line(explain)(key))
         context.exit()
 
 
@@ -127,26 +122,26 @@ def run_command(
 
     origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
     how = {"resume": origin, "allow_config_change": allow_config_change, "overwrite": overwrite}
-    command = _command()
-    again = ["--overwrite"] if overwrite else ["--resume", *([resume] if resume not in (None, _LAST) else [])]
-    again += ["--allow-config-change"] * allow_config_change
-
     let_launcher_sleep()
     place = read_rank_place()
+    leads = place is None or place.rank == 0
+    if dry_run:
+        if leads:
+            _show_resolved(config, overrides)
+        return
+    command = _command()
     try:
-        if dry_run:
-            if place is None or place.rank == 0:
-                _show_resolved(config, overrides)
-        else:
-            with StopSignals(to_stderr if place is None or place.rank == 0 else lambda text: None) as signals:
-                if place is None:
-                    _run_alone(config, overrides, signals, how)
-                else:
-                    try:
-                        _run_rank(config, overrides, signals, how, place)
-                    finally:
-                        signals.ignore_launcher()
+        with StopSignals(to_stderr if leads else lambda text: None) as signals:
+            try:
+                _run(config, overrides, place, signals, how)
+            finally:
+                if place:
+                    signals.ignore_launcher()
     except Stopped as stopped:
+        again = (
+            ["--overwrite"] if overwrite else ["--resume", *([resume] if isinstance(origin, Path) else [])]
+        )
+        again += ["--allow-config-change"] * allow_config_change
         go_on = shlex.join(["--resume"] if stopped.saved else again)
         stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
         raise
@@ -216,33 +211,24 @@ def _show_resolved(name: str, overrides: Sequence[str]) -> None:
     echo(f"written to {write_resolved(config)}", err=True)
 
 
-def _run_alone(name: str, overrides: Sequence[str], signals: StopSignals, how: dict[str, Any]) -> None:
-    from runners.config.loading import load_config
-    from runners.machine import startup
-
-    config = load_config(name, overrides)
-    # The BLAS has to be in place before anything imports MLX.
-    echo_all(startup.prepare(config.system.memory_limit_gb).notices)
-    from runners.training.train import run_training
-
-    run_training(config, ranks=None, signals=signals, **how)
-
-
-def _run_rank(
-    name: str, overrides: Sequence[str], signals: StopSignals, how: dict[str, Any], place: RankPlace
+def _run(
+    name: str, overrides: Sequence[str], place: RankPlace | None, signals: StopSignals, how: dict[str, Any]
 ) -> None:
     from runners.config.loading import load_config
     from runners.machine import startup
     from runners.ranks.rank_place import share_cores
 
-    share_cores(place, os.environ)
-    startup.separate_programs(place.rank, os.environ)
+    if place:
+        share_cores(place, os.environ)
+        startup.separate_programs(place.rank, os.environ)
     found: Config | UserError
     try:
         found = load_config(name, overrides)
-    except UserError as error:  # reported to the other ranks once they have met
-        found = error
-    notices = startup.prepare().notices
+    except UserError as error:
+        if place is None:
+            raise
+        found = error  # reported to the other ranks once they have met
+    notices = startup.prepare().notices  # the BLAS has to be in place before anything imports MLX
 
     from runners.ranks.ranks import Ranks
     from runners.training.train import run_training

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -14,13 +15,10 @@ from typing import Any
 import attrs
 
 # Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
-_OUT_OF_MEMORY = (
-    "[malloc] unable to allocate",
-    "[metal::malloc]",
-    "[malloc_or_wait]",
-    "insufficient memory",
-    "out of memory",
+_OUT_OF_MEMORY = re.compile(
+    r"\[malloc\] unable to allocate|\[metal::malloc\]|\[malloc_or_wait\]|insufficient memory|out of memory|"
     "bad_alloc",
+    re.IGNORECASE,
 )
 # What MLX, its compiler and Python's threads quote of the system.
 _OF_THE_SYSTEM = (
@@ -75,10 +73,8 @@ class NumbersError(UserError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this exception means that MLX or Python has run out of memory."""
-    text = text_of(error).lower()
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
-    )
+    says_so = isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(text_of(error))
+    return isinstance(error, MemoryError) or bool(says_so)
 
 
 def system_fault(error: BaseException) -> str | None:
@@ -93,7 +89,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like `name`, or None if none is close."""
     few = itertools.islice(known, _COMPARED if len(name) <= _SHOWN else 0)
     lowered = {candidate.lower(): candidate for candidate in few if len(candidate) <= 2 * _SHOWN}
-    return next((lowered[match] for match in get_close_matches(name.lower(), lowered, n=1)), None)
+    matches = get_close_matches(name.lower(), lowered, n=1)
+    return lowered[matches[0]] if matches else None
 
 
 def listed(names: Sequence[str]) -> str:
@@ -109,14 +106,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A found value as TOML spells it, shortened to fit into a one-line message.
-
-    `value` may be any object. If its text cannot be made, its class is shown.
-    """
-    try:
-        text = spell(value[: _SHOWN + 1] if isinstance(value, str | list | tuple) else value, depth=3)
-    except (Exception, SystemExit) as error:  # raised by its __str__, or by a part's
-        text = f"a {type(value).__name__}, whose text fails with {type(error).__name__}"
+    """A found value, any object, as TOML spells it, shortened to fit into a one-line message."""
+    text = spell(value[: _SHOWN + 1] if isinstance(value, str | list | tuple) else value, depth=3)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
@@ -143,7 +134,7 @@ def spell(value: object, depth: int = 20) -> str:
     if isinstance(value, int) and value.bit_length() > 4 * _SHOWN:
         # Python refuses to spell integers of more than 4,300 digits.
         return f"an integer of {value.bit_length()} bits"
-    return str(value)
+    return text_of(value)
 
 
 def _key(name: str) -> str:
@@ -167,12 +158,12 @@ def _printable(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
-def text_of(error: BaseException) -> str:
-    """A foreign exception's message, or a replacement if its __str__ fails."""
+def text_of(value: object) -> str:
+    """The text of a foreign object or exception, or a replacement if its __str__ fails."""
     try:
-        return str(error)
+        return str(value)
     except (Exception, SystemExit) as fault:
-        return f"(its text fails with {type(fault).__name__})"
+        return f"a {type(value).__name__}, whose text fails with {type(fault).__name__}"
 
 
 def first_line(error: BaseException) -> str:
@@ -189,11 +180,8 @@ def first_lines(message: str) -> str:
 def error_line(error: BaseException, path: object = None) -> str:
     """An exception in one line of bounded length. It starts with the line number in the file at `path`, if
     the exception passed through that file."""
-    import traceback
-
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f"line {lines[-1]}: " if lines else ""
     text = one_line(" ".join(text_of(error).split()), os.environ)
     return f"{where}{type(error).__name__}: {text[:_QUOTED]}"

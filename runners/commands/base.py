@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import TextIOWrapper
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -59,30 +59,28 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
                 if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters
                     stream.reconfigure(errors="backslashreplace")
             return function(*args, **kwargs)
-        except KeyboardInterrupt as interrupt:
-            if getattr(interrupt, "reported", False):  # by another rank, for all
-                sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
-            echo("interrupted", err=True)
-            if advice := getattr(interrupt, "advice", ""):
-                echo(advice, err=True)
-            sys.exit(getattr(interrupt, "exit_code", INTERRUPTED))
-        except OutputLost as lost:
+        except KeyboardInterrupt as error:
+            fault, lines = error, ["interrupted", getattr(error, "advice", "")]
+        except OutputLost as error:
             drop_output(sys.stdout)
-            # A pipe's reader may stop reading: then nothing is shown.
-            _end([] if lost.is_pipe else [str(lost)], lost.exit_code)
+            fault, lines = error, [] if error.is_pipe else [str(error)]  # a pipe's reader may stop reading
         except UserError as error:
-            if getattr(error, "reported", False):
-                sys.exit(error.exit_code)
-            _end(error.problems if isinstance(error, ConfigError) else [str(error)], error.exit_code)
+            fault, lines = error, error.problems if isinstance(error, ConfigError) else [str(error)]
         except (OSError, RuntimeError, MemoryError) as error:
+            fault = UserError()
             if is_out_of_memory(error):
                 more = "`grpo plan CONFIG` shows what needs memory in a run"
-                _end([f"out of memory ({first_line(error)}); {more}"], UserError.exit_code)
-            if is_watchdog(error):
-                _end([f"{first_line(error)}: {ADVICE}"], UserError.exit_code)
-            if (fault := system_fault(error)) is None:
+                lines = [f"out of memory ({first_line(error)}); {more}"]
+            elif is_watchdog(error):
+                lines = [f"{first_line(error)}: {ADVICE}"]
+            elif refused := system_fault(error):
+                lines = [f"refused by the system: {refused}"]
+            else:
                 raise
-            _end([f"refused by the system: {fault}"], UserError.exit_code)
+        reported = getattr(fault, "reported", False)  # by another rank, for all
+        for line in filter(None, () if reported else lines):
+            echo(one_line(line, os.environ), err=True)
+        sys.exit(getattr(fault, "exit_code", INTERRUPTED))
 
     return run
 
@@ -118,9 +116,3 @@ def command(
         return click.command(name, context_settings=HELP, epilog=notes)(found)
 
     return decorate
-
-
-def _end(lines: Sequence[str], code: int) -> NoReturn:
-    for line in lines:
-        echo(one_line(line, os.environ), err=True)
-    sys.exit(code)

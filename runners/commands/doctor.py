@@ -49,7 +49,6 @@ def doctor_command(as_json: bool) -> None:
 
 def examine() -> tuple[dict[str, Any], str]:
     """What was found, as JSON has it, and why no run can start here; empty if one can."""
-    import runners
     from runners.machine.versions import installed_version
     from runners.sandbox.sandbox import mechanism
 
@@ -58,7 +57,7 @@ def examine() -> tuple[dict[str, Any], str]:
     except UserError:
         sandbox = None
     found: dict[str, Any] = {
-        "grpo_fn": runners.__version__,
+        "grpo_fn": installed_version("grpo_fn"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},

@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-import runners
+import grpo_fn
 from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
 from runners.errors import spell, spell_tables
@@ -134,7 +134,7 @@ def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, Any])
 
 
 def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
-    written = f"grpo_fn {runners.__version__}"
+    written = f"grpo_fn {grpo_fn.__version__}"
     packed = f"\nThe weights are quantized: {quantized}." if quantized else ""
     if facts is None:
         return f"Written by {written}{f' from {base}' if base else ''}.\n" + (f"{packed}\n" if packed else "")
