@@ -94,16 +94,12 @@ def talk(conversation: Conversation) -> None:
 
 def _read() -> str | None:
     """The next message, stripped; None at the end of the input."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        return _read_edited()
-    if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
-        echo(PROMPT_SIGN, nl=False, err=True)
-    line = sys.stdin.readline()
-    return line.strip() if line else None
-
-
-def _read_edited() -> str | None:
-    """The next message from a terminal, with line editing and this conversation's messages as history."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
+            echo(PROMPT_SIGN, nl=False, err=True)
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    # On a terminal with line editing, and this conversation's messages as history.
     with suppress(ImportError):  # not every Python has it; macOS has editline under its name
         import readline  # noqa: F401 (importing it is what turns editing on in `input`)
     try:

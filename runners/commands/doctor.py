@@ -65,19 +65,15 @@ def examine() -> tuple[dict[str, Any], str]:
         "sandbox": sandbox,
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
-    try:
-        return {**found, **_device()}, ""
-    except UserError as error:
-        return {**found, "slow": []}, str(error)
-
-
-def _device() -> dict[str, Any]:
     from runners.machine import startup
     from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
 
-    machine, total = startup.prepare(), total_memory()
-    limit = memory_limit() if sys.platform == "linux" else None
-    return {
+    try:
+        machine = startup.prepare()
+    except UserError as error:
+        return {**found, "slow": []}, str(error)
+    total, limit = total_memory(), memory_limit() if sys.platform == "linux" else None
+    found |= {
         "device": f"{machine.device} ({machine.backend})",
         "cores": machine.cores,
         "memory_bytes": total,
@@ -87,6 +83,7 @@ def _device() -> dict[str, Any]:
         "blas": Path(machine.blas).name if machine.blas else None,
         "slow": list(machine.notices),
     }
+    return found, ""
 
 
 def _text(value: Any) -> str:

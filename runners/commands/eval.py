@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @command(
     "eval",
-    click.argument("models", nargs=-1, required=True, metavar="MODEL [OTHER]"),
+    click.argument("model"),
+    click.argument("other", required=False),
     option("--config=CONFIG", "A training's config: its data, prompts and rewards.", default=""),
     option("--data=SOURCE", "A file, a folder or a name on the Hub: all its problems.", default=""),
     option("--split=NAME", "The data's split [data.eval_split of the config].", default=""),
@@ -48,17 +49,14 @@ In the table, brackets hold 95 % intervals: Wilson's for shares of problems, els
 of the problems. Two models are compared problem by problem.
 """,
 )
-def eval_command(models: Sequence[str], out: str, json_file: str, **values: Any) -> None:
+def eval_command(model: str, other: str | None, out: str, json_file: str, **values: Any) -> None:
     """Measure a model on problems, or compare two.
 
     MODEL and OTHER are folders, runs' folders, names on the Hub, folders of adapters, or "embedded". Data,
     prompts, stop strings and rewards are the config's, else those of the run that a model came from, else the
     defaults.
     """
-    if len(models) > 2:
-        raise UserError(f"found {len(models)} models, expected one or two")
-    if len(set(models)) < len(models):
-        raise UserError(f"{models[0]} is named twice")
+    models = [model, other] if other else [model]
     ks = _ks(values["ks"])
     config, known = _config(models, values)
     num = max(ks, default=0) if values["num"] is None else values["num"]
@@ -170,7 +168,6 @@ def _measure_all(
     columns = reward_columns(rows, with_answer=bool(config.data.answer))
     check_columns(rewards, columns, environments=config.env.answers)
     measured: list[ModelResult] = []
-    wanted: set[int] | None = None
     for name in models:
         trust = values["trust_remote_code"]
         loaded, environments = open_model(config, name, machine, worker, trust_remote_code=trust)
@@ -181,12 +178,6 @@ def _measure_all(
         tools = environments.chat.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
-        if wanted is not None:
-            chosen = {index: example for index, example in chosen.items() if index in wanted}
-            if not chosen:
-                raise UserError(f"{models[0]} and {name}: no problem's prompt is short enough for both")
-        wanted = set(chosen)
-
         result = measure(
             loaded,
             name,

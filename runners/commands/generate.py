@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +21,6 @@ from runners.commands.options import (
     open_model,
     open_tools,
     resolve_prompt,
-    row_of,
     sampling_of,
 )
 from runners.errors import UserError
@@ -73,15 +70,7 @@ messages, turns, calls, failures and, if the environment gives one, reward.
 """,
 )
 def generate_command(
-    model: str,
-    prompt: str | None,
-    prompts: str,
-    column: str,
-    num: int,
-    batch: int,
-    out: str,
-    images: tuple[str, ...],
-    **values: Any,
+    model: str, prompt: str | None, prompts: str, num: int, out: str, images: tuple[str, ...], **values: Any
 ) -> None:
     """Let a model answer one prompt, or many.
 
@@ -93,80 +82,60 @@ def generate_command(
         raise UserError("expected either PROMPT or --prompts FILE")
     if images and (prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]):
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
+    from runners.data.messages import conversation, read_prompts
+
     text = ""
     if prompts:
-        from runners.data.messages import read_prompts
-
-        conversations = read_prompts(prompts, column, values["system"] or "")
+        conversations = read_prompts(prompts, values["column"], values["system"] or "")
     else:
         text = sys.stdin.read() if prompt == "-" else str(prompt)
         if not text.strip():
             raise UserError("the prompt is empty")
-        conversations = [[{"role": "user", "content": text}]]
+        conversations = [conversation(text)]
     if values["raw"] and (values["system"] or images or values["tools"] or values["factory"]):
         raise UserError("--raw continues a text; leave --system, --image, --tools and --env out")
-    row_of(values)
     loaded = open_model(model, values, images=bool(images))
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)
-    if prompts or num > 1 or out or environments:
-        conversations = [_with_system(messages, values["system"]) for messages in conversations]
-        _many(partial(_rows, loaded, conversations, num, batch, values, environments), out)
-    else:
-        from runners.images.image_files import named_image
-
-        shown = [named_image(name) for name in images]
-        conversation = open_conversation(loaded, values)
-        with _timed() as (should_stop, speed):
-            show_reply(conversation.reply(text, images=shown, should_stop=should_stop, speed=speed))
-
-
-def _with_system(messages: Sequence[Message], system: str) -> list[Message]:
-    """The messages with `system` in front, unless they already have a system message."""
-    has_system = not system.strip() or messages[0]["role"] == "system"
-    return list(messages) if has_system else [{"role": "system", "content": system}, *messages]
-
-
-@contextmanager
-def _timed() -> Iterator[tuple[Callable[[], bool], Speed]]:
-    """For sampling that Ctrl-C ends: whether it is to stop, and what counts its tokens. Shows the speed."""
+    from runners.files.json_files import json_line
+    from runners.images.image_files import named_image
     from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
     speed = Speed()
-    with Interrupts() as interrupts:
-        yield lambda: interrupts.stopped, speed
+    with Interrupts() as interrupts:  # Ctrl-C ends the current batch, or the reply
+
+        def should_stop() -> bool:
+            return interrupts.stopped
+
+        if prompts or num > 1 or out or environments:
+            with open(out or os.devnull, "w", encoding="utf-8") as file:
+                for row in _rows(loaded, conversations, num, values, environments, should_stop, speed):
+                    if out:
+                        print(json_line(row), file=file, flush=True)
+                    else:
+                        echo(json_line(row))
+        else:
+            talk, shown = open_conversation(loaded, values), [named_image(name) for name in images]
+            show_reply(talk.reply(text, images=shown, should_stop=should_stop, speed=speed))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
-
-
-def _many(rows: Callable[..., Iterator[dict[str, Any]]], out: str) -> None:
-    """Writes a JSON line for each completion when its batch is done; Ctrl-C ends the current batch."""
-    from runners.files.json_files import json_line
-
-    with _timed() as (should_stop, speed), open(out or os.devnull, "w", encoding="utf-8") as file:
-        for row in rows(should_stop=should_stop, speed=speed):
-            if not out:
-                echo(json_line(row))
-            else:
-                print(json_line(row), file=file, flush=True)
 
 
 def _rows(
     model: InferenceModel,
     conversations: Sequence[Sequence[Message]],
     num: int,
-    batch: int,
     values: dict[str, Any],
     environments: Environments | None,
-    *,
     should_stop: Callable[[], bool],
     speed: Speed,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of all completions, or of conversations with tools."""
+    """The rows of all completions, or of conversations with tools, batch by batch."""
     import attrs
 
+    from runners.data.messages import conversation
     from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.chat.schemas if environments else ()
@@ -174,14 +143,20 @@ def _rows(
     found = sample_batches(
         model.engine,
         [
-            model.example(messages, *how, row_of(values), most=values["max_tokens"], raw=values["raw"])
+            model.example(
+                conversation(messages, values["system"]),
+                *how,
+                values["row"],
+                most=values["max_tokens"],
+                raw=values["raw"],
+            )
             for messages in conversations
         ],
         attrs.evolve(sampling_of(values, model), num_generations=num),
         key=generation_key(values["seed"]),
         decoder=model.decoder,
         nudge=values["nudge"],
-        rows=batch,
+        rows=values["batch"],
         environments=environments,
         should_stop=should_stop,
     )
@@ -193,7 +168,7 @@ def _rows(
         for row, text in enumerate(done.texts):
             messages = done.examples[row // num].messages
             # Without the system message that all prompts share.
-            plain = list(messages) == _with_system(messages[-1:], values["system"])
+            plain = messages == conversation(messages[-1:], values["system"])
             cells: dict[str, Any] = {
                 "prompt": messages[-1]["content"] if plain else list(messages),
                 "completion": text,

@@ -23,11 +23,21 @@ if TYPE_CHECKING:
     from runners.tokenization.prompt_settings import PromptSettings
 
 MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets it
-
-
 _COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
 _SHARE, _TOP = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
 _FACTOR = click.FloatRange(0, min_open=True)
+
+
+def _row(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f'expected a JSON object such as {{"answer": 6}}, found {text}')
+    return found
+
+
 SAMPLING = (
     option("--temperature", "0: the likeliest token.", click.FloatRange(0), 0.7, show_default=True),
     option("--top-p", "The likeliest tokens with this share of the probability.", _TOP, 1.0),
@@ -77,7 +87,7 @@ TOOLS = (
 )
 TOOLS_OF = (
     option("--config=CONFIG", "A training's config: its [env], with the bounds.", default=""),
-    option("--row=JSON", "What the environment's reset gets: columns.", default=""),
+    option("--row=JSON", "What the environment's reset gets: columns.", default="{}", callback=_row),
 )
 
 
@@ -170,22 +180,8 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
     return loaded.check(), machine
 
 
-def row_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """--row as columns. Raises UserError if it is not a JSON object."""
-    text = values["row"]
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError as error:
-        raise UserError(f"--row {text}: cannot be read as JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise UserError(f'--row {text}: expected a JSON object such as {{"answer": 6}}')
-    return found
-
-
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
     """The model of a command, with the options of MODEL, and its vision part; notices go to stderr."""
-    if len(values["stop"]) > 1 and not all(values["stop"]):
-        raise UserError('--stop "" means no stop string; found others beside it')
     from runners.machine import startup
 
     machine = startup.prepare()  # before anything imports MLX

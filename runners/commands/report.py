@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from runners.commands.base import command, flag, option
-from runners.errors import UserError, gigabytes
+from runners.errors import gigabytes
 from runners.machine.terminal import echo
 
 
@@ -35,13 +35,9 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 
     folders = [Path(run).expanduser() for run in runs]
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UserError(f"{' '.join(runs)}: a run is named twice")
     target = Path(out).expanduser() if out else (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
     if target.is_dir():
         target = target / REPORT
-    if not target.parent.is_dir() and (out or len(folders) > 1):
-        raise UserError(f"--out {target}: there is no folder {target.parent}")
     written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_PAGE_BYTES)
     more = f"; completions of {written.left_out:,} updates are left out (--all)" if written.left_out else ""
     echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")

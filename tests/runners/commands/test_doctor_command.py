@@ -8,6 +8,7 @@ import pytest
 
 from runners.commands import doctor
 from runners.errors import UserError
+from runners.machine import startup
 from tests.support.commands import grpo
 
 
@@ -37,6 +38,6 @@ def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
     def refuse():
         raise UserError("MLX is not installed")
 
-    monkeypatch.setattr(doctor, "_device", refuse)
+    monkeypatch.setattr(startup, "prepare", refuse)
     done = grpo("doctor", code=2)
     assert "MLX is not installed" in done.output and "python" in done.output

@@ -76,7 +76,6 @@ def test_many_prompts_give_a_json_line_each(tmp_path):
         (["embedded"], "expected either PROMPT or --prompts FILE"),
         (["embedded", "x", "--prompts", "y"], "expected either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
-        (["embedded", "x", "--stop", "", "--stop", "y"], '--stop "" means no stop string; found others'),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
         (["embedded", "--prompts", "p.txt"], "--prompts p.txt: there is no such file"),
         (

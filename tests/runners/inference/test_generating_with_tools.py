@@ -89,8 +89,8 @@ def test_a_model_s_calls_are_run_and_answered(generate):
         (["--tools", "nope.py"], "no file at"),
         (["--tools", "tools.py:doble"], "has no doble; did you mean double?"),
         (["--tools", "tools.py", "--tools", "tools.py:double"], "there is a tool double already"),
-        (["--tools", "tools.py", "--row", "{}"], "--row: found no environment"),
-        (["--env", "tools.py:Box", "--row", "[1]"], "--row [1]: expected a JSON object"),
+        (["--tools", "tools.py", "--row", '{"a": 1}'], "--row: found no environment"),
+        (["--env", "tools.py:Box", "--row", "[1]"], "expected a JSON object"),
         (["--env", "tools.py:Box", "--row", "{"], "cannot be read as JSON"),
     ],
 )
