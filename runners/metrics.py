@@ -114,14 +114,14 @@ fault | text | why a rank failed and with it the run | is not there | [many devi
 step_time | seconds | from one update to the next, without evaluations; the sum of the parts below but `time/eval` | steady; the first is longer, since it compiles | look at which part grew
 tokens_per_second | tokens/s | sampled tokens over `time/rollout` | steady; falls as completions get longer | falls by half at equal lengths: look at `memory/swap_gb`, and for other programs
 tokens_per_second/step | tokens/s | sampled tokens over `step_time`: the rate of the whole | below `tokens_per_second` | far below it: the largest of the parts below says why
-time/rollout | seconds | sampling, for all batch steps of the update | the largest part for long completions | `rollout.quantization`, a larger `rollout.max_batch`
-time/reward | seconds | the reward functions | below a tenth of `step_time` | make slow rewards `async`; [rewards](rewards.md)
-time/learner | seconds | log-probabilities and gradients | grows with tokens and parameters | without `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens` on a GPU
-time/update | seconds | the optimizer's step | small beside the rollout | training fewer weights, with `model.tune = "lora"`
-time/sync | seconds | making the sampler's weights from the learner's | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`
+time/rollout | seconds | sampling, for all batch steps of the update | the largest part for long completions | more completions at a time (`optim.batch_size`, `rollout.max_batch`), shorter ones (`rollout.max_new_tokens`), `rollout.quantization`
+time/reward | seconds | the reward functions | below a tenth of `step_time` | faster or `async` rewards, fewer questions to a judge
+time/learner | seconds | log-probabilities and gradients | grows with tokens and parameters | without `system.grad_checkpoint`, if memory allows; a larger `system.micro_batch_tokens`; adapters only (`model.tune`)
+time/update | seconds | the optimizer's step | small beside the rollout | adapters only (`model.tune`), more batch steps an update (`optim.gradient_accumulation_steps`)
+time/sync | seconds | making the sampler's weights from the learner's | near 0; longer with `rollout.quantization` | a larger `loss.sync_every`, a sampler without quantization
 time/checkpoint | seconds | writing checkpoints, while training waits | 0 but for the updates after one was written | a larger `checkpoint.every`, a faster disk
 time/elapsed | seconds | since the run began, including time before a resume | rises | –
-time/rest | seconds | time in no other part: logs, batches, the display | near 0 | a slow disk, if completions are logged
+time/rest | seconds | time in no other part: logs, batches, the display | near 0 | fewer other programs on this machine; a faster disk, if completions are logged
 time/eval | seconds | one evaluation | – | fewer `eval.samples`, a larger `eval.every`
 memory/active_gb | 10⁹ bytes | what MLX holds now | steady | rises from update to update: a reward keeps arrays
 memory/peak_gb | 10⁹ bytes | the most that MLX has held since the run's start | below 90 % of the memory | [memory](memory.md) names the keys that lower it
@@ -143,18 +143,11 @@ class Metric:
     otherwise: str
 
 
-def _read(table: str) -> dict[str, Metric]:
-    section, found = "", {}
-    for line in filter(None, table.splitlines()):
-        if line.startswith("# "):
-            section = line.removeprefix("# ")
-        else:
-            metric = Metric(section, *(cell.strip() for cell in line.split(" | ")))
-            found[metric.name] = metric
-    return found
-
-
-METRICS = _read(_TABLE)
+METRICS = {
+    metric.name: metric
+    for section, *lines in (part.strip().splitlines() for part in _TABLE.split("\n# ")[1:])
+    for metric in (Metric(section, *line.split(" | ")) for line in filter(None, lines))
+}
 """name -> Metric, in the order of the page."""
 
 COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)

@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -16,12 +15,10 @@ import numpy as np
 from runners.config.loading import Config
 from runners.config.sections import SftConfig
 from runners.data.stream import RunLength
-from runners.errors import UserError, gigabytes
+from runners.errors import gigabytes
 from runners.machine import startup
-from runners.machine.memory_readings import usable_memory
 from runners.machine.terminal import aligned
-from runners.memory.forecast import forecast
-from runners.memory.sizes import model_sizes
+from runners.metrics import METRICS
 from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
 from runners.telemetry.report import Report, duration_text
@@ -29,17 +26,7 @@ from runners.training.run_state import RunState
 from runners.training.setup import Run, SetUp
 from runners.training.steps import TrainSteps
 
-ADVICE = {
-    "rollout": "more completions at a time (optim.batch_size, rollout.num_generations), shorter ones "
-    "(rollout.max_new_tokens)",
-    "reward": "a faster reward, fewer questions to a judge",
-    "learner": "a larger system.micro_batch_tokens where memory allows, adapters only (model.tune), no "
-    "system.grad_checkpoint",
-    "update": "adapters only (model.tune), more batch steps per update (optim.gradient_accumulation_steps)",
-    "sync": "a larger loss.sync_every, a sampler without quantization",
-    "rest": "fewer other programs on this machine: this time is outside the training itself",
-}
-"""The parts of a step, and what makes each shorter."""
+PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 
 
 class Stepping:
@@ -95,7 +82,7 @@ def bench_steps(
         rows.append(stepping.step())
     first, step = rows[0]["step_time"], statistics.median(row["step_time"] for row in rows[1:])
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
-    seconds = {part: median[f"time/{part}"] for part in ADVICE}
+    seconds = {part: median[f"time/{part}"] for part in PARTS}
     slowest = max(seconds, key=seconds.__getitem__)
     length, every = RunLength.of(whole, len(run.data.train)), whole.eval.every
     run_steps = math.ceil(length.batch_steps / together)
@@ -103,11 +90,6 @@ def bench_steps(
     problems = len(run.data.evaluation)
     evaluating = evaluations * problems * _problem_seconds(whole, median)
     training = first + (run_steps - 1) * step
-    expected = None  # if the model's config lacks what a forecast needs
-    with suppress(UserError):
-        sizes, total = model_sizes(run.config, machine), usable_memory(run.config.system.memory_limit_gb)
-        longest = max(len(example.tokens) for example in run.data.train)
-        expected = forecast(run.config, machine, total, prompt=longest, sizes=sizes).peak[1]
     formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
     return {
         "steps": steps,
@@ -120,9 +102,8 @@ def bench_steps(
         "tokens_per_second_of_steps": median["tokens"] / max(step, 1e-9),
         "learned_tokens_per_step": median["learned"],
         "peak_bytes": mx.get_peak_memory(),
-        "expected_peak_bytes": expected,
         "limited_by": slowest,
-        "advice": ADVICE[slowest],
+        "advice": METRICS[f"time/{slowest}"].otherwise,
         "run_steps": run_steps,
         "run_evaluations": evaluations,
         "run_problems": problems,
@@ -135,8 +116,7 @@ def bench_steps(
 
 def bench_table(found: Mapping[str, Any]) -> str:
     """The parts with their shares, and advice."""
-    step, forecast_bytes = max(found["step_seconds"], 1e-9), found["expected_peak_bytes"]
-    parts = found["part_seconds"].items()
+    step, parts = max(found["step_seconds"], 1e-9), found["part_seconds"].items()
     rows = [
         ("part", "seconds", "share"),
         *((part, f"{each:.3f}", f"{100 * each / step:.0f} %") for part, each in parts),
@@ -150,11 +130,10 @@ def bench_table(found: Mapping[str, Any]) -> str:
         "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: {found['tokens_per_second']:,.0f} "
         f"a second of the rollout, {found['tokens_per_second_of_steps']:,.0f} of the whole step",
         "learned": f"{found['learned_tokens_per_step']:,.0f} tokens a step, prompts included",
-        "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays"
-        + (f", {gigabytes(forecast_bytes)} forecast" if forecast_bytes else ""),
+        "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
         f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
-        "most time": f"{found['limited_by']}; shorter with {found['advice']}",
+        "most time": f"{found['limited_by']}: {found['advice']}",
     }
     if found["formats"]:
         lines["formats"] = found["formats"]

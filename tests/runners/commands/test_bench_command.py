@@ -7,40 +7,30 @@ import re
 import pytest
 
 from runners.config.loading import load_config
-from runners.profiling import ADVICE, bench_steps, bench_table
+from runners.profiling import PARTS, bench_steps, bench_table
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
 
-@pytest.fixture(name="train")
-def _train(tmp_path):
-    file = tmp_path / "train.toml"
+def test_steps_are_measured_in_parts_that_add_up(tmp_path):
+    """The first update apart, the medians of the others, tokens, the peak, and the chosen formats."""
     steps = {"batch_size": 2, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    file.write_text(small(model={"path": str(make_model_folder(tmp_path / "model"))}, optim=steps))
-    return file
-
-
-def test_steps_are_measured_in_parts_that_add_up(train, tmp_path):
-    """The first update apart, the medians of the others, tokens, and a peak beside the forecast's."""
+    formats = {"quantization": "affine-4", "group_size": 32, "bits_budget": 5.2}
+    model = {"path": str(make_model_folder(tmp_path / "model"))}
+    (tmp_path / "train.toml").write_text(small(model=model, optim=steps, rollout=formats))
     before = sorted(os.listdir(tmp_path))
     said = []
-    found = bench_steps(load_config(str(train)).check(), steps=1, say=said.append)
+    found = bench_steps(load_config(str(tmp_path / "train.toml")).check(), steps=1, say=said.append)
     seconds = found["part_seconds"]
-    assert found["steps"] == 1 and found["first_step_seconds"] > 0 and set(seconds) == set(ADVICE)
+    assert found["steps"] == 1 and found["first_step_seconds"] > 0 and set(seconds) == set(PARTS)
     assert sum(seconds.values()) == pytest.approx(found["step_seconds"], abs=1e-6)
     assert 0 < found["tokens_per_step"] <= 2 * 2 * 4 * 8 < found["learned_tokens_per_step"]
-    assert found["peak_bytes"] > 0 and found["expected_peak_bytes"]
-    assert said[-1] == "step 2 of 2" and sorted(os.listdir(tmp_path)) == before
+    assert found["peak_bytes"] > 0 and said[-1] == "step 2 of 2"
+    assert sorted(os.listdir(tmp_path)) == before
     assert (found["run_steps"], found["run_evaluations"]) == (1, 1)
     assert found["loading_seconds"] > 0 and 0 < found["evaluating_seconds"] < found["run_seconds"]
     text = bench_table(found)
-    assert f"{found['limited_by']}; shorter with {found['advice']}" in text and "forecast" in text
-    json.dumps(found)
-
-
-def test_the_choice_of_formats_is_shown(train):
-    """Of rollout.bits_budget, with the bits on average."""
-    budget = ["rollout.quantization=affine-4", "rollout.group_size=32", "rollout.bits_budget=5.2"]
-    found = bench_steps(load_config(str(train), budget).check(), steps=1)
+    assert f"{found['limited_by']}: {found['advice']}" in text
     wanted = r"rollout.bits_budget = 5.2: [45]\.\d* bits on average; weights: \d+ in affine-.*"
-    assert re.fullmatch(wanted, found["formats"]) and found["formats"] in bench_table(found)
+    assert re.fullmatch(wanted, found["formats"]) and found["formats"] in text
+    json.dumps(found)
