@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from runners.data.prompts import gold_answer
 from runners.data.remote_rows import hub_rows
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.errors import UserError, first_line, gigabytes, listed, spell
-from runners.files.json_files import read_json
-from runners.models.folders import resolve_model
+from runners.errors import UserError, gigabytes, listed, spell
+from runners.files.tensor_files import check_header
+from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
 from runners.sandbox.code_tests import read_tests
@@ -43,11 +45,10 @@ _ANSWERS = (
 _ENOUGH = 0.95  # of the answers have to have a form
 _MOST_LABELS = 20
 _SHORT = 40  # characters of an answer that can be compared as a whole
-_LETTER = re.compile(r"\(?[A-Ja-j]\)?[.:]?")
+_LABELS = "a few labels"
 _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _TOKENS = {"letter": 256, "exact": 64, "none": 256}  # of a completion; else 512
 _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else an empty line
-_Row = tuple[str, Any, str]  # key, value, comment
 
 
 @attrs.frozen
@@ -60,7 +61,7 @@ class DataSurvey:
     answer: str  # the column of answers; empty: none
     form: str  # as `answer.form`
     why: str  # what was found in the answers
-    labels: tuple[str, ...]  # if a few short texts are the only answers: these
+    labels: str  # if a few short texts are the only answers: these
 
 
 @attrs.frozen
@@ -68,17 +69,10 @@ class ModelSurvey:
     """A model as its folder describes it."""
 
     parameters: int
-    bits: int | None  # of its packed weights; None: not packed
+    words: str  # the size, or the bits of packed weights, and the kind, for people
+    packed: bool
     has_template: bool  # a base model has none
     shipped: bool  # one of the small models in the package, which answer in tags
-
-    @property
-    def words(self) -> str:
-        """The size, the bits and the kind, for people."""
-        size = (
-            f"{self.bits} bits a weight" if self.bits else f"{self.parameters / 1e6:,.3g} million parameters"
-        )
-        return f"{size}{'' if self.has_template else ', no chat template'}"
 
 
 def survey_model(name: str) -> ModelSurvey:
@@ -87,16 +81,15 @@ def survey_model(name: str) -> ModelSurvey:
     Raises UserError as a run does for a model that cannot be used.
     """
     folder = resolve_model(name, "MODEL")
-    packed = read_json(folder / "config.json").get("quantization")
-    bits = packed.get("bits") if isinstance(packed, dict) else None
-    count = 0
+    packed, count = read_config(folder).get("quantization"), 0
     for file in sorted(folder.glob("model*.safetensors")):
-        try:
-            arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read as safetensors ({first_line(error)})") from error
+        check_header(file)
+        arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
-    return ModelSurvey(count, bits, has_template(load_tokenizer(folder)), name in MODELS)
+    templated = has_template(load_tokenizer(folder))
+    size = f"{packed['bits']} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
+    words = size if templated else f"{size}, no chat template"
+    return ModelSurvey(count, words, bool(packed), templated, name in MODELS)
 
 
 def survey_data(source: str) -> DataSurvey:
@@ -110,52 +103,46 @@ def survey_data(source: str) -> DataSurvey:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
-    talks = [
-        name
-        for name, values in columns.items()
-        if all(isinstance(value, list) and value and not prompt_fault(value) for value in values)
-    ]
-    texts = [name for name, values in columns.items() if all(isinstance(value, str) for value in values)]
+
+    def having(has: Callable[[Any], Any], names: Iterable[str] = columns) -> list[str]:
+        return [name for name in names if all(map(has, columns[name]))]
+
+    talks = having(lambda value: isinstance(value, list) and not prompt_fault(value))[:1]
+    texts = having(lambda value: isinstance(value, str))
     # Of other names the one with the longest texts: answers are shorter than questions.
     longest = max(texts, key=lambda name: sum(map(len, columns[name])), default="")
     question = "" if talks else _named(texts, _QUESTIONS) or longest
     if not talks and not question:
         raise UserError(f"{source}: expected a column of questions, found {listed(list(columns))}")
-    asked = (question, *talks[:1])
-    others = [name for name in columns if name not in asked and all(map(gold_answer, columns[name]))]
-    coded = _named([name for name in others if all(map(_has_tests, columns[name]))], _ANSWERS)
-    plain = [name for name in others if not any(isinstance(value, list | dict) for value in columns[name])]
-    answer = coded or _named(plain, _ANSWERS)
+    others = [name for name in having(gold_answer) if name not in (question, *talks)]
+    coded = _named(having(_has_tests, others), _ANSWERS)
+    answer = coded or _named(having(lambda value: not isinstance(value, list | dict), others), _ANSWERS)
     values = [
         (gold_answer(value) or "") if isinstance(value, bool) else value_text(value)  # true, not True
         for value in (columns[answer] if answer else ())
     ]
     form, why = ("code", "tests of a program") if coded else _form(values)
-    labels = tuple(sorted(set(values))) if why == "a few labels" else ()
+    labels = ", ".join(sorted(set(values))) if why == _LABELS else ""
     return DataSurvey(eval_split, question, talks[0] if talks else "", answer, form, why, labels)
 
 
 def _rows(source: str) -> tuple[str, Sequence[Row]]:
     """The name of the evaluation split, and the training rows."""
     place = DATA.get(source) or Path(source).expanduser()
-    if place.is_file():
+    if place.is_file() or place.suffix.lower() in SUFFIXES:
         return "train", read_file(place)
-    if not place.exists() and (source.startswith((".", "/", "~")) or place.suffix.lower() in SUFFIXES):
-        raise UserError(f'DATA = "{source}": there is no such file or folder')
 
     def read(split: str) -> Sequence[Row]:
-        if not place.exists():
+        if not place.exists() and not source.startswith((".", "/", "~")):
             return hub_rows(DataConfig(source=source), split, "data.split")
         return [row for path in find_split(place, split, "data.split") for row in read_file(path)]
 
-    def is_there(split: str) -> bool:
-        try:
-            return bool(read(split))
-        except UserError:
-            return False
-
     rows = read("train")
-    return next(filter(is_there, ("test", "valid", "validation")), "train"), rows
+    for split in ("test", "valid", "validation"):
+        with suppress(UserError):
+            if read(split):
+                return split, rows
+    return "train", rows
 
 
 def _has_tests(value: Any) -> bool:
@@ -172,6 +159,11 @@ def _named(columns: Sequence[str], known: Sequence[str]) -> str:
     return next((spelled[name] for name in known if name in spelled), "")
 
 
+def _is_number(text: str) -> bool:
+    """Also one behind ####, which a model that does not write #### has, too."""
+    return parse_number(text.rpartition("####")[2].strip()) is not None
+
+
 def _form(answers: Sequence[str]) -> tuple[str, str]:
     """The form that nearly all answers have, as `answer.form`, and what was found."""
     texts = [answer.strip() for answer in answers]
@@ -179,96 +171,78 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     def most(has: Callable[[str], Any]) -> bool:
         return sum(bool(has(text)) for text in texts) >= _ENOUGH * len(texts)
 
-    def is_number(text: str) -> bool:
-        return parse_number(text.rpartition("####")[2].strip()) is not None
-
     if not texts:
         return "none", "no column of answers"
-    labels = {text.lower() for text in texts}
-    if most(is_number):
-        return "last_number", "numbers"  # also behind ####, which a model that does not write #### has, too
+    if most(_is_number):
+        return "last_number", "numbers"
     if most(lambda text: "####" in text):
         return "gsm8k", "answers behind ####"
     if most(lambda text: "\\boxed{" in text):
         return "boxed", "answers in \\boxed{}"
-    if len(labels) > 1 and most(_LETTER.fullmatch):
-        return "letter", f"the letters {', '.join(sorted({text.strip('(). :').upper() for text in texts}))}"
-    if len(labels) <= min(_MOST_LABELS, len(texts) // 2) and max(map(len, texts)) <= _SHORT:
-        return "exact", "a few labels"
+    if most(re.compile(r"\(?[A-Ja-j]\)?[.:]?").fullmatch):
+        return "letter", "letters"
     if most(lambda text: len(text) <= _SHORT and "\n" not in text):
-        return "exact", "short texts"
+        few = len({text.lower() for text in texts}) <= min(_MOST_LABELS, len(texts) // 2)
+        return "exact", _LABELS if few else "short texts"
     return "none", "long texts, which no rule compares"
 
 
 def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, reward: str, memory: int) -> str:
     """The config as TOML: what differs from the defaults, and why.
 
-    Args:
-        model, data: as the user named them.
-        about, found: what they are.
-        reward: the file of the user's reward, where no answer is compared.
-        memory: bytes that a run may use.
+    `reward` is the file of the user's reward, where no answer is compared; `memory` the bytes that a run may
+    use.
     """
-    form, why, needed = found.form, found.why, _BYTES * about.parameters
-    adapters, rate = "", (1e-6, "")
-    if about.bits:
+    form, why, needed, adapters = found.form, found.why, _BYTES * about.parameters, ""
+    if about.packed:
         adapters = "weights of few bits stay as they are, adapters learn"
     elif 2 * needed > memory:
         adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
-    if adapters:
-        rate = (1e-5, "adapters take ten times the rate of full weights")
+    rate, rated = (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
     if about.shipped and form not in ("none", "code"):
-        form, why, rate = "xml", "the shipped model answers in tags", (3e-4, "it is small")
+        form, why, rate, rated = "xml", "the shipped model answers in tags", 3e-4, "it is small"
     tokens = 40 if about.shipped else 16 if found.labels else _TOKENS.get(form, 512)
-    stop = [_ENDS.get(form, "\n\n")]
-    tables: Mapping[str, list[_Row]] = {
-        "run": [("name", _name(model, data), "its files are in outputs/NAME")],
-        "model": [("path", model, about.words), *([("tune", "lora", adapters)] if adapters else [])],
-        "data": [("source", data, ""), *_columns(found, about)],
-        "answer": [("form", form, why), *([("ignore_case", True, "")] if found.labels else [])],
-        "reward": [("functions", [f"{reward}:reward"], "an example: write yours")] if form == "none" else [],
-        "rollout": [
-            ("num_generations", 8, "completions of each prompt"),
-            ("max_new_tokens", tokens, "more if completions are cut off"),
-            *([] if about.has_template else [("stop", stop, "where the answer ends")]),
-        ],
-        "optim": [
-            ("learning_rate", rate[0], rate[1]),
-            ("batch_size", 4, "prompts of a step"),
-            ("max_steps", 200, "0: all of the data"),
-        ],
-        "eval": [("every", 25, "updates"), ("samples", 100, "held-out problems")],
-    }
-    parts = ["# Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."]
-    for name, rows in tables.items():
-        lines = [f"{key} = {spell(value)}{why and '  # '}{why}" for key, value, why in rows]
-        parts += ["\n".join([f"[{name}]", *lines])] if rows else []
-    return "\n\n".join(parts) + "\n"
-
-
-def _columns(found: DataSurvey, about: ModelSurvey) -> list[_Row]:
-    """The keys of [data] that differ from their defaults."""
-    labels = ", ".join(found.labels)
-    rows: list[_Row] = []
-    if found.eval_split != "test":
-        rows.append(("eval_split", found.eval_split, "the last tenth" if found.eval_split == "train" else ""))
-    if found.prompt:
-        rows.append(("prompt", found.prompt, "messages"))
-    elif found.question != "question":
-        rows.append(("question", found.question, ""))
+    base, continued = not about.has_template, not (about.has_template or found.prompt)
+    system = nudge = None
     if about.shipped:
-        rows.append(("system_prompt", "", "the small model knows the form already"))
-    elif labels and about.has_template and not found.prompt:
-        rows.append(("system_prompt", f"Reply with one of these alone, without any other word: {labels}", ""))
-    if found.form == "none":
-        rows.append(("answer", "", found.why))
-    elif found.answer != "answer":
-        rows.append(("answer", found.answer, ""))
-    if not about.has_template and not found.prompt:
-        asks = f"\nOne of {labels}.\nAnswer:" if labels else "\nAnswer:"
-        rows.append(("prompt_form", "raw", "a base model, without a chat template, continues the text"))
-        rows.append(("nudge", "\n```python\n" if found.form == "code" else asks, "so the prompt ends"))
-    return rows
+        system = ""
+    elif found.labels and not (base or found.prompt):
+        system = f"Reply with one of these alone, without any other word: {found.labels}"
+    if continued:
+        asks = f"\nOne of {found.labels}.\nAnswer:" if found.labels else "\nAnswer:"
+        nudge = "\n```python\n" if found.form == "code" else asks
+    # Section, key, value, why; None and what is the default are left out.
+    rows: list[tuple[str, str, Any, str]] = [
+        ("run", "name", _name(model, data), "its files are in outputs/NAME"),
+        ("model", "path", model, about.words),
+        ("model", "tune", "lora" if adapters else None, adapters),
+        ("data", "source", data, ""),
+        ("data", "eval_split", found.eval_split, "the last tenth" if found.eval_split == "train" else ""),
+        ("data", "prompt", found.prompt, "messages"),
+        ("data", "question", found.question or None, ""),
+        ("data", "system_prompt", system, "the small model knows the form" if about.shipped else ""),
+        ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
+        ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
+        ("data", "nudge", nudge, "so the prompt ends"),
+        ("answer", "form", form, why),
+        ("answer", "ignore_case", True if found.labels else None, ""),
+        ("reward", "functions", [f"{reward}:reward"] if form == "none" else None, "an example: write yours"),
+        ("rollout", "num_generations", 8, "completions of each prompt"),
+        ("rollout", "max_new_tokens", tokens, "more if completions are cut off"),
+        ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "where the answer ends"),
+        ("optim", "learning_rate", rate, rated),
+        ("optim", "batch_size", 4, "prompts of a step"),
+        ("optim", "max_steps", 200, "0: all of the data"),
+        ("eval", "every", 25, "updates"),
+        ("eval", "samples", 100, "held-out problems"),
+    ]
+    usual = attrs.asdict(DataConfig())
+    kept = [row for row in rows if row[2] is not None and (row[0] != "data" or row[2] != usual[row[1]])]
+    text = "# Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults.\n"
+    for section, group in itertools.groupby(kept, key=lambda row: row[0]):
+        lines = [f"{key} = {spell(value)}{note and '  # '}{note}\n" for _, key, value, note in group]
+        text += "".join([f"\n[{section}]\n", *lines])
+    return text
 
 
 def _name(model: str, data: str) -> str:

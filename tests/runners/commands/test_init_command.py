@@ -121,7 +121,7 @@ def test_the_shipped_model_and_data():
     ("arguments", "line"),
     [
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
-        (["llama", "none.jsonl"], 'DATA = "none.jsonl": there is no such file or folder'),
+        (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
         (["llama", "empty.jsonl"], "expected rows with a question, found none"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
