@@ -173,7 +173,7 @@ def _install_completion(context: click.Context, _: click.Parameter, wanted: bool
         context.exit()
 
 
-@click.group(cls=LazyGroup, table=COMMANDS, context_settings=HELP)
+@click.group(cls=LazyGroup, commands=COMMANDS, context_settings=HELP)
 @VERSION
 @click.option(
     "--install-completion",

@@ -64,21 +64,11 @@ class DataSurvey:
     labels: str  # if a few short texts are the only answers: these
 
 
-@attrs.frozen
-class ModelSurvey:
-    """A model as its folder describes it."""
+def survey_model(name: str) -> tuple[str, int, bool]:
+    """A model, by its folder, its name on the Hub or as shipped: its size and kind in words; the bytes that
+    training all weights takes (0: they are packed); whether it has a chat template, which a base model lacks.
 
-    parameters: int
-    words: str  # the size, or the bits of packed weights, and the kind, for people
-    packed: bool
-    has_template: bool  # a base model has none
-    shipped: bool  # one of the small models in the package, which answer in tags
-
-
-def survey_model(name: str) -> ModelSurvey:
-    """Looks at a folder, a name on the Hub or a shipped model; of weights only shapes are read.
-
-    Raises UserError as a run does for a model that cannot be used.
+    Of weights only shapes are read. Raises UserError as a run does for a model that cannot be used.
     """
     folder = resolve_model(name, "MODEL")
     packed, count = read_config(folder).get("quantization"), 0
@@ -86,10 +76,9 @@ def survey_model(name: str) -> ModelSurvey:
         check_header(file)
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
+    words = f"{packed['bits']} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
     templated = has_template(load_tokenizer(folder))
-    size = f"{packed['bits']} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
-    words = size if templated else f"{size}, no chat template"
-    return ModelSurvey(count, words, bool(packed), templated, name in MODELS)
+    return words if templated else f"{words}, no chat template", 0 if packed else _BYTES * count, templated
 
 
 def survey_data(source: str) -> DataSurvey:
@@ -187,24 +176,28 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
     return "none", "long texts, which no rule compares"
 
 
-def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, reward: str, memory: int) -> str:
-    """The config as TOML: what differs from the defaults, and why.
+def draft(
+    model: str, data: str, about: tuple[str, int, bool], found: DataSurvey, *, reward: str, memory: int
+) -> str:
+    """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the defaults, and
+    why.
 
     `reward` is the file of the user's reward, where no answer is compared; `memory` the bytes that a run may
     use.
     """
-    form, why, needed, adapters = found.form, found.why, _BYTES * about.parameters, ""
-    if about.packed:
+    words, needed, templated = about
+    form, why, adapters, shipped = found.form, found.why, "", model in MODELS
+    if not needed:
         adapters = "weights of few bits stay as they are, adapters learn"
     elif 2 * needed > memory:
         adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
     rate, rated = (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
-    if about.shipped and form not in ("none", "code"):
+    if shipped and form not in ("none", "code"):
         form, why, rate, rated = "xml", "the shipped model answers in tags", 3e-4, "it is small"
-    tokens = 40 if about.shipped else 16 if found.labels else _TOKENS.get(form, 512)
-    base, continued = not about.has_template, not (about.has_template or found.prompt)
+    tokens = 40 if shipped else 16 if found.labels else _TOKENS.get(form, 512)
+    base, continued = not templated, not (templated or found.prompt)
     system = nudge = None
-    if about.shipped:
+    if shipped:
         system = ""
     elif found.labels and not (base or found.prompt):
         system = f"Reply with one of these alone, without any other word: {found.labels}"
@@ -214,13 +207,13 @@ def draft(model: str, data: str, about: ModelSurvey, found: DataSurvey, *, rewar
     # Section, key, value, why; None and what is the default are left out.
     rows: list[tuple[str, str, Any, str]] = [
         ("run", "name", _name(model, data), "its files are in outputs/NAME"),
-        ("model", "path", model, about.words),
+        ("model", "path", model, words),
         ("model", "tune", "lora" if adapters else None, adapters),
         ("data", "source", data, ""),
         ("data", "eval_split", found.eval_split, "the last tenth" if found.eval_split == "train" else ""),
         ("data", "prompt", found.prompt, "messages"),
         ("data", "question", found.question or None, ""),
-        ("data", "system_prompt", system, "the small model knows the form" if about.shipped else ""),
+        ("data", "system_prompt", system, "the small model knows the form" if shipped else ""),
         ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
         ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
         ("data", "nudge", nudge, "so the prompt ends"),

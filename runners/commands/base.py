@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from typing import Any
 
@@ -21,27 +21,19 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules' attributes, imported only when they are shown or run.
+    """A group whose `commands` are names of modules' attributes, imported only when they are shown or run.
 
     A command's module imports nothing heavy at its top, so that the group's help can show its first line.
     """
 
-    def __init__(self, *args: Any, table: Mapping[str, str], **kwargs: Any):
-        """`table`: a command's name → "package.module:attribute"."""
-        super().__init__(*args, **kwargs)
-        self.table = table
-        self.commands = dict.fromkeys(table, self)  # of which click shows the names nearest to a misspelt one
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the table's order."""
-        return list(self.table)
+        return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports and returns the command of that name; None if there is none."""
-        if cmd_name not in self.table:
-            return None
-        module, attribute = self.table[cmd_name].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        module, _, attribute = str(self.commands.get(cmd_name, "")).partition(":")
+        return getattr(importlib.import_module(module), attribute) if module else None
 
 
 def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 import click
@@ -57,9 +58,7 @@ def _show(checked: RewardCheck, sample: int) -> None:
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")
     echo(f"prompt tokens  {low} to {high}, median {round(statistics.median(checked.lengths))}")
-    echo("first prompt")
-    for line in checked.prompt.rstrip("\n").split("\n"):
-        echo(f"  | {line}")
+    echo("first prompt\n" + indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
@@ -79,8 +78,7 @@ def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: S
     """Shows real completions: the text, what was read from it as the answer, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
         echo(f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}")
-        for line in one.text.rstrip("\n").split("\n"):
-            echo(f"  + {line}")
+        echo(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
             verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
             answer = "nothing" if one.answer is None else show(one.answer)

@@ -10,11 +10,10 @@ import click
 from runners.errors import UserError, show
 from runners.machine.terminal import echo
 
-_DATA, _CONFIG = ("XDG_DATA_HOME", "~/.local/share"), ("XDG_CONFIG_HOME", "~/.config")
 _FILES = {  # by shell: where it looks for completions; zsh's file has to be named in ~/.zshrc
-    "bash": (_DATA, "bash-completion/completions/grpo"),
-    "fish": (_CONFIG, "fish/completions/grpo.fish"),
-    "zsh": (_DATA, "zsh/grpo-completion.zsh"),
+    "bash": ".local/share/bash-completion/completions/grpo",
+    "fish": ".config/fish/completions/grpo.fish",
+    "zsh": ".local/share/zsh/grpo-completion.zsh",
 }
 
 
@@ -28,11 +27,10 @@ def install_completion(command: click.Command) -> None:
     from runners.files.durable import save_text
 
     shell = Path(os.environ.get("SHELL", "")).name
-    kind = get_completion_class(shell)
-    if kind is None or shell not in _FILES:
+    kind = get_completion_class(shell) if shell in _FILES else None
+    if kind is None:
         raise UserError(f"SHELL: completions are for bash, fish and zsh, found {show(shell)}")
-    (variable, usual), place = _FILES[shell]
-    file = Path(os.environ.get(variable) or usual).expanduser() / place
+    file = Path.home() / _FILES[shell]
     save_text(file, kind(command, {}, "grpo", "_GRPO_COMPLETE").source())
     then = f"; add to ~/.zshrc: source {file}" if shell == "zsh" else "; new shells read it"
     echo(f"{file}: written{then}")

@@ -58,7 +58,6 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     """
     models = [model, other] if other else [model]
     ks = _ks(values["ks"])
-    config, known = _config(models, values)
     num = max(ks, default=0) if values["num"] is None else values["num"]
     if ks and max(ks) > num:
         raise UserError(f"--k {max(ks)} needs as many samples of each problem, found --num {num}")
@@ -67,10 +66,9 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
     from runners.machine import startup
 
+    echo_all(startup.prepare().notices)
+    config = _config(models, values)
     machine = startup.prepare(config.system.memory_limit_gb)
-    echo_all(machine.notices)
-    if not known:
-        config = _as_in_training(models, config, values)
     measured = _measure_all(models, config, ks or ((1,) if num else ()), num, machine, values)
     from runners.evaluation.comparison import comparison_summary, comparison_table
     from runners.files.json_files import json_line
@@ -94,20 +92,36 @@ def _ks(text: str) -> tuple[int, ...]:
     return tuple(ks)
 
 
-def _config(models: Sequence[str], values: dict[str, Any]) -> tuple[Config, bool]:
-    """The config to measure with, and whether it comes from --config or from a model's run."""
+def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
+    """The config to measure with: that of --config, of a model's run, or with the prompts of a model's
+    grpo_prompt.json.
+
+    Raises UserError if two models were asked in different ways in training.
+    """
     from runners.config.loading import load_config
     from runners.evaluation.measurement import config_of_runs
+    from runners.inference.inference_model import model_prompt_settings
 
-    overrides = _overrides(values)
+    overrides, note = _overrides(values), partial(echo, err=True)
     if values["config"]:
-        return load_config(values["config"], overrides), True
+        return load_config(values["config"], overrides)
     # The Hub's configuration that a run names belongs to its own source.
     other = ['data.name=""'] if values["data"] else []
-    found = config_of_runs(
-        models, [*other, *overrides], partial(echo, err=True), has_data=bool(values["data"])
-    )
-    return found or load_config(None, overrides), found is not None
+    if found := config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"])):
+        return found
+    config = load_config(None, overrides)
+    prompts = {name: model_prompt_settings(name, loader=config.model.loader) for name in models}
+    asked = {name: prompt for name, prompt in prompts.items() if prompt}
+    if len(set(asked.values())) > 1:
+        raise UserError(
+            f"{' and '.join(asked)} were asked in different ways in training (grpo_prompt.json); --config "
+            "sets how both are asked"
+        )
+    for name, prompt in list(asked.items())[:1]:
+        note(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it")
+        label = f"{name}: grpo_prompt.json"
+        config = load_config(None, overrides, recorded=prompt.sections(), label=label)
+    return config
 
 
 def _overrides(values: dict[str, Any]) -> list[str]:
@@ -121,31 +135,6 @@ def _overrides(values: dict[str, Any]) -> list[str]:
     }
     written = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
     return [*written, *values["overrides"]]
-
-
-def _as_in_training(models: Sequence[str], config: Config, values: dict[str, Any]) -> Config:
-    """The config with the prompt settings of the models' grpo_prompt.json, if there is one.
-
-    Raises UserError if two models were asked in different ways in training.
-    """
-    from runners.config.loading import load_config
-    from runners.inference.inference_model import model_prompt_settings
-
-    found = {
-        name: prompt for name in models if (prompt := model_prompt_settings(name, loader=config.model.loader))
-    }
-    if not found:
-        return config
-    if len(set(found.values())) > 1:
-        raise UserError(
-            f"{' and '.join(found)} were asked in different ways in training (grpo_prompt.json); --config "
-            "sets how both are asked"
-        )
-    name, prompt = next(iter(found.items()))
-    echo(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it", err=True)
-    return load_config(
-        None, _overrides(values), recorded=prompt.sections(), label=f"{name}: grpo_prompt.json"
-    )
 
 
 def _measure_all(

@@ -23,7 +23,7 @@ from runners.machine.terminal import echo
         "--gguf=FILE", "A file for llama.cpp, and Ollama's Modelfile beside it.", click.Path(path_type=Path)
     ),
     option("--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)),
-    option("--type as kind", "Of the weights in FILE: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
+    option("--type as kind", "Of FILE's weights: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16].", default="f16"),
     option("--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
@@ -39,14 +39,7 @@ Examples:
 """,
 )
 def export_command(
-    source: str,
-    out: Path | None,
-    gguf: Path | None,
-    peft: Path | None,
-    kind: str | None,
-    push: str,
-    private: bool,
-    **values: Any,
+    source: str, out: Path | None, gguf: Path | None, peft: Path | None, push: str, **values: Any
 ) -> None:
     """Write a trained model for other programs.
 
@@ -61,19 +54,15 @@ def export_command(
     targets = [path for path in (out, gguf, peft) if path is not None]
     if len(targets) != 1:
         raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
-    if private and not push:
-        raise UserError("--private without --push: nothing would be uploaded")
     if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
         raise UserError("without --out DIR there is no folder to upload or quantize; --type is for --gguf")
-    if kind and gguf is None:
-        raise UserError("--type without --gguf FILE: nothing would have that type")
     from runners.conversion.export import export_folder, export_gguf, export_peft, open_source, upload
     from runners.conversion.gguf.writing import check_gguf
 
     quantization.check()
     if gguf is not None:
-        check_gguf(kind or "f16")
-    force, note = values["force"], partial(echo, err=True)
+        check_gguf(values["kind"])
+    force, note, kind = values["force"], partial(echo, err=True), values["kind"]
     if peft is not None:
         export_peft(source, peft, force=force, note=note)
         echo_weights(peft)
@@ -81,7 +70,7 @@ def export_command(
     trust = values["trust_remote_code"]
     opened = open_source(source, targets[0], force=force, trust_remote_code=trust, note=note)
     if gguf is not None:
-        modelfile = export_gguf(opened, gguf, kind or "f16", force=force)
+        modelfile = export_gguf(opened, gguf, kind, force=force)
         echo(f"{gguf}: {gigabytes(gguf.stat().st_size)}; `ollama create NAME -f {modelfile}` takes it")
         return
     dtype = values["dtype"] or ""
@@ -90,4 +79,4 @@ def export_command(
     )
     echo_weights(targets[0])
     if push:
-        echo(f"uploaded: {upload(targets[0], push, private=private)}")
+        echo(f"uploaded: {upload(targets[0], push, private=values['private'])}")

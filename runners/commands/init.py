@@ -44,7 +44,7 @@ def init_command(model: str, data: str, out: str) -> None:
     from runners.machine.memory_readings import usable_memory
 
     found, about = survey_data(data), survey_model(model)
-    echo(f"model    {about.words}")
+    echo(f"model    {about[0]}")
     echo(f"data     {found.prompt or found.question} → {found.answer or 'no answers'}: {found.why}")
     rewards = target.with_name(f"{target.stem}_reward.py")
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())

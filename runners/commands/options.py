@@ -59,7 +59,7 @@ SET = option(
     multiple=True,
 )
 QUANTIZE = (
-    option("--bits", "Quantize to so many bits.", click.Choice(["2", "3", "4", "5", "6", "8"])),
+    option("--bits", "Quantize to so many bits.", click.Choice([2, 3, 4, 5, 6, 8])),
     option("--group-size", "Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].", int),
     option("--mode", "Quantize in this format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])),
     option(
@@ -110,7 +110,7 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
 
     return QuantizationOptions(
         mode=values["mode"] or "",
-        bits=int(values["bits"]) if values["bits"] else None,
+        bits=values["bits"],
         group_size=values["group_size"],
         recipe=values["recipe"] or "",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -70,7 +71,5 @@ def watch_command(run: str, port: int, show: bool) -> None:
 
             webbrowser.open(server.url)
         os.nice(10)  # a run on this machine comes first
-        try:
+        with suppress(KeyboardInterrupt):  # how a person ends it
             server.serve_forever()
-        except KeyboardInterrupt:  # how a person ends it
-            return

@@ -6,15 +6,9 @@ In the repository `python -m benchmarks.quickstart_model` rebuilds all of them f
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-
-MODEL_DIR = HERE / "model"
-"""An mlx-lm model folder: config.json, model.safetensors, tokenizer.json, tokenizer_config.json."""
-
-DATA_DIR = HERE / "data"
-"""train.jsonl, valid.jsonl and test.jsonl; each row has `question` and `answer` (ending in `#### n`)."""
-
-TOOLS_DIR = HERE / "tools"
-"""`model` and `data` in the same form, for a model with a calculator; manifest.json has their digests."""
+MODEL_DIR = HERE / "model"  # config.json, model.safetensors, tokenizer.json, tokenizer_config.json
+DATA_DIR = HERE / "data"  # train.jsonl, valid.jsonl, test.jsonl: `question`, and `answer` ending in `#### n`
+TOOLS_DIR = HERE / "tools"  # both in the same form, for a model with a calculator; manifest.json has digests
 
 MODELS = {"embedded": MODEL_DIR, "embedded-tools": TOOLS_DIR / "model"}
 """The folders of the shipped models, by their names in `model.path`."""

@@ -19,8 +19,7 @@ from tests.support.processes.new_process import python
 )
 def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
     """And is one that the shell reads, where it is installed."""
-    environment = {"SHELL": f"/bin/{shell}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
-    done = grpo("--install-completion", env={"HOME": str(tmp_path), **environment})
+    done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": f"/bin/{shell}"})
     file = tmp_path / place
     assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
     assert "_GRPO_COMPLETE" in file.read_text()

@@ -156,12 +156,10 @@ def test_faults_are_lines(runs, tmp_path):
     for arguments, message in (
         (["./nope", "--out", "out"], 'MODEL = "./nope": there is no such folder'),
         (["run", "--out", "out"], "run: this run has no final model and no whole checkpoint"),
-        ([runs["full"], "--out", "out", "--private"], "--private without --push"),
         ([runs["full"], "--out", "out", "--mode", "mxfp4", "--bits", "8"], "requires bits to be 4"),
         ([runs["full"]], "expected one of --out DIR, --gguf FILE and --peft DIR"),
         ([runs["full"], "--gguf", "m", "--out", "out"], "expected one of --out DIR, --gguf FILE"),
         ([runs["full"], "--gguf", "m", "--bits", "4"], "--type is for --gguf"),
-        ([runs["full"], "--out", "out", "--type", "f16"], "--type without --gguf FILE"),
         ([runs["full"], "--gguf", "m", "--type", "q3"], "--type q3: expected"),
     ):
         result = export(*arguments, code=2)
