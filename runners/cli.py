@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import HELP, LazyGroup, command, ends_with_a_line, flag, option
-from runners.commands.options import SET, echo_all
+from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr
 from runners.machine.terminal import echo
@@ -127,7 +127,11 @@ def run_command(
     leads = place is None or place.rank == 0
     if dry_run:
         if leads:
-            _show_resolved(config, overrides)
+            from runners.config.loading import write_resolved
+
+            resolved = open_config(config, overrides)[0]
+            echo(resolved.to_toml())
+            echo(f"written to {write_resolved(resolved)}", err=True)
         return
     command = _command()
     try:
@@ -198,17 +202,6 @@ def _command() -> str:
         program = f"mlx.launch ... {program}"
     settings = [word for override in context.params["overrides"] for word in ("--set", override)]
     return f"{program} {shlex.join([context.params['config'], *settings])}"
-
-
-def _show_resolved(name: str, overrides: Sequence[str]) -> None:
-    from runners.config.loading import load_config, write_resolved
-    from runners.machine import startup
-
-    config = load_config(name, overrides)
-    startup.load_blas()  # before `check` imports MLX
-    config = config.check()
-    echo(config.to_toml())
-    echo(f"written to {write_resolved(config)}", err=True)
 
 
 def _run(

@@ -19,7 +19,7 @@ from runners.machine.terminal import echo
     TARGET,
     QUANTIZE,
     flag("--dequantize", "Unpack a quantized model."),
-    option("--calibrate=FILE", "Prompts on which quantized layers keep their outputs, as far as they can."),
+    option("--calibrate=FILE", "Prompts on which quantized layers nearly keep their outputs.", default=""),
     option("--column", "Column of the prompts in a file of rows [prompt].", default="prompt"),
     option("--step", "Which nanochat checkpoint [the last].", int),
     flag("--text-only", "Take only the language part of a vision-language model."),
@@ -46,9 +46,7 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     startup.prepare()
     from runners.conversion.convert import convert
 
-    named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column")
-    chosen: dict[str, Any] = {name: values[name] for name in named}
-    chosen["calibrate"] = values["calibrate"] or ""
-    note = partial(echo, err=True)
-    convert(source, out, quantization=quantization_of(values), dtype=dtype or "", note=note, **chosen)
+    how = {"quantization": quantization_of(values), "dtype": dtype or "", "note": partial(echo, err=True)}
+    named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column", "calibrate")
+    convert(source, out, **how, **{name: values[name] for name in named})
     echo_weights(out)

@@ -1,17 +1,14 @@
 """What strangers and slips bring: every command ends with a line and exit code 2, and nothing half done."""
 
 import json
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from click import Context
 
-from runners.cli import COMMANDS, main
+from runners.files.tensor_files import load_arrays, save_arrays
 from tests.support.commands import grpo
 from tests.support.damage import containing, stating
-from tests.support.tiktoken_files import make_nanochat_folder
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import small
 
@@ -27,21 +24,8 @@ def place(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    """A good model folder, to be copied and spoiled."""
-    return make_model_folder(tmp_path_factory.mktemp("models") / "llama")
-
-
-@pytest.fixture
-def model(place, sound):
-    """A model folder of this test's own."""
-    write_config(model="model")
-    return shutil.copytree(sound, place / "model")
-
-
-def write_config(model="embedded", data="rows.jsonl", reward="mine.py:good"):
-    settings = {"model": {"path": model}, "reward": {"functions": [reward]}}
+def write_config(model="embedded", data="rows.jsonl"):
+    settings = {"model": {"path": model}, "reward": {"functions": ["mine.py:good"]}}
     data_keys = {"source": data, "eval_split": "test", "nudge": "<reasoning>"}
     Path("train.toml").write_text(small(run={"output_dir": "out"}, data=data_keys, **settings))
 
@@ -70,21 +54,17 @@ def refused(*arguments):
 def test_bad_configs(place, text, line):
     """Each command that takes a config reads it in the same place."""
     Path("train.toml").write_text(text)
-    commands = [name for name in COMMANDS if main.get_command(Context(main), name).params[0].name == "config"]
-    assert {"run", "sft", "plan", "check", "bench", "difficulty"} <= {*commands}
-    for command in commands:
+    for command in ("run", "sft", "plan", "check", "bench", "difficulty"):
         assert line in refused(command, "train.toml")
 
 
-BAD_MIDDLE = [*[json.dumps(row) for row in ROWS[:5]], "{broken", *[json.dumps(row) for row in ROWS[5:]]]
 LONG = "x" * 10_000_000
 
 
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("a.jsonl", "\n".join(BAD_MIDDLE), "a.jsonl, line 6: not JSON"),
-        ("a.jsonl", json.dumps(ROWS[0]) + "\n" + LONG + "\n", "line 2: not JSON"),
+        ("a.jsonl", json.dumps(ROWS[0]) + "\n" + LONG + "\n", "a.jsonl, line 2: not JSON"),
         ("a.jsonl", json.dumps({LONG: 1, "questio": ""}) + "\n", "no field named"),
         ("a.jsonl", json.dumps({"question": LONG, "answer": 1}) + "\n" + "[" * 100_000, "line 2: not "),
         ("a.csv", f"question,answer\n{LONG},1\n1,2\n", "at most 2,097,152 characters, found 10"),
@@ -116,10 +96,9 @@ def arrays_with(change):
     """Rewrites the weights after `change` has been at them."""
 
     def spoil(folder):
-        weights = dict(mx.load(str(folder / "model.safetensors")))
-        mx.eval(weights)
+        weights, metadata = load_arrays(folder / "model.safetensors")
         change(weights)
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+        save_arrays(folder / "model.safetensors", weights, metadata)
 
     return spoil
 
@@ -155,8 +134,10 @@ SPOILED = {  # more than tests/runners/models/test_loaded_model.py has for the l
 
 
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
-def test_bad_models(model, spoil):
+def test_bad_models(place, spoil):
     """A folder that is damaged, too new or meant ill: a line of two commands, and nothing of it runs."""
+    write_config(model="model")
+    model = make_model_folder(place / "model")
     (model / "evil.py").write_text(
         f"open({str(model.parent / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = dict\n"
     )
@@ -164,13 +145,3 @@ def test_bad_models(model, spoil):
     for command in (["run", "train.toml"], ["generate", model, "hello"]):
         assert "model" in refused(*command)
     assert not (model.parent / "ran").exists()
-
-
-def test_a_pickle_that_would_run_a_command(place):
-    """A real one: `touch ran`. The one command that reads it refuses it."""
-    folder = make_nanochat_folder(place / "model")
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.pkl").write_bytes(b"\x80\x02cos\nsystem\nU\x09touch ran\x85R.")
-    for command in (["convert", folder, "--out", "new"], ["generate", folder, "hello"]):
-        assert "tokenizer.pkl" in refused(*command)
-    assert not Path("ran").exists()

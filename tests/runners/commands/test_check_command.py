@@ -4,11 +4,8 @@ import json
 
 import pytest
 
-from runners.config.loading import load_config
-from runners.errors import UserError
-from runners.training.train import run_training
 from tests.support.commands import grpo
-from tests.support.tiny_runs import Notes, small
+from tests.support.tiny_runs import small
 
 
 def write_data(path, answers, **columns):
@@ -67,13 +64,6 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_p
         verdicts.append("(right)" in line)
         assert (reward == "2") is verdicts[-1], part
     assert any(verdicts), "the shipped model solves some of its problems"
-    write_data(tmp_path / "d.jsonl", range(20))
-    (tmp_path / "mine.py").write_text("def broken(completions, **_): raise RuntimeError('oh')\n")
-    (tmp_path / "t.toml").write_text(
-        small(reward={"functions": ["mine.py:broken"]}, data={"source": "d.jsonl"})
-    )
-    own = grpo("check", "t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
-    assert own.count("  broken  none") == 2 and "warning: 2 of 2 completions are cut off" in own
 
 
 OWN = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
@@ -116,8 +106,9 @@ def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table)
     shown = grpo("check", "t.toml").stdout
     assert table in shown and "RuntimeError: oh (one sentence)" in shown, shown
     assert "gold" not in shown and "wrong" not in shown and "reward gave" not in shown
-    real = grpo("check", "t.toml", "--sample", "1", "--set", "rollout.max_new_tokens=4").stdout
-    assert "--sample" not in real and "  reward  0\n" in real
+    real = grpo("check", "t.toml", "--sample", "2", "--set", "rollout.max_new_tokens=4").stdout
+    assert "--sample" not in real and real.count("  reward  0\n  broken  none\n") == 2
+    assert "warning: 2 of 2 completions are cut off" in real
 
 
 ENVIRONMENT = """
@@ -148,12 +139,6 @@ class Picky(Guess):
 """
 
 
-def env_config(name, **env):
-    """A small config with an environment of the file above and no rewards of ours."""
-    keys = {"factory": f"guess.py:{name}", **env}
-    return small(reward={"functions": []}, data={"source": "rows.jsonl", "nudge": ""}, env=keys)
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -165,13 +150,14 @@ def test_what_is_wrong_with_an_environment_is_a_line(tmp_path, name, line):
     """One warning that names it; the rest of the check is there."""
     write_data(tmp_path / "rows.jsonl", ["12"] * 8)
     (tmp_path / "guess.py").write_text(ENVIRONMENT)
-    (tmp_path / "t.toml").write_text(env_config(name))
+    keys = {"reward": {"functions": []}, "data": {"source": "rows.jsonl", "nudge": ""}}
+    (tmp_path / "t.toml").write_text(small(env={"factory": f"guess.py:{name}"}, **keys))
     result = grpo("check", "t.toml")
     warnings = [each for each in result.stdout.splitlines() if each.startswith("warning: ")]
     assert len([each for each in warnings if line in each]) == 1, result.stdout
     assert "prompt tokens" in result.stdout
     if name == "Picky":
-        with pytest.raises(UserError, match="its signature is reset"):
-            run_training(load_config("t.toml"), report=Notes())
-    (tmp_path / "t.toml").write_text(env_config("Gues"))
-    assert "did you mean Guess?" in grpo("check", "t.toml", code=2).stderr
+        assert line in grpo("run", "t.toml", code=2).stderr
+    assert (
+        "did you mean Guess?" in grpo("check", "t.toml", "--set", "env.factory=guess.py:Gues", code=2).stderr
+    )

@@ -31,7 +31,7 @@ def test_commands_and_options_are_completed(tmp_path):
     """As the shell asks for them."""
     code = "from runners.cli import main; main(prog_name='grpo')"
     for words, number, wanted in (("grpo ex", 1, "plain,export"), ("grpo export --gg", 2, "plain,--gguf")):
-        asked = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+        asked: dict = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
         done = python("-c", code, **asked)
         assert done.stdout.split() == [wanted]
 

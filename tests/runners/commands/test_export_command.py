@@ -77,7 +77,9 @@ def test_a_run_becomes_a_gguf_file(runs, tmp_path, kind):
         grpo("export", runs["full"], "--gguf", "base.gguf", "--type", "q4_0")
         grpo("convert", "base.gguf", "--out", "base")
         run = train(tmp_path, kind, "lora", base=tmp_path / "base")
-        assert logits_of(tmp_path / "base")[1].model.layers[0].self_attn.q_proj.bits == 4
+        assert (
+            dict(logits_of(tmp_path / "base")[1].named_modules())["model.layers.0.self_attn.q_proj"].bits == 4
+        )
     else:
         run = runs[kind]
     export(run, "--gguf", "m.gguf", "--type", "f32", "--force")

@@ -11,37 +11,8 @@ import pytest
 from runners.config.reading import PRESET_FOLDER
 from tests.support.commands import grpo
 
-# The beginning of a program in which every engine gives the tokens that `tokens()` gives, one at a time.
-SCRIPTED = """
-import sys
-import runners.machine.startup
-runners.machine.startup.load_blas()
-from runners.engines.engine import Token
-from runners.engines.local import LocalEngine
-def stream(self, request, sampling, *, key, should_stop=lambda: False):
-    for token in tokens():
-        yield Token(token, 0.0, 1)
-        if should_stop():
-            return
-LocalEngine.stream = stream
-"""
-
-
 ROOT = PRESET_FOLDER.parent
 QUESTION = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
-
-
-def start(*arguments, code="from runners.cli import main; main()", **options):
-    """`grpo …` in a process of its own, with pipes."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        text=True,
-        stdin=options.get("stdin", subprocess.DEVNULL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
 
 
 def test_one_prompt_gives_text_on_stdout_and_speed_on_stderr():
@@ -77,7 +48,7 @@ def test_many_prompts_give_a_json_line_each(tmp_path):
         (["embedded", "x", "--prompts", "y"], "expected either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
-        (["embedded", "--prompts", "p.txt"], "--prompts p.txt: there is no such file"),
+        (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read as text"),
         (
             ["embedded", "x", "--num", "2", "--out", "no/such/folder"],
             "refused by the system: FileNotFoundError: [Errno 2] No such file or directory: 'no/such/folder'",
@@ -92,59 +63,49 @@ def test_faults_end_with_code_2_and_a_line(arguments, message):
     assert not result.stdout and message in result.stderr
 
 
-# A model that never ends, and says one letter at a time, slowly: what Ctrl-C does can be watched.
-ENDLESS = f"""{SCRIPTED}
-import time
-def tokens():
-    number = 0
-    while True:
-        number += 1
-        time.sleep(0.02)
-        yield 50
+# A model that never ends, and says one letter at a time, slowly: what Ctrl-C does can be watched. A line on
+# stderr tells that the next message is waited for: some time would be too short on a busy machine.
+ENDLESS = """
+import sys, time
+import runners.machine.startup
+runners.machine.startup.load_blas()
 from runners.cli import main
+from runners.commands import chat
+from runners.engines.engine import Token
+from runners.engines.local import LocalEngine
+def stream(self, request, sampling, *, key, should_stop=lambda: False):
+    while True:
+        time.sleep(0.02)
+        yield Token(50, 0.0, 1)
+        if should_stop():
+            return
+def reading(read=chat._read):
+    print("reading", file=sys.stderr, flush=True)
+    return read()
+LocalEngine.stream, chat._read = stream, reading
 main()
 """
 
 
-# What tells, on stderr, that a signal or the next message is being waited for or has been taken: a test that
-# sent the next signal after some time instead would fail wherever a busy machine takes longer.
-TELLING = """
-import sys
-from runners.commands import chat
-from runners.machine.signals import Interrupts
-def telling(function, name, before):
-    def call(*arguments):
-        if before:
-            print(name, file=sys.stderr, flush=True)
-        found = function(*arguments)
-        if not before:
-            print(name, file=sys.stderr, flush=True)
-        return found
-    return call
-chat._read = telling(chat._read, "reading", True)
-Interrupts._receive = telling(Interrupts._receive, "received", False)
-"""
-
-
-def wait_for(process, word):
-    """Reads stderr up to a line that is this word."""
-    for line in process.stderr:
-        if line.strip() == word:
-            return
-    raise AssertionError(f"the process ended without {word}")
-
-
-def read_some(process, count=5):
-    """Waits until the reply has begun."""
-    text = process.stdout.read(count)
-    assert len(text) == count
-    return text
+def start(*arguments):
+    """`grpo …` with that model in a process of its own; its standard streams."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, *arguments],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdin and process.stdout and process.stderr
+    return process, process.stdin, process.stdout, process.stderr
 
 
 def test_ctrl_c_ends_the_reply_of_generate():
     """The text so far, the speed, code 130."""
-    process = start("generate", "embedded", "x", code=ENDLESS)
-    read_some(process)
+    process, _, stdout, _ = start("generate", "embedded", "x")
+    assert len(stdout.read(5)) == 5  # the reply has begun
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=600)
     assert process.returncode == 130 and out.endswith("\n")
@@ -153,16 +114,16 @@ def test_ctrl_c_ends_the_reply_of_generate():
 
 def test_ctrl_c_ends_a_chat_s_reply_and_twice_the_program():
     """After the first the next message is answered; after two in a row the program ends with 130."""
-    process = start("chat", "embedded", code=TELLING + ENDLESS, stdin=subprocess.PIPE)
-    wait_for(process, "reading")
+    process, stdin, stdout, stderr = start("chat", "embedded")
     for _ in range(2):
-        process.stdin.write("hello\n")
-        process.stdin.flush()
-        read_some(process)
+        assert any(line == "reading\n" for line in stderr)
+        stdin.write("hello\n")
+        stdin.flush()
+        assert len(stdout.read(5)) == 5
         process.send_signal(signal.SIGINT)
-        while process.stdout.read(1) != "\n":
+        while stdout.read(1) != "\n":
             pass
-        wait_for(process, "reading")
+    assert any(line == "reading\n" for line in stderr)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=600)

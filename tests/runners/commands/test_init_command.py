@@ -27,30 +27,29 @@ def question(n):
 
 TALK = ("prompt", lambda n: [{"role": "user", "content": question(n)}])
 FORMS = {
-    # what the data's other column holds: its name, a value, the form that is found, what the config says
-    "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "last_number", {"answer": "answer"}),
-    "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", {"answer": "solution"}),
-    "numbers": (("answer", lambda n: 2 * n), "last_number", {"answer": "answer"}),
-    "truth": (("answer", lambda n: n % 2 == 0), "exact", {"answer": "answer"}),
-    "tests": (("answer", lambda n: [f"assert f({n}) == {2 * n}"]), "code", {"answer": "answer"}),
-    "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", {"answer": "Label"}),
-    "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", {"answer": "label"}),
-    "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", {}),
-    "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", {"answer": ""}),
-    "nothing": (("source", lambda n: True), "none", {"answer": ""}),
+    # what the data's other column holds: its name, a value, the form that is found, `data.answer`
+    "####": (("answer", lambda n: f"{n} + {n} = {2 * n}\n#### {2 * n}"), "last_number", "answer"),
+    "boxed": (("solution", lambda n: f"So it is $\\boxed{{{2 * n}}}$."), "boxed", "solution"),
+    "numbers": (("answer", lambda n: 2 * n), "last_number", "answer"),
+    "truth": (("answer", lambda n: n % 2 == 0), "exact", "answer"),
+    "tests": (("answer", lambda n: [f"assert f({n}) == {2 * n}"]), "code", "answer"),
+    "letters": (("Label", lambda n: "ABCD"[n % 4]), "letter", "Label"),
+    "labels": (("label", lambda n: ("positive", "negative")[n % 2]), "exact", "label"),
+    "short texts": (("answer", lambda n: f"the number {'abcdefgh'[n % 8]}{n}"), "exact", "answer"),
+    "long texts": (("response", lambda n: f"Well, {n} and {n} make {2 * n}. " * 9), "none", ""),
+    "nothing": (("source", lambda n: True), "none", ""),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_of_answers_gives_a_config_that_checks(tmp_path, name):
     """The form, the columns and the reward are found; `grpo check` accepts the file without a warning."""
-    column, form, expected = FORMS[name]
+    column, form, answer = FORMS[name]
     write_rows(tmp_path / "rows.jsonl", ("problem", question), column)
     grpo("init", "llama", "rows.jsonl")
     config = load_config("train.toml")
     assert (config.model.path, config.data.source, config.data.question) == ("llama", "rows.jsonl", "problem")
-    assert config.answer.form == form
-    assert {key: getattr(config.data, key) for key in expected} == expected
+    assert (config.answer.form, config.data.answer) == (form, answer)
     own = ("train_reward.py:reward",) if form == "none" else ("correctness_reward_func",)
     assert config.reward.functions == own
     checked = grpo("check", "train.toml")
@@ -73,23 +72,16 @@ def test_messages_and_splits_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "keys"),
-    [
-        (
-            {"quantize": {"group_size": 32, "bits": 4}},
-            {"model": {"tune": "lora"}, "optim": {"learning_rate": 1e-5}},
-        ),
-        ({"chat_template": False}, {"data": {"prompt_form": "raw"}}),
-        ({}, {"model": {"tune": "full"}, "optim": {"learning_rate": 1e-6}}),
-    ],
+    ("options", "tune", "rate"),
+    [({"quantize": {"group_size": 32, "bits": 4}}, "lora", 1e-5), ({}, "full", 1e-6)],
 )
-def test_the_model_is_looked_at(tmp_path, options, keys):
-    """Few bits: adapters. No chat template: raw prompts."""
+def test_weights_of_few_bits_have_adapters(tmp_path, options, tune, rate):
+    """And the rate of adapters."""
     make_model_folder(tmp_path / "other", **options)
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
     assert "model    " in grpo("init", "other", "rows.jsonl").output
-    config = load_config("train.toml").to_dict()
-    assert {name: {key: config[name][key] for key in table} for name, table in keys.items()} == keys
+    config = load_config("train.toml")
+    assert (config.model.tune, config.optim.learning_rate) == (tune, rate)
     grpo("check", "train.toml")
 
 
@@ -100,9 +92,9 @@ def test_a_base_model_and_labels(tmp_path):
     grpo("init", "base", "rows.jsonl")
     config = load_config("train.toml")
     nudge = "\nOne of negative, positive.\nAnswer:"
-    assert (config.data.nudge, config.rollout.stop) == (nudge, ("\n",))
-    assert config.answer_form.is_right(f"{nudge} positive\n", "positive")
-    assert not config.answer_form.is_right(nudge, "positive")
+    assert (config.data.prompt_form, config.data.nudge, config.rollout.stop) == ("raw", nudge, ("\n",))
+    form = config.answer_form
+    assert form and form.is_right(f"{nudge} positive\n", "positive") and not form.is_right(nudge, "positive")
     checked = grpo("check", "train.toml")
     (line,) = (row for row in checked.stdout.splitlines() if row.split()[:1] == ["correctness_reward_func"])
     assert line.split()[1:] == ["2", "0", "0"], checked.stdout
