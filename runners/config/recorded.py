@@ -20,10 +20,8 @@ def run_of(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    parent = folder.resolve().parent
-    # The path as it was written, if it is the same place.
-    places = (folder, folder.parent if folder.parent.resolve() == parent else parent)
-    return next((place / RESOLVED for place in places if (place / RESOLVED).is_file()), None)
+    files = (place / RESOLVED for place in (folder, folder.absolute().parent))
+    return next(filter(Path.is_file, files), None)
 
 
 def read_recorded(file: Path) -> dict[str, dict[str, Any]]:

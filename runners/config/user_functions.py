@@ -49,20 +49,15 @@ def resolve_function(
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
-    if inspect.isclass(function) and not classes:
-        raise UserError(f"{what}: expected a function or an instance to call, found the class {attribute}")
-    if not callable(function):
+    if not callable(function) or (inspect.isclass(function) and not classes):
         expected = "one class, whose reset(**row) can choose by a column" if classes else "a function"
-        raise UserError(f"{what}: expected {expected}, found {type(function).__name__}")
+        found = f"the class {attribute}" if inspect.isclass(function) else type(function).__name__
+        raise UserError(f"{what}: expected {expected}, found {found}")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{what}: the parameters of {attribute} cannot be read; wrap it in a def") from error
-    try:
         signature.bind(*takes) if takes is not None else None
-    except TypeError as error:
-        expected = f"{attribute}({', '.join(takes or ())})"
-        raise UserError(f"{what}: expected {expected}, found {attribute}{signature}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what}: expected {attribute}({', '.join(takes or ())}): {error}") from error
     return function
 
 
