@@ -16,6 +16,7 @@ from runners.data.rendering import apply_template, has_template, render
 from runners.errors import UserError, error_line
 from runners.tokenization.text import TextDecoder, encode
 
+LONGEST = 32  # characters of a token; on average they are hardly longer
 _ASKED = {"role": "user", "content": "a question"}
 _PROBE = "observed"  # some templates leave out what they do not support
 
@@ -50,7 +51,7 @@ class ChatTurns:
 
     def cut(self, content: str, most: int) -> tuple[str, bool]:
         """An observation of at most `most` tokens, and whether it was shortened."""
-        head = content[: most * 32]  # tokens are hardly longer on average; encoding 10 MB would take long
+        head = content[: most * LONGEST]  # encoding 10 MB would take long
         tokens = encode(self.tokenizer, head, add_special_tokens=False) if head else ()
         if len(tokens) <= most and len(head) == len(content):
             return content, False
@@ -69,7 +70,7 @@ class ChatTurns:
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
-        ends = [text for text in map(self._text_of, self.end_ids) if text]
+        ends = [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
         place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
         close = before[place:] if place >= 0 else ""
         if tokens and tokens[-1] in self.end_ids:  # the turn has ended, with any of the model's end tokens
@@ -117,7 +118,3 @@ class ChatTurns:
             template_kwargs=self.template_kwargs,
             add_generation_prompt=head,
         )
-
-    def _text_of(self, token: int) -> str:
-        text = self.tokenizer.convert_ids_to_tokens(int(token))
-        return text if isinstance(text, str) else ""

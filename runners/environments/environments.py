@@ -43,8 +43,9 @@ class Environments:
 
     config: EnvConfig
     calls: Calls
-    tools: tuple[Tool, ...]
+    tools: dict[str, Tool]  # by name
     chat: ChatTurns  # how observations become tokens
+    reader: CallReader
     nudge: str
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None  # the sum of its own rewards of turns
@@ -126,10 +127,7 @@ class Environments:
         episodes, prompts = [Episode(row) for row in rows], [row.tokens for row in rows]
         if self.has_instances:
             episodes, prompts = self._reset(rows, should_stop)
-        schemas, tools = [tool.schema for tool in self.tools], {tool.name: tool for tool in self.tools}
-        reader = CallReader.of(self.chat.tokenizer, schemas, marked=bool(self.chat.mark_ids))
-        parts = (self.chat, self.calls, tools, self.config, self.nudge)
-        return Session(episodes, prompts, reader, *parts, should_stop)
+        return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
         """The episodes are over: their instances may be reset for others, except those with hanging calls."""
@@ -223,18 +221,19 @@ def build_environments(
     worker.load(*loading(env, folders))
     first = next(_numbers)
     found = _asked(calls, env, "describe", first)
-    tools = tuple(Tool(*tool) for tool in found["tools"])
-    marks = mark_ids(tokenizer) if len(tools) == 1 else ()
-    schemas = [] if marks else [tool.schema for tool in tools]  # nanochat's template has a place for none
-    chat = ChatTurns(tokenizer, schemas, data.chat_template_kwargs, frozenset(end_ids), decoder, marks)
+    tools = {tool.name: tool for tool in itertools.starmap(Tool, found["tools"])}
+    marks, schemas = mark_ids(tokenizer) if len(tools) == 1 else (), [tool.schema for tool in tools.values()]
+    reader = CallReader.of(tokenizer, schemas, marked=bool(marks))
+    shown = [] if marks else schemas  # nanochat's template has a place for none
+    chat = ChatTurns(tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks)
+    chat.check(next(iter(tools), "tool"))
     rewards: dict[str, Reward] = {}
     for method, takes in ((GET_REWARD, ("environments",)), (GET_TURN_REWARDS, ("environments", "log_extra"))):
         if name := found["rewards"].get(method):
             rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
-    chat.check(tools[0].name if tools else "tool")
     idle = [first] if env.factory else []
     own = (rewards.get(GET_REWARD), rewards.get(GET_TURN_REWARDS))
-    return Environments(env, calls, tools, chat, data.nudge, *own, idle)
+    return Environments(env, calls, tools, chat, reader, data.nudge, *own, idle)
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:

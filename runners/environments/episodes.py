@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 import grpo_fn as g
-from runners.config.sections import EnvConfig
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
-from runners.environments.chat_turns import ChatTurns
+from runners.environments.chat_turns import LONGEST
 from runners.environments.instances import failure
-from runners.environments.tool_calls import CallReader, Tool, ToolCall
+from runners.environments.tool_calls import ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.user_code.process import THREAD, TOGETHER, Outcome
-from runners.user_code.worker import Calls
+
+if TYPE_CHECKING:
+    from runners.environments.environments import Environments
 
 
 @attrs.define(eq=False)
@@ -39,19 +41,14 @@ class Session:
 
     episodes: Sequence[Episode]  # started ones of all rows
     prompts: Sequence[tuple[int, ...]]  # of each row
-    _reader: CallReader
-    _chat: ChatTurns
-    _calls: Calls
-    _tools: Mapping[str, Tool]  # by name
-    _limits: EnvConfig
-    _nudge: str = ""  # precedes each row's first words
+    _home: Environments
     _should_stop: ShouldStop = never
     # Of each row that waits for a reply: its turn, and the calls that are not made.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
 
     def begin(self, row: int, tokens: Sequence[int]) -> bool:
         """As `Replies`: a turn without a call, or one too many, ends the conversation."""
-        episode, limits = self.episodes[row], self._limits
+        episode, limits, known = self.episodes[row], self._home.config, self._home.tools
         calls = self._read(episode, tokens)
         if not calls or episode.fault or episode.counts["turns"] >= limits.max_turns:
             return False
@@ -60,20 +57,16 @@ class Session:
         episode.counts["calls"] += len(calls)
         self._turns[row] = tokens, [call.name for call in calls[room:]]
         made = [(call.name, self._fault(call) or call.arguments) for call in calls[:room]]
-        tools = [self._tools.get(call.name) for call in calls[:room]]
+        tools = [known.get(call.name) for call in calls[:room]]
         mode = TOGETHER if tools and all(tool and tool.is_async for tool in tools) else THREAD
-        self._calls.submit(
-            row,
-            *("runners.environments.instances:call", episode.environment, made),
-            limits.max_observation_tokens * 32,
-            timeout=limits.timeout,
-            mode=mode,
-        )
+        most = limits.max_observation_tokens * LONGEST + 1
+        call = "runners.environments.instances:call", episode.environment, made, most
+        self._home.calls.submit(row, *call, timeout=limits.timeout, mode=mode)
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """As `Replies`. Raises Interrupted if `should_stop` ends the waiting."""
-        outcomes = self._calls.collect(least, interruptible(self._should_stop))
+        outcomes = self._home.calls.collect(least, interruptible(self._should_stop))
         return {row: self._reply(row, outcome) for row, outcome in outcomes.items()}
 
     def finish(self, rollout: g.Rollout) -> list[FinishedEpisode]:
@@ -91,20 +84,21 @@ class Session:
             finished.append(FinishedEpisode(*facts, own, episode.seconds))
         return finished
 
-    def _read(self, episode: Episode, tokens: Sequence[int]) -> tuple[ToolCall, ...]:
-        written = self._reader.read(self._chat.text(tokens))
-        message = written.message()
-        if not episode.messages:
-            message["content"] = self._nudge + message["content"]
+    def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
+        content, calls = self._home.reader.read(self._home.chat.text(tokens))
+        content = ("" if episode.messages else self._home.nudge) + content
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [call.message() for call in calls]
         episode.messages.append(message)
         episode.counts["turns"] += 1
-        return written.calls
+        return calls
 
     def _fault(self, call: ToolCall) -> str:
         """Why a call cannot be made; empty if it can."""
-        if call.fault or call.name in self._tools:
+        if call.fault or call.name in self._home.tools:
             return call.fault
-        return f"there is no tool {call.name}{did_you_mean(call.name, list(self._tools))}"
+        return f"there is no tool {call.name}{did_you_mean(call.name, list(self._home.tools))}"
 
     def _reply(self, row: int, outcome: Outcome) -> Sequence[int] | None:
         episode, (tokens, refused) = self.episodes[row], self._turns.pop(row)
@@ -112,17 +106,16 @@ class Session:
         if outcome.ended:  # the call may go on, or its process was ended
             episode.counts["timeouts"] += outcome.timed_out
             episode.hung = True
-        most = self._limits.max_tool_calls
-        fault = f"not called: a conversation has {most} tool calls, and they are used up"
-        results = [("tool", outcome.fault, True, False)] if outcome.fault else outcome.value
-        observations = []
-        for name, text, failed, cut in (*results, *(failure(name, fault) for name in refused)):
+        limits, observations = self._home.config, []
+        used_up = f"not called: a conversation has {limits.max_tool_calls} tool calls, and they are used up"
+        results = [("tool", outcome.fault, True)] if outcome.fault else outcome.value
+        for name, text, failed in (*results, *(failure(name, used_up) for name in refused)):
             episode.counts["failures"] += failed
-            shown, shortened = self._chat.cut(text, self._limits.max_observation_tokens)
-            episode.counts["cut"] += cut or shortened
+            shown, shortened = self._home.chat.cut(text, limits.max_observation_tokens)
+            episode.counts["cut"] += shortened
             observations.append({"role": "tool", "name": name, "content": shown})
-            if failed and self._limits.on_error == "no_reward":
+            if failed and limits.on_error == "no_reward":
                 episode.fault = f"{name}: {text}"
                 return None
         episode.messages += observations
-        return self._chat.follow(tokens, observations)
+        return self._home.chat.follow(tokens, observations)

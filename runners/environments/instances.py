@@ -20,7 +20,7 @@ _LONGEST_ERROR = 400  # characters of an error that a model is shown
 
 Store = dict[Any, Any]
 Functions = dict[str, Callable[..., Any]]
-Result = tuple[str, str, bool, bool]  # of a call: the tool, its text, whether it failed, whether it is cut
+Result = tuple[str, str, bool]  # of a call: the tool, its text, whether it failed
 
 
 def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
 def call(
     store: Store, number: int | None, calls: Sequence[tuple[str, Any]], characters: int
 ) -> list[Result] | Any:
-    """A turn's calls, one after another; awaitable if one is a coroutine's. A text has `characters` at most.
+    """A turn's calls, one after another; awaitable if one is a coroutine's. A text is cut to `characters`.
 
     Each is a name and its arguments, or a name and, as a text, why it cannot be made.
     """
@@ -140,8 +140,7 @@ def call(
             found = functions[name](**arguments)
             text = _text(await found if inspect.iscoroutinefunction(functions[name]) else found)
             # Half of a surrogate pair, which no tokenizer can read, becomes a question mark.
-            shown = text[: characters + 1].encode("utf-8", "replace").decode()
-            return name, shown, False, len(shown) > characters
+            return name, text[:characters].encode("utf-8", "replace").decode(), False
         except (Exception, SystemExit) as error:
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
@@ -165,7 +164,7 @@ def drop(store: Store, numbers: Sequence[int]) -> None:
 
 def failure(name: str, fault: str) -> Result:
     """The result of a call that failed."""
-    return name, str({"error": fault}), True, False
+    return name, str({"error": fault}), True
 
 
 def _made(store: Store, number: int) -> Any:

@@ -34,23 +34,9 @@ class ToolCall:
     arguments: dict[str, Any]
     fault: str = ""
 
-
-@attrs.frozen(eq=False)
-class ParsedTurn:
-    """The parts of a turn's text."""
-
-    content: str  # the text before and between the calls, stripped
-    calls: tuple[ToolCall, ...]
-
     def message(self) -> dict[str, Any]:
-        """The turn as a message; with `tool_calls` if there are any, in TRL's form for rewards."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.calls:
-            found["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.calls
-            ]
-        return found
+        """The call as an entry of a message's `tool_calls`, in TRL's form for rewards."""
+        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @attrs.frozen(eq=False)
@@ -73,12 +59,11 @@ class CallReader:
             return cls(schemas)
         return cls(schemas, parser, start, getattr(tokenizer, "tool_call_end", None) or "")
 
-    def read(self, text: str) -> ParsedTurn:
-        """The calls of a turn, in order. A call that cannot be read has a fault."""
-        if self.parser is None and self.start not in text:
-            whole = _whole_json(text)
-            if whole is not None:
-                return ParsedTurn("", (whole,))
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The text around a turn's calls, stripped, and the calls in order; one that cannot be read has a
+        fault."""
+        if self.parser is None and self.start not in text and (whole := _whole_json(text)):
+            return "", [whole]
         around, calls, place = [], [], 0
         while len(calls) < MAX_CALLS and (start := text.find(self.start, place)) >= 0:
             around.append(text[place:start])
@@ -87,7 +72,7 @@ class CallReader:
             calls += self._parsed(text[body:] if end < 0 else text[body:end])
             place = len(text) if end < 0 else end + len(self.end)
         around.append(text[place:])
-        return ParsedTurn("".join(around).strip(), tuple(calls[:MAX_CALLS]))
+        return "".join(around).strip(), calls[:MAX_CALLS]
 
     def _parsed(self, body: str) -> list[ToolCall]:
         try:

@@ -16,6 +16,7 @@ def reader(parser=None):
 
 
 ADD = ("add", {"a": 1, "b": 2})
+AS_TEXT = json.dumps(json.dumps(ADD[1]))
 
 
 @pytest.mark.parametrize(
@@ -23,10 +24,7 @@ ADD = ("add", {"a": 1, "b": 2})
     [
         (None, 'Well. <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'),
         (None, '{"name": "add", "parameters": {"a": 1, "b": 2}}'),
-        (
-            None,
-            '<tool_call>{"function": {"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}}</tool_call>',
-        ),
+        (None, f'<tool_call>{{"function": {{"name": "add", "arguments": {AS_TEXT}}}}}</tool_call>'),
         (None, '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}'),
         (json_tools, '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),
         (pythonic, "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>"),
@@ -36,18 +34,16 @@ ADD = ("add", {"a": 1, "b": 2})
 )
 def test_a_call_in_each_form(parser, text):
     """The name and the arguments, and what stands around the call as content."""
-    written = reader(parser).read(text)
-    assert [(call.name, call.arguments, call.fault) for call in written.calls] == [(*ADD, "")]
-    assert written.content == ("Well." if text.startswith("Well") else "")
+    content, calls = reader(parser).read(text)
+    assert [(call.name, call.arguments, call.fault) for call in calls] == [(*ADD, "")]
+    assert content == ("Well." if text.startswith("Well") else "")
 
 
 def test_several_calls_come_in_order():
     """Of one turn, with text between them."""
     text = "".join(f'{n}<tool_call>{{"name": "f{n}"}}</tool_call>' for n in range(3)) + "end"
-    written = reader().read(text)
-    assert [call.name for call in written.calls] == ["f0", "f1", "f2"]
-    assert written.content == "012end"
-    assert [call["function"]["name"] for call in written.message()["tool_calls"]] == ["f0", "f1", "f2"]
+    content, calls = reader().read(text)
+    assert [call.name for call in calls] == ["f0", "f1", "f2"] and content == "012end"
 
 
 @pytest.mark.parametrize(
@@ -70,25 +66,24 @@ def test_several_calls_come_in_order():
 @pytest.mark.parametrize("parser", [None, json_tools], ids=["plain", "json_tools"])
 def test_a_call_that_cannot_be_read_says_so(parser, body):
     """It is one call with a fault, which the model is told."""
-    written = reader(parser).read(f"<tool_call>{body}</tool_call>")
-    assert len(written.calls) == 1 and written.calls[0].fault
+    _, (call,) = reader(parser).read(f"<tool_call>{body}</tool_call>")
+    assert call.fault
 
 
 @pytest.mark.parametrize("text", ["", "The answer is 3.", '{"a": 1}', "{broken", "[1, 2]"])
 def test_a_text_without_a_call_has_none(text):
     """Also one that looks like JSON."""
-    written = reader().read(text)
-    assert written.calls == () and written.content == text
+    assert reader().read(text) == (text, [])
 
 
 def test_no_more_calls_than_a_bound():
     """A policy can write one after the other to its length limit."""
     text = '<tool_call>{"name": "f"}</tool_call>' * (MAX_CALLS + 5)
-    assert len(reader().read(text).calls) == MAX_CALLS
+    assert len(reader().read(text)[1]) == MAX_CALLS
 
 
 @pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "1j"])
 def test_what_json_cannot_hold_is_no_argument(value):
     """Literals of Python that a parser reads, and that no log could take."""
-    (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>").calls
+    _, (call,) = reader(pythonic).read(f"<|tool_call_start|>[add(a={value})]<|tool_call_end|>")
     assert (call.name, call.arguments, call.fault) == ("add", {}, "the arguments are no JSON object")

@@ -10,7 +10,7 @@ from runners.config.loading import load_config
 from runners.data.datasets import load_split
 from runners.engines.engine import sampling_of
 from runners.environments.environments import all_rewards, build_environments
-from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.environments.tool_calls import CallReader, ToolCall
 from runners.evaluation.comparison import wilson
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate, of_ranks
@@ -66,7 +66,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "even.py").write_text(SOURCE)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    monkeypatch.setattr(CallReader, "read", lambda self, text: ParsedTurn(text, (ODD,)))
+    monkeypatch.setattr(CallReader, "read", lambda self, text: (text, [ODD]))
     return tmp_path
 
 

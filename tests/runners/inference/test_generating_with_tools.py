@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from runners import cli
-from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.environments.tool_calls import CallReader, ToolCall
 
 TOOLS = '''
 import time
@@ -58,7 +58,7 @@ def generate(tmp_path, monkeypatch):
 
     def run(*arguments, calls=()):
         turns = iter(calls)
-        asked = lambda self, text: ParsedTurn("said", tuple(ToolCall(*each) for each in next(turns, ())))  # noqa: E731
+        asked = lambda self, text: ("said", [ToolCall(*each) for each in next(turns, ())])  # noqa: E731
         monkeypatch.setattr(CallReader, "read", asked)
         options = ["--max-tokens", "400", *(f"--stop={letter}" for letter in "e=15\n")]
         return CliRunner().invoke(cli.main, ["generate", "embedded", *map(str, arguments), *options])

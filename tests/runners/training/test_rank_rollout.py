@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from runners.config.loading import load_config
-from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.environments.tool_calls import CallReader, ToolCall
 from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
@@ -71,7 +71,7 @@ class Many(Echo):
 def write(tmp_path, monkeypatch):
     """Writes a config with this environment; each turn of the model is a call of its tool."""
     monkeypatch.setattr(
-        CallReader, "read", lambda self, text: ParsedTurn(text, (ToolCall("say", {"message": text[-3:]}),))
+        CallReader, "read", lambda self, text: (text, [ToolCall("say", {"message": text[-3:]})])
     )
     (tmp_path / "echo.py").write_text(ECHO)
     path = tmp_path / "train.toml"

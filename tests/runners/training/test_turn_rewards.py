@@ -9,7 +9,7 @@ import pytest
 import grpo_fn as g
 from runners.config.loading import load_config
 from runners.environments.instances import get_turn_rewards
-from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+from runners.environments.tool_calls import CallReader, ToolCall
 from runners.errors import ConfigError, UserError
 from tests.support.resuming import lines_of
 from tests.support.tiny_runs import ran, small
@@ -58,7 +58,7 @@ def length(completions, **_):
 def run(tmp_path, monkeypatch):
     """Runs two batch steps of an environment; each turn of the model is a call. Its records, and lines."""
     monkeypatch.setattr(
-        CallReader, "read", lambda self, text: ParsedTurn(text, (ToolCall("step", {"text": text[-3:]}),))
+        CallReader, "read", lambda self, text: (text, [ToolCall("step", {"text": text[-3:]})])
     )
     (tmp_path / "walk.py").write_text(SOURCE)
 

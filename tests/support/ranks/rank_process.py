@@ -93,11 +93,11 @@ def _write_digests(file: Path) -> None:
 
 def _call_tools() -> None:
     """Each turn of the model is a call, in turns of the tools `plain` and `awaited`."""
-    from runners.environments.tool_calls import CallReader, ParsedTurn, ToolCall
+    from runners.environments.tool_calls import CallReader, ToolCall
 
-    def read(self: Any, text: str) -> ParsedTurn:
+    def read(self: Any, text: str) -> tuple[str, list[ToolCall]]:
         name = ("plain", "awaited")[len(text) % 2]
-        return ParsedTurn(text, (ToolCall(name, {"text": text}),))
+        return text, [ToolCall(name, {"text": text})]
 
     CallReader.read = read
 
