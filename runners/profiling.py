@@ -87,8 +87,11 @@ def bench_steps(
     length, every = RunLength.of(whole, len(run.data.train)), whole.eval.every
     run_steps = math.ceil(length.batch_steps / together)
     evaluations = whole.eval.at_start + (math.ceil(length.updates / every) if every else 1)
-    problems = len(run.data.evaluation)
-    evaluating = evaluations * problems * _problem_seconds(whole, median)
+    problems, rollout = len(run.data.evaluation), whole.rollout
+    # If a completion takes as long as in a rollout, or longer where it may be.
+    longer = (whole.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
+    rows_a_step = whole.optim.batch_size * together * rollout.num_generations
+    evaluating = evaluations * problems * longer * seconds["rollout"] / rows_a_step
     training = first + (run_steps - 1) * step
     formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
     return {
@@ -100,7 +103,6 @@ def bench_steps(
         "tokens_per_step": median["tokens"],
         "tokens_per_second": median["tokens"] / max(seconds["rollout"], 1e-9),
         "tokens_per_second_of_steps": median["tokens"] / max(step, 1e-9),
-        "learned_tokens_per_step": median["learned"],
         "peak_bytes": mx.get_peak_memory(),
         "limited_by": slowest,
         "advice": METRICS[f"time/{slowest}"].otherwise,
@@ -129,7 +131,6 @@ def bench_table(found: Mapping[str, Any]) -> str:
         f"{found['first_step_seconds']:.1f} s",
         "sampled": f"{found['tokens_per_step']:,.0f} tokens a step: {found['tokens_per_second']:,.0f} "
         f"a second of the rollout, {found['tokens_per_second_of_steps']:,.0f} of the whole step",
-        "learned": f"{found['learned_tokens_per_step']:,.0f} tokens a step, prompts included",
         "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
         f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
@@ -139,13 +140,3 @@ def bench_table(found: Mapping[str, Any]) -> str:
         lines["formats"] = found["formats"]
     named = [f"{name:<12}{value}" for name, value in lines.items()]
     return "\n".join([*aligned(rows, right=range(1, 3)), "", *named])
-
-
-def _problem_seconds(config: Config, median: Mapping[str, float]) -> float:
-    """Of one evaluated problem, if a token takes as long as in a rollout."""
-    rollout, prompts = config.rollout, config.optim.batch_size * config.optim.gradient_accumulation_steps
-    rows = prompts * rollout.num_generations
-    longer = (config.eval.max_new_tokens or rollout.max_new_tokens) / rollout.max_new_tokens
-    prompt, completion = (median["learned"] - median["tokens"]) / rows, median["tokens"] / rows
-    token = median["time/rollout"] / max(median["tokens"] + prompt * prompts, 1)
-    return (prompt + completion * longer) * token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -104,20 +105,15 @@ def generate_command(
 
     speed = Speed()
     with Interrupts() as interrupts:  # Ctrl-C ends the current batch, or the reply
-
-        def should_stop() -> bool:
-            return interrupts.stopped
-
+        watched = {"should_stop": lambda: interrupts.stopped, "speed": speed}
         if prompts or num > 1 or out or environments:
             with open(out or os.devnull, "w", encoding="utf-8") as file:
-                for row in _rows(loaded, conversations, num, values, environments, should_stop, speed):
-                    if out:
-                        print(json_line(row), file=file, flush=True)
-                    else:
-                        echo(json_line(row))
+                write = partial(print, file=file, flush=True) if out else echo
+                for row in _rows(loaded, conversations, num, values, environments, **watched):
+                    write(json_line(row))
         else:
             talk, shown = open_conversation(loaded, values), [named_image(name) for name in images]
-            show_reply(talk.reply(text, images=shown, should_stop=should_stop, speed=speed))
+            show_reply(talk.reply(text, images=shown, **watched))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
@@ -129,6 +125,7 @@ def _rows(
     num: int,
     values: dict[str, Any],
     environments: Environments | None,
+    *,
     should_stop: Callable[[], bool],
     speed: Speed,
 ) -> Iterator[dict[str, Any]]:
@@ -139,19 +136,11 @@ def _rows(
     from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.chat.schemas if environments else ()
-    how = values["nudge"], values["template_kwargs"], tools
+    how = values["nudge"], values["template_kwargs"], tools, values["row"], (), values["max_tokens"]
+    system, raw = values["system"], values["raw"]
     found = sample_batches(
         model.engine,
-        [
-            model.example(
-                conversation(messages, values["system"]),
-                *how,
-                values["row"],
-                most=values["max_tokens"],
-                raw=values["raw"],
-            )
-            for messages in conversations
-        ],
+        [model.example(conversation(each, system), *how, raw=raw) for each in conversations],
         attrs.evolve(sampling_of(values, model), num_generations=num),
         key=generation_key(values["seed"]),
         decoder=model.decoder,
@@ -168,7 +157,7 @@ def _rows(
         for row, text in enumerate(done.texts):
             messages = done.examples[row // num].messages
             # Without the system message that all prompts share.
-            plain = messages == conversation(messages[-1:], values["system"])
+            plain = messages == conversation(messages[-1:], system)
             cells: dict[str, Any] = {
                 "prompt": messages[-1]["content"] if plain else list(messages),
                 "completion": text,

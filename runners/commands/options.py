@@ -108,12 +108,8 @@ def quantization_of(values: Mapping[str, Any]) -> QuantizationOptions:
     """The options of QUANTIZE as a value."""
     from runners.conversion.packing import QuantizationOptions
 
-    return QuantizationOptions(
-        mode=values["mode"] or "",
-        bits=values["bits"],
-        group_size=values["group_size"],
-        recipe=values["recipe"] or "",
-    )
+    mode, recipe = values["mode"] or "", values["recipe"] or ""
+    return QuantizationOptions(mode=mode, bits=values["bits"], group_size=values["group_size"], recipe=recipe)
 
 
 _PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
@@ -187,15 +183,9 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
     machine = startup.prepare()  # before anything imports MLX
     from runners.inference.inference_model import load_inference
 
-    loaded = load_inference(
-        name,
-        machine,
-        adapter=values["adapter"],
-        loader=values["loader"],
-        trust_remote_code=values["trust_remote_code"],
-        with_prompt=not values["no_prompt_file"],
-        images=images,
-    )
+    how = {key: values[key] for key in ("adapter", "loader", "trust_remote_code")}
+    how |= {"with_prompt": not values["no_prompt_file"], "images": images}
+    loaded = load_inference(name, machine, **how)
     echo_all((*machine.notices, *loaded.notices))
     return loaded
 

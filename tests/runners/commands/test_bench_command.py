@@ -24,7 +24,7 @@ def test_steps_are_measured_in_parts_that_add_up(tmp_path):
     seconds = found["part_seconds"]
     assert found["steps"] == 1 and found["first_step_seconds"] > 0 and set(seconds) == set(PARTS)
     assert sum(seconds.values()) == pytest.approx(found["step_seconds"], abs=1e-6)
-    assert 0 < found["tokens_per_step"] <= 2 * 2 * 4 * 8 < found["learned_tokens_per_step"]
+    assert 0 < found["tokens_per_step"] <= 2 * 2 * 4 * 8
     assert found["peak_bytes"] > 0 and said[-1] == "step 2 of 2"
     assert sorted(os.listdir(tmp_path)) == before
     assert (found["run_steps"], found["run_evaluations"]) == (1, 1)
