@@ -66,21 +66,19 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_p
     assert any(verdicts), "the shipped model solves some of its problems"
 
 
-OWN = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
-
-
 @pytest.mark.parametrize("form", ["last_number", "boxed", "gsm8k", "exact", "regex:is ([0-9]+)", "none"])
 def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
     """The form's own reward prefers it; a reward of one's own that does not look at answers is no fault."""
     write_data(tmp_path / "d.jsonl", range(20))
-    (tmp_path / "mine.py").write_text(OWN)
-    functions = ["mine.py:long"] if form == "none" else ["correctness_reward_func", "mine.py:long"]
+    own = "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
+    (tmp_path / "mine.py").write_text(own)
+    functions = [*(["correctness_reward_func"] * (form != "none")), "mine.py:long"]
     (tmp_path / "t.toml").write_text(
         small(data={"source": "d.jsonl"}, answer={"form": form}, reward={"functions": functions})
     )
-    result = grpo("check", "t.toml")
-    assert "warning: " not in result.stdout, result.output
-    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith("  ")}
+    shown = grpo("check", "t.toml").stdout
+    assert "warning: " not in shown
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.startswith("  ")}
     assert form.startswith(("none", "regex")) or rows["correctness_reward_func"][:2] == ["2", "0"]
 
 
@@ -88,10 +86,7 @@ def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
     ("row", "table"),
     [
         ({"question": "Name a sea."}, "  prompt's words  one sentence  empty\n"),
-        (
-            {"question": "Write f.", "answer": ["assert f(1) == 1"]},
-            "no right completion is known; --sample 4 ",
-        ),
+        ({"question": "f?", "answer": ["assert f(1) == 1"]}, "no right completion is known; --sample 4 "),
     ],
 )
 def test_what_has_no_right_completion_is_not_scored_as_one(tmp_path, row, table):

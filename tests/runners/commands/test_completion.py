@@ -18,7 +18,9 @@ from tests.support.processes.new_process import python
     ],
 )
 def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
-    """And is one that the shell reads, where it is installed."""
+    """And is one that the shell reads, where it is installed. Another shell gets a line."""
+    other = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}, code=2)
+    assert "bash, fish and zsh" in other.stderr and not any(tmp_path.iterdir())
     done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": f"/bin/{shell}"})
     file = tmp_path / place
     assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
@@ -34,10 +36,3 @@ def test_commands_and_options_are_completed(tmp_path):
         asked: dict = {"_GRPO_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
         done = python("-c", code, **asked)
         assert done.stdout.split() == [wanted]
-
-
-def test_another_shell_is_a_line(tmp_path):
-    """Nothing is written."""
-    done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}, code=2)
-    assert "bash, fish and zsh" in done.stderr
-    assert not any(tmp_path.iterdir())

@@ -41,25 +41,18 @@ def command(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_only_what_fits_is_sampled(command):
+    """The limit of 64 or 512 tokens, with the prompt, is at most the last position."""
+    evaluate = ("eval", "model", "--config", "train.toml")
+    for words in (
         *(("run", "train.toml"), ("generate", "model", "7 + 7?"), ("chat", "model")),
-        ("eval", "model", "--config", "train.toml", "--max-tokens", "64"),
-    ],
-    ids=" ".join,
-)
-def test_too_long_a_completion_is_refused(command, arguments):
-    """The limit of 64 or 512 tokens, with the prompt."""
-    line = command(*arguments, code=2)
-    assert "expected at most 64 positions, which the model has learned, found " in line
-    assert "a prompt of " in line
-
-
-def test_what_fits_is_sampled(command):
-    """Up to the last position."""
+        (*evaluate, "--max-tokens", "64"),
+    ):
+        line = command(*words, code=2)
+        assert "expected at most 64 positions, which the model has learned, found " in line
+        assert "a prompt of " in line
     command("generate", "model", "7 + 7?", "--max-tokens", "20", code=0)
-    command("eval", "model", "--config", "train.toml", code=0)
+    command(*evaluate, code=0)
 
 
 def test_gold_completions_of_a_file_are_checked_too(command, tmp_path):
