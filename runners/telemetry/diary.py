@@ -43,13 +43,12 @@ class Diary(Report):
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert, which may come from another thread, goes to the display alone."""
-        if isinstance(event, Alert):
-            self._report.handle(event)
-            return
+        """Takes an event. An alert, which may come from another thread, changes nothing but the display."""
         match event:
-            case Started():
-                self._start(event)
+            case Started(updates, header, done):
+                self._update = done
+                about = {name: str(value) for name, value in header.items() if name != "writes to"}
+                self._record("start", updates=updates, resumed=done > 0, about=about, **self._facts)
             case Updated(metrics):
                 self._update = int(metrics.get("update", self._update + 1))
             case Note(text):
@@ -95,11 +94,6 @@ class Diary(Report):
 
     def __exit__(self, *error: object) -> None:
         self._report.__exit__(*error)
-
-    def _start(self, event: Started) -> None:
-        self._update = event.done
-        about = {str(name): str(value) for name, value in event.header.items() if name != "writes to"}
-        self._record("start", updates=event.updates, resumed=event.done > 0, about=about, **self._facts)
 
     def _end(self, error: BaseException) -> None:
         state, text = "failed", str(error) if isinstance(error, UserError) else error_line(error)
