@@ -1,19 +1,17 @@
 """Standard output that fails, and a terminal that goes away: a line, and a run saves before it ends."""
 
-import fcntl
 import io
 import os
-import pty
 import signal
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 
 from runners import cli
 from runners.machine.signals import Stopped, StopSignals
+from tests.support.processes.terminal import Session
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -42,17 +40,6 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def start(*arguments, **options):
-    """A command in a process of its own."""
-    given = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.Popen(
-        [sys.executable, "-m", "runners.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        text=True,
-        **given,
-    )
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch, capsys):
     """Of every command: code 2, and the line is the last thing said."""
@@ -67,7 +54,13 @@ def test_a_full_disk_under_standard_output_is_a_line(place, command, monkeypatch
 
 def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
     """`grpo-run … | head`: code 141, a line on standard error, and a checkpoint to go on from."""
-    process = start("run", "train.toml")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runners.cli", "run", "train.toml"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
     while not process.stdout.readline().startswith("update"):
         assert process.poll() is None
@@ -83,21 +76,13 @@ def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
 
 def test_a_run_whose_terminal_goes_away_saves(place):
     """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
-    leader, follower = pty.openpty()
-
-    with open("errors", "w+") as errors:
-        options = {"stdin": follower, "stdout": follower, "stderr": errors, "start_new_session": True}
-        options["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        process = start("run", "train.toml", **options)
-        os.close(follower)
-        shown = b""
-        while b"update 1/" not in shown and b"update 2/" not in shown:
-            shown += os.read(leader, 1 << 16)
-        os.close(leader)
-        assert process.wait(600) == 128 + signal.SIGHUP
-        errors.seek(0)
-        said = errors.read()
-    assert "Traceback" not in said and list(Path("out/r").glob("checkpoint-*"))
+    command = "exec python -m runners.cli run train.toml 2>errors"
+    with Session(
+        ["sh", "-c", command.replace("python", sys.executable)], 80, PYTHONPATH=str(ROOT)
+    ) as session:
+        session.read_until("tok/s")
+        assert session.hang_up() == 128 + signal.SIGHUP
+    assert "Traceback" not in Path("errors").read_text() and list(Path("out/r").glob("checkpoint-*"))
 
 
 def test_a_hangup_that_nohup_has_turned_off_stays_off():

@@ -110,6 +110,12 @@ class Session:
         self.read_until()
         return self.child.wait(), Screen(self.output, self.columns)
 
+    def hang_up(self) -> int:
+        """The exit code of the program once its terminal has gone away."""
+        os.close(self._leader)
+        self._leader = os.open(os.devnull, os.O_RDONLY)
+        return self.child.wait(600)
+
     def __enter__(self) -> "Session":
         return self
 
