@@ -76,10 +76,8 @@ def test_a_run_whose_reader_goes_away_saves_and_says_so(place):
 
 def test_a_run_whose_terminal_goes_away_saves(place):
     """The system sends SIGHUP then, and writing to the terminal fails: no traceback, code 129."""
-    command = "exec python -m runners.cli run train.toml 2>errors"
-    with Session(
-        ["sh", "-c", command.replace("python", sys.executable)], 80, PYTHONPATH=str(ROOT)
-    ) as session:
+    command = f"exec {sys.executable} -m runners.cli run train.toml 2>errors"
+    with Session(["sh", "-c", command], 80, PYTHONPATH=str(ROOT)) as session:
         session.read_until("tok/s")
         assert session.hang_up() == 128 + signal.SIGHUP
     assert "Traceback" not in Path("errors").read_text() and list(Path("out/r").glob("checkpoint-*"))
