@@ -30,7 +30,7 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
     If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used. UserError
     if the folder holds no run, or if a file cannot be read.
     """
-    record, pieces, left_out, bad = RunRecord(folder), dict[str, bytes](), set[int](), list[int]()
+    record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
     path, size = record.folder / COMPLETIONS, 0
     with suppress(OSError):  # perhaps being renamed
         size = os.path.getsize(path)
@@ -52,14 +52,13 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
         return at
 
     group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
-    for rows in completion_parts(filter(used, read_lines(path, bad)), group_size):
+    for rows in completion_parts(filter(used, read_lines(path)), group_size):
         name = f"part/{len(parts)}"
         numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
         parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
     evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),
-        "bad_lines": record.bad_lines + len(bad),
         "metrics": {"lines": record.lines, "columns": record.columns, "nonfinite": record.nonfinite},
         "completions": {
             "rows": sum(part["rows"] for part in parts),

@@ -27,16 +27,14 @@ class RunRecord:
         """Reads config, metrics and events. UserError if the folder holds no run."""
         self.folder = find_run(folder)
         self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
-        bad: list[int] = []
-        lines = list(read_lines(self.folder / METRICS, bad=bad))
+        lines = list(read_lines(self.folder / METRICS))
         self.lines = len(lines)
         names = dict.fromkeys(name for line in lines for name in line)
         columns = {name: [plain_number(line.get(name)) for line in lines] for name in names}
         self.columns = {name: column for name, column in columns.items() if {*column} != {None}}
         broken = [(number, line.get("nonfinite")) for number, line in enumerate(lines)]
         self.nonfinite = [(n, str(each)) for n, given in broken if isinstance(given, list) for each in given]
-        self.events = list(read_lines(self.folder / EVENTS, bad=bad))
-        self.bad_lines = len(bad)  # that could not be read
+        self.events = list(read_lines(self.folder / EVENTS))
 
     @property
     def name(self) -> str:
@@ -130,7 +128,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
     """The keys whose values differ from the defaults; of the keys that a preset decides, the `given` ones."""
     defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
-    asked = {key for key in given if isinstance(key, str)} if isinstance(given, list) else set()
+    asked = given if isinstance(given, list) else []
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
     return [
         key

@@ -72,9 +72,7 @@ function drawAbout(place, runs) {
       Object.keys(machine).length ? h("div", null, h("h3", null, "Machine"), factTable(Object.entries(machine).map(([name, value]) => [name.replace("memory_gb", "memory, GB"), value]))) : null,
       Object.keys(versions).length ? h("div", null, h("h3", null, "Versions"), factTable(Object.entries(versions))) : null,
     ];
-    const bad = run.facts.bad_lines;
-    const broken = bad ? h("p", { class: "warning" }, `${bad} lines of the run's files could not be read and were left out.`) : null;
-    return h("div", { class: "about" }, runs.length > 1 ? h("h3", { class: "run" }, h("span", { class: "chip", colour: run.colour }, h("i"), visible(run.name))) : null, h("div", { class: "columns" }, parts), broken);
+    return h("div", { class: "about" }, runs.length > 1 ? h("h3", { class: "run" }, h("span", { class: "chip", colour: run.colour }, h("i"), visible(run.name))) : null, h("div", { class: "columns" }, parts));
   }));
 }
 
