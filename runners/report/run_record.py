@@ -36,11 +36,6 @@ class RunRecord:
         self.nonfinite = [(n, str(each)) for n, given in broken if isinstance(given, list) for each in given]
         self.events = list(read_lines(self.folder / EVENTS))
 
-    @property
-    def name(self) -> str:
-        """The run's name; the folder's name if the config has none."""
-        return self.config.get("run", {}).get("name") or self.folder.name
-
     def last(self, name: str) -> float | None:
         """The last value of a metric; None: it was never logged."""
         return next((value for value in reversed(self.columns.get(name, [])) if value is not None), None)
@@ -63,7 +58,7 @@ class RunRecord:
         last = starts[-1] if starts else {}
         flat = flattened(self.config)
         return {
-            "name": self.name,
+            "name": self.config.get("run", {}).get("name") or self.folder.name,
             "folder": self.folder.name,
             "state": self.state(),
             "updates": plain_number(last.get("updates")),
