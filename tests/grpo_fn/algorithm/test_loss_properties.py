@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import grpo_fn as g
 from grpo_fn.algorithm import loss as losses
-from tests.support.properties.harness import run_library, run_reference, same_outcome
+from tests.support.properties.harness import ARGUMENTS, run_library, run_reference, same_outcome
 from tests.support.properties.strategies import (
     AGGREGATIONS,
     LEVELS,
@@ -56,11 +56,7 @@ def test_garbage_at_masked_places_touches_nothing(case, seed):
 @given(data=st.data(), fields=spec_fields(), seed=st.integers(0, 2**32 - 1))
 def test_masked_is_deleted(data, fields, seed):
     """Tokens scattered among garbage give what the same tokens give alone, [B,k] with a full mask."""
-    rows, kept, width = (
-        data.draw(st.integers(1, 5)),
-        data.draw(st.integers(1, 5)),
-        data.draw(st.integers(5, 9)),
-    )
+    rows, kept, width = (data.draw(st.integers(low, high)) for low, high in ((1, 5), (1, 5), (5, 9)))
     alone = make_case(seed, fields, rows=rows, tokens=kept, style="full", drift="wide", keep=True)
     rng = np.random.default_rng(seed)
     places = np.array([np.sort(rng.permutation(width)[:kept]) for _ in range(rows)])
@@ -86,9 +82,7 @@ def test_masked_is_deleted(data, fields, seed):
 def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
     """`loss_sum` adds up, `merge_stats` of two parts equals the stats of both together."""
     spec = g.LossSpec(**case.fields)
-    names = dict(
-        old="old_logp_bt", rollout="rollout_logp_bt", ref="ref_logp_bt", entropy="entropy_bt", keep="keep_bt"
-    )
+    names = ARGUMENTS | {"entropy": "entropy_bt"}
 
     def of(rows):
         given = {names[n]: mx.array(getattr(case, n)[rows]) for n in case.tokens() if n != "logp"}
@@ -108,7 +102,7 @@ def test_sums_and_stats_of_parts_merge_into_the_whole(case, cut):
 @given(case=loss_cases(drift="near", old_given=True))
 def test_gradients_flow_through_the_policy_alone(case):
     """π_old, μ, π_ref and the advantages are constants: their gradient is exactly 0."""
-    argument = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "ref": "ref_logp_bt", "adv": "adv_b"}
+    argument = {name: ARGUMENTS[name] for name in ("old", "rollout", "ref")} | {"adv": "adv_b"}
     given = {argument[n]: mx.array(getattr(case, n)) for n in argument if getattr(case, n) is not None}
     entropy = None if case.entropy is None else mx.array(case.entropy)
     fixed = {"entropy_bt": entropy, "max_completion_length": case.max_completion_length}
@@ -153,44 +147,16 @@ def test_a_drifted_policy_stays_finite(level, surrogate, aggregation):
     assert all(np.isfinite(value) for value in got.stats.values()), got.stats
 
 
-@settings(max_examples=examples(30))
-@given(case=loss_cases(style="empty"))
-def test_a_wholly_masked_batch_gives_zero(case):
-    """No counted token: loss, gradients and every statistic are 0 (the row count of a denominator apart)."""
-    case = attrs.evolve(changed(case, lambda a: np.full_like(a, np.nan)), adv=np.full_like(case.adv, 2.0))
-    got = run_library(case)
-    assert got.loss == 0.0 and (got.grad == 0).all() and (got.entropy_grad == 0).all()
-    assert all(value == 0.0 for name, value in got.stats.items() if name != "denominator"), got.stats
-
-
 @settings(max_examples=examples(10))
 @given(case=loss_cases(drift="near"), dtype=st.sampled_from([mx.bfloat16, mx.float16]))
-def test_half_precision_inputs_are_computed_in_float32(case, dtype):
-    """bf16 and float16 arrays give float32 numbers: those of the same values passed as float32."""
+def test_inputs_of_other_dtypes_are_computed_in_float32(case, dtype):
+    """bf16 and float16 arrays give float32 numbers: those of the same values passed as float32. bool, int32
+    and float32 masks mean the same."""
     rounded = changed(case, lambda a: np.array(mx.array(a).astype(dtype).astype(mx.float32)))
-    half, full = run_library(rounded, dtype=dtype), run_library(rounded)
-    assert half.loss == full.loss and half.stats == full.stats
-    # The gradient has logp's dtype, and float16 ends at 65,504.
-    grads = [np.clip(run.grad, -6e4, 6e4) for run in (half, full)]
-    np.testing.assert_allclose(*grads, rtol=1e-2, atol=1e-6)
-
-
-@settings(max_examples=examples(10))
-@given(case=loss_cases())
-def test_a_boolean_mask_is_a_mask_of_ones(case):
-    """bool, int32 and float32 masks mean the same."""
-    plain = run_library(case)
-    for dtype in (mx.bool_, mx.int32):
-        other = run_library(case, mask_dtype=dtype)
-        assert other.loss == plain.loss and other.stats == plain.stats
-        np.testing.assert_array_equal(other.grad, plain.grad)
-
-
-def test_shares_of_sequences_merge_by_sequences():
-    """A part of one long clipped sequence and one of three short ones that are not: a quarter, not 8/11."""
-    spec = g.LossSpec(level="sequence")
-    long = g.policy_loss(
-        mx.full((1, 8), 1.0), mx.ones(1), mx.ones((1, 8)), spec, old_logp_bt=mx.zeros((1, 8))
-    )
-    short = g.policy_loss(mx.zeros((3, 1)), mx.ones(3), mx.ones((3, 1)), spec, old_logp_bt=mx.zeros((3, 1)))
-    assert g.merge_stats([long[1], short[1]]).clip_high.item() == pytest.approx(0.25)
+    full = run_library(rounded)
+    for mask_dtype in (mx.bool_, mx.int32):
+        half = run_library(rounded, dtype=dtype, mask_dtype=mask_dtype)
+        assert half.loss == full.loss and half.stats == full.stats
+        # The gradient has logp's dtype, and float16 ends at 65,504.
+        grads = [np.clip(run.grad, -6e4, 6e4) for run in (half, full)]
+        np.testing.assert_allclose(*grads, rtol=1e-2, atol=1e-6)

@@ -103,50 +103,35 @@ def test_reference_gradient_is_its_own_central_difference(case):
             assert abs(difference - grad[i, t]) <= tolerance, (name, i, t, difference, grad[i, t])
 
 
-def test_effective_sample_size_of_three_weights():
-    """ESS/n = (Σw)²/(nΣw²): weights 1, 2, 3 give 36/(3·14) = 6/7."""
-    old = mx.log(mx.array([[1.0, 2.0, 3.0]]))
-    _, stats = g.policy_loss(
-        old, mx.array([1.0]), mx.ones((1, 3)), g.LossSpec(), old_logp_bt=old, rollout_logp_bt=mx.zeros((1, 3))
+def test_sampler_diagnostics_are_taken_before_masking():
+    """A correction that drops every token still reports the ratios that made it do so: of weights 1, 2, 3 the
+    effective sample size is (Σw)²/(nΣw²) = 36/(3·14) = 6/7."""
+    spec = g.LossSpec(correction="token_mask", correction_range=(3.5, 4.0))
+    old, rollout = mx.log(mx.array([[1.0, 2.0, 3.0]])), mx.zeros((1, 3))
+    loss, stats = g.policy_loss(
+        old, mx.array([1.0]), mx.ones((1, 3)), spec, old_logp_bt=old, rollout_logp_bt=rollout
     )
+    assert float(loss) == 0.0 and float(stats.masked_fraction) == 1.0
+    assert float(stats.is_ratio_min) == pytest.approx(1.0) and float(stats.is_ratio_max) == pytest.approx(3.0)
+    assert float(stats.logp_diff_max) == pytest.approx(np.log(3.0), rel=1e-6)
     assert float(stats.ess) == pytest.approx(6 / 7, rel=1e-6)
 
 
-def test_sampler_diagnostics_are_taken_before_masking():
-    """A correction that drops every token still reports the ratios that made it do so."""
-    spec = g.LossSpec(correction="token_mask", correction_range=(0.9, 1.1))
-    old, rollout = mx.zeros((1, 2)), mx.log(mx.array([[0.5, 0.25]]))
-    loss, stats = g.policy_loss(
-        old, mx.array([1.0]), mx.ones((1, 2)), spec, old_logp_bt=old, rollout_logp_bt=rollout
-    )
-    assert float(loss) == 0.0 and float(stats.masked_fraction) == 1.0
-    assert float(stats.is_ratio_min) == pytest.approx(2.0) and float(stats.is_ratio_max) == pytest.approx(4.0)
-    assert float(stats.logp_diff_max) == pytest.approx(np.log(4.0), rel=1e-6)
+BY_TOKEN = ("mask_bt", "old_logp_bt", "rollout_logp_bt", "ref_logp_bt", "keep_bt")
 
 
 @pytest.mark.parametrize(
-    ("changes", "missing"),
+    ("changes", "arrays", "named"),
     [
-        (dict(correction="token_truncate"), "rollout_logp_bt"),
-        (dict(beta=0.1), "ref_logp_bt"),
-        (dict(entropy_coef=0.1), "entropy_bt"),
-        (dict(aggregation="constant"), "max_completion_length"),
+        (dict(correction="token_truncate"), {}, "rollout_logp_bt"),
+        (dict(beta=0.1), {}, "ref_logp_bt"),
+        (dict(entropy_coef=0.1), {}, "entropy_bt"),
+        (dict(aggregation="constant"), {}, "max_completion_length"),
+        *[({}, {name: mx.zeros((3, 1))}, name) for name in ("adv_b", *BY_TOKEN)],
     ],
 )
-def test_a_spec_names_the_array_it_lacks(changes, missing):
-    """A term switched on without its input is an error that names the argument."""
-    logp = mx.zeros((2, 3))
-    with pytest.raises(ValueError, match=missing):
-        g.policy_loss(logp, mx.zeros(2), mx.ones((2, 3)), g.LossSpec(**changes))
-
-
-@pytest.mark.parametrize(
-    "name", ["adv_b", "mask_bt", "old_logp_bt", "rollout_logp_bt", "ref_logp_bt", "keep_bt"]
-)
-def test_a_shape_that_would_broadcast_is_refused(name):
-    """A [B,1] or [T] array where [B,T] is due is an error that names it, never a silent broadcast."""
-    arrays = dict(adv_b=mx.zeros(3), mask_bt=mx.ones((3, 3)))
-    arrays[name] = mx.zeros((3, 1))
-    adv, mask = arrays.pop("adv_b"), arrays.pop("mask_bt")
-    with pytest.raises(ValueError, match=name):
-        g.policy_loss(mx.zeros((3, 3)), adv, mask, g.LossSpec(), **arrays)
+def test_what_is_missing_or_would_broadcast_is_refused(changes, arrays, named):
+    """A term without its input, and a [B,1] or [T] array where [B,T] is due: the argument is named."""
+    arrays = dict(adv_b=mx.zeros(3), mask_bt=mx.ones((3, 3))) | arrays
+    with pytest.raises(ValueError, match=named):
+        g.policy_loss(mx.zeros((3, 3)), spec=g.LossSpec(**changes), **arrays)

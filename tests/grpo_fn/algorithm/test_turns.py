@@ -15,7 +15,8 @@ from tests.support.properties.harness import run_library, same_outcome
 from tests.support.properties.strategies import loss_cases, reward_groups
 
 seeds = st.integers(0, 2**32 - 1)
-BASELINES = ("group_mean", "leave_one_out", "batch_mean")
+baselines = st.sampled_from(["group_mean", "leave_one_out", "batch_mean"])
+scales = st.sampled_from(["group", "batch", "none"])
 
 
 def of_turns(rewards, **options):
@@ -45,12 +46,7 @@ def returns_of(rewards_s, discount):
     ]
 
 
-@given(
-    seed=seeds,
-    baseline=st.sampled_from(BASELINES),
-    scale=st.sampled_from(["group", "batch", "none"]),
-    discount=st.sampled_from([1.0, 0.9, 0.0]),
-)
+@given(seed=seeds, baseline=baselines, scale=scales, discount=st.sampled_from([1.0, 0.9, 0.0]))
 def test_process_supervision_is_the_plain_loop(seed, baseline, scale, discount):
     """All steps of a group normalised as one group's rewards, then summed from each step on."""
     rewards, _ = cases(seed)
@@ -87,12 +83,7 @@ def test_gigpo_is_the_plain_loop(seed, scale, discount):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-@given(
-    rewards=reward_groups(),
-    baseline=st.sampled_from(BASELINES),
-    scale=st.sampled_from(["group", "batch", "none"]),
-    seed=seeds,
-)
+@given(rewards=reward_groups(), baseline=baselines, scale=scales, seed=seeds)
 def test_one_reward_at_the_end_gives_the_bits_of_whole_completions(rewards, baseline, scale, seed):
     """At whichever turn each completion ends: its turns have the completion's advantage, to the bit."""
     steps = np.random.default_rng(seed).integers(1, 5, rewards.shape)
@@ -130,17 +121,13 @@ def test_wrong_options_are_named(options, message):
         g.turn_advantages(mx.zeros((1, 2, 3)), **options)
 
 
-def as_tokens(case):
-    """The case with its completions' advantages at each token."""
-    return attrs.evolve(case, adv=np.repeat(case.adv[:, None], case.mask.shape[1], axis=1))
-
-
 @given(case=loss_cases())
 def test_constant_token_advantages_are_those_of_the_completion(case):
     """Loss, gradients and statistics, with every surrogate, correction, KL and aggregation: to the bit at the
     level of tokens. At the level of sequences the tokens' own weights may move the gradient, not the value.
     """
-    one, other = run_library(case), run_library(as_tokens(case))
+    by_token = np.repeat(case.adv[:, None], case.mask.shape[1], axis=1)
+    one, other = run_library(case), run_library(attrs.evolve(case, adv=by_token))
     assert one.stats == pytest.approx(other.stats, rel=1e-6, abs=1e-6)
     uneven = case.keep is not None or case.fields["correction"].startswith("token")
     if case.fields["level"] == "token":

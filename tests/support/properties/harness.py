@@ -8,7 +8,7 @@ import grpo_fn as g
 from tests.support import reference
 
 RELATIVE = 1e-5
-_NAMES = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "ref": "ref_logp_bt", "keep": "keep_bt"}
+ARGUMENTS = {"old": "old_logp_bt", "rollout": "rollout_logp_bt", "ref": "ref_logp_bt", "keep": "keep_bt"}
 
 
 @attrs.frozen(eq=False)
@@ -25,20 +25,12 @@ def run_library(case, *, dtype=mx.float32, mask_dtype=mx.float32):
     """policy_loss of a case with its gradients in logp and entropy."""
     spec = g.LossSpec(**case.fields)
     mask, adv = mx.array(case.mask).astype(mask_dtype), mx.array(case.adv)
-    given = {
-        _NAMES[n]: mx.array(getattr(case, n)).astype(dtype) for n in _NAMES if getattr(case, n) is not None
-    }
+    given = {ARGUMENTS[n]: mx.array(getattr(case, n)).astype(dtype) for n in case.tokens() if n in ARGUMENTS}
+    given["max_completion_length"] = case.max_completion_length
 
     def loss_of(logp, entropy):
-        return g.policy_loss(
-            logp,
-            adv,
-            mask,
-            spec,
-            entropy_bt=entropy if case.entropy is not None else None,
-            max_completion_length=case.max_completion_length,
-            **given,
-        )
+        entropy = None if case.entropy is None else entropy
+        return g.policy_loss(logp, adv, mask, spec, entropy_bt=entropy, **given)
 
     logp = mx.array(case.logp).astype(dtype)
     entropy = mx.array(np.zeros_like(case.logp) if case.entropy is None else case.entropy).astype(dtype)
@@ -53,14 +45,8 @@ def run_reference(case):
     """The same case by the specification."""
     arrays = {name: getattr(case, name).astype(np.float64) for name in case.tokens()}
     logp, adv = arrays.pop("logp"), case.adv.astype(np.float64)
-    return reference.policy_loss(
-        g.LossSpec(**case.fields),
-        logp,
-        adv,
-        case.mask,
-        max_completion_length=case.max_completion_length,
-        **arrays,
-    )
+    arrays["max_completion_length"] = case.max_completion_length
+    return reference.policy_loss(g.LossSpec(**case.fields), logp, adv, case.mask, **arrays)
 
 
 def assert_matches_reference(case, *, relative=RELATIVE, want=None):
@@ -71,16 +57,17 @@ def assert_matches_reference(case, *, relative=RELATIVE, want=None):
     got, want = run_library(case), run_reference(case) if want is None else want
     assert abs(got.loss - want.loss) <= relative * want.loss_scale, f"loss {got.loss} for {want.loss}: {case}"
     close(got.grad, want.grad, want.grad_scale, relative, f"gradient: {case}")
-    close(
-        got.entropy_grad, want.entropy_grad, np.abs(want.entropy_grad), relative, f"entropy gradient: {case}"
-    )
+    by_entropy = want.entropy_grad
+    close(got.entropy_grad, by_entropy, np.abs(by_entropy), relative, f"entropy gradient: {case}")
     assert got.stats.keys() == want.stats.keys()
-    for name, value in want.stats.items():
-        size = want.loss_scale if name == "loss" else max(abs(value), 1.0)
-        assert abs(got.stats[name] - value) <= relative * size, (
-            f"{name} {got.stats[name]} for {value}: {case}"
-        )
-    return got, want
+    same_stats(got.stats, want.stats, want.loss_scale, relative)
+
+
+def same_stats(got, want, loss_scale, relative):
+    """Each statistic, relative to itself or 1; the loss relative to its terms."""
+    for name, value in want.items():
+        size = loss_scale if name == "loss" else max(abs(value), 1.0)
+        assert abs(got[name] - value) <= relative * size, f"{name} {got[name]} for {value}"
 
 
 def close(got, want, scale, relative, what):
@@ -98,9 +85,7 @@ def same_outcome(one, other, case, *, relative=1e-6):
     pairs = ((one.grad, other.grad), (one.entropy_grad, other.entropy_grad))
     for (a, b), size in zip(pairs, sizes, strict=True):
         assert a.shape == b.shape and np.abs(a - b).max(initial=0.0) <= relative * size, (a, b)
-    for name, value in other.stats.items():
-        size = want.loss_scale if name == "loss" else max(abs(value), 1.0)
-        assert abs(one.stats[name] - value) <= relative * size, (name, one.stats[name], value)
+    same_stats(one.stats, other.stats, want.loss_scale, relative)
 
 
 def _numpy(array):
