@@ -17,7 +17,7 @@ from tests.support.closeness import assert_same_gradients
 
 SECTIONS = (2, 3, 3)
 IMAGE_TOKEN, VOCABULARY, WIDTH, HEADS, KEYS, HEAD = 90, 100, 64, 4, 2, 16
-SCALE, KEPT = 2.0, ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")  # of the adapters
+KEPT = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")  # have adapters
 
 
 def make_language_part(*, multimodal: bool = True):
@@ -25,19 +25,12 @@ def make_language_part(*, multimodal: bool = True):
     from mlx_lm.models import qwen2_vl
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    text = {
-        "model_type": "qwen2_vl",
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEYS,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(SECTIONS)},
-        "tie_word_embeddings": False,
-    }
+    text = dict(
+        model_type="qwen2_vl", vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=96,
+        num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KEYS, rms_norm_eps=1e-6,
+        rope_theta=10000.0, rope_scaling={"type": "mrope", "mrope_section": list(SECTIONS)},
+        tie_word_embeddings=False,
+    )  # fmt: skip
     module = qwen2_vl.Model(qwen2_vl.ModelArgs.from_dict(text))
     leaves = named_leaves(module.parameters())
     keys = mx.random.split(mx.random.key(3), len(leaves))
@@ -50,8 +43,7 @@ def make_language_part(*, multimodal: bool = True):
         use_multimodal_rope(module, SECTIONS)
     module.freeze()
     mx.random.seed(0)  # mlx-lm draws the adapters
-    settings = {"rank": 4, "scale": SCALE, "dropout": 0.0, "keys": list(KEPT)}
-    linear_to_lora_layers(module, -1, settings)
+    linear_to_lora_layers(module, -1, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": list(KEPT)})
     return module
 
 
@@ -73,70 +65,47 @@ def prompt_with(grids: Sequence[tuple[int, int, int]], *, before: int, behind: i
     return tokens, PromptImages(features_fd, places, multimodal_positions(tokens, IMAGE_TOKEN, grids))
 
 
-def naive_logits(
-    params: Tree, frozen: Tree, tokens: Sequence[int], images: PromptImages | None, prompt: int
+def naive_logprobs(
+    params: Tree, prompt: Sequence[int], completion: Sequence[int], images: PromptImages | None
 ) -> mx.array:
-    """Logits [L,V] of one row, whose first `prompt` tokens are its prompt."""
-    leaves = {name.removeprefix("language_model."): x for name, x in named_leaves(frozen).items()}
-    adapters = {name.removeprefix("language_model."): x for name, x in named_leaves(params).items()}
+    """log π [T] of a completion's tokens: one row written out, with a module's linear layers and norms."""
+    module = make_language_part(multimodal=False)
+    module.update(params)
+    model, tokens = module.language_model.model, [*prompt, *completion]
     count = len(tokens)
-
-    def linear(x, name):
-        base = f"{name}.linear" if f"{name}.linear.weight" in leaves else name
-        y = x @ leaves[f"{base}.weight"].T
-        if f"{base}.bias" in leaves:
-            y = y + leaves[f"{base}.bias"]
-        if base != name:
-            y = y + SCALE * (x @ adapters[f"{name}.lora_a"]) @ adapters[f"{name}.lora_b"]
-        return y
-
-    def norm(x, name):
-        return x / mx.sqrt(mx.square(x).mean(-1, keepdims=True) + 1e-6) * leaves[f"{name}.weight"]
-
     positions = [list(range(count))] * 3
     if images is not None:
         following = 1 + max(map(max, images.positions))
-        behind = [following + n for n in range(count - prompt)]
+        behind = [following + n for n in range(len(completion))]
         positions = [[*row, *behind] for row in images.positions]
+    half = HEAD // 2
     axis = [a for a, size in enumerate(SECTIONS) for _ in range(size)]
     angles = mx.array(
-        [
-            [positions[axis[f]][place] * 10000.0 ** (-f / (HEAD // 2)) for f in range(HEAD // 2)]
-            for place in range(count)
-        ]
+        [[positions[axis[f]][place] * 10000.0 ** (-f / half) for f in range(half)] for place in range(count)]
     )
 
     def turned(x):  # [L,H,D]
-        one, other = x[..., : HEAD // 2], x[..., HEAD // 2 :]
+        one, other = x[..., :half], x[..., half:]
         cos, sin = mx.cos(angles)[:, None], mx.sin(angles)[:, None]
         return mx.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
 
-    rows = [leaves["model.embed_tokens.weight"][token] for token in tokens]
+    rows = [model.embed_tokens.weight[token] for token in tokens]
     for feature, place in zip(*(images.features_fd, images.places) if images else ((), ()), strict=True):
         rows[place] = feature
     h = mx.stack(rows)
     seen = mx.arange(count)[:, None] >= mx.arange(count)[None]
-    for layer in ("model.layers.0", "model.layers.1"):
-        x = norm(h, f"{layer}.input_layernorm")
-        q, k, v = (linear(x, f"{layer}.self_attn.{n}_proj").reshape(count, -1, HEAD) for n in "qkv")
+    for layer in model.layers:
+        x, own = layer.input_layernorm(h), layer.self_attn
+        q, k, v = (proj(x).reshape(count, -1, HEAD) for proj in (own.q_proj, own.k_proj, own.v_proj))
         q, k = turned(q), turned(k)
         heads = []
         for head in range(HEADS):
             group = head * KEYS // HEADS
             scores = q[:, head] @ k[:, group].T / HEAD**0.5
             heads.append(mx.softmax(mx.where(seen, scores, -1e9), axis=-1) @ v[:, group])
-        h = h + linear(mx.concatenate(heads, axis=-1), f"{layer}.self_attn.o_proj")
-        x = norm(h, f"{layer}.post_attention_layernorm")
-        gate = linear(x, f"{layer}.mlp.gate_proj")
-        h = h + linear(gate * mx.sigmoid(gate) * linear(x, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
-    return linear(norm(h, "model.norm"), "lm_head")
-
-
-def naive_logprobs(
-    params: Tree, frozen: Tree, prompt: Sequence[int], completion: Sequence[int], images: PromptImages | None
-) -> mx.array:
-    """log π [T] of a completion's tokens."""
-    logits = naive_logits(params, frozen, [*prompt, *completion], images, len(prompt))[len(prompt) - 1 : -1]
+        h = h + own.o_proj(mx.concatenate(heads, axis=-1))
+        h = h + layer.mlp(layer.post_attention_layernorm(h))
+    logits = module.language_model.lm_head(model.norm(h))[len(prompt) - 1 : -1]
     logp_tv = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return mx.take_along_axis(logp_tv, mx.array(list(completion))[:, None], axis=-1)[:, 0]
 
@@ -167,15 +136,9 @@ def prompts():
 @pytest.fixture(scope="module")
 def rollout(policy, params, prompts):
     tokens, images = zip(*prompts, strict=True)
-    return g.generate(
-        policy,
-        params,
-        tokens,
-        g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=ENDS),
-        key=mx.random.key(0),
-        images=images,
-        decoding=g.Decoding(check_every=2, max_batch=6),
-    )
+    sampling = g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=ENDS)
+    how = {"key": mx.random.key(0), "decoding": g.Decoding(check_every=2, max_batch=6)}
+    return g.generate(policy, params, tokens, sampling, images=images, **how)
 
 
 def test_positions_are_the_paper_s():
@@ -208,7 +171,7 @@ def test_rollout_has_the_log_probs_of_each_row_alone(policy, params, prompts, ro
     assert len(set(lengths)) > 2
     for row, completion in enumerate(rollout.completions()):
         tokens, images = prompts[row // 3]
-        wanted = naive_logprobs(params, policy.frozen, tokens, completion, images)
+        wanted = naive_logprobs(params, tokens, completion, images)
         found = rollout.logp_bt[row, : len(completion)]
         np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
 
@@ -239,7 +202,7 @@ def test_gradient_is_that_of_rows_one_by_one(policy, params, prompts, rollout, c
         total = mx.array(0.0)
         for row, completion in enumerate(rollout.completions()):
             tokens, images = prompts[row // 3]
-            logp = naive_logprobs(params, policy.frozen, tokens, completion, images)
+            logp = naive_logprobs(params, tokens, completion, images)
             ratio = mx.exp(logp - mx.stop_gradient(logp))
             total = total - (ratio * advantages.reshape(-1)[row]).sum()
         return total
@@ -252,16 +215,9 @@ def test_the_learner_s_log_probs_are_the_sampler_s(policy, params, rollout):
     """By the log-prob step, of a selection of rows."""
     batch = g.make_batch(rollout, mx.ones((3, 3)))
     step = g.make_logprob_step(policy, compile=False)
-    logp_bt = step(params, batch)
-    np.testing.assert_allclose(
-        np.array(logp_bt)[np.array(batch.mask_bt)],
-        np.array(rollout.logp_bt)[np.array(batch.mask_bt)],
-        atol=2e-5,
-    )
-    (part,) = g.split_batch(g.minibatches(batch, 3)[1], max_tokens=10_000)
-    whole = np.array(step(params, part))
-    wanted, mask = np.array(part.rollout_logp_bt), np.array(part.mask_bt)
-    np.testing.assert_allclose(whole[mask], wanted[mask], atol=2e-5)
+    for part in (batch, *g.split_batch(g.minibatches(batch, 3)[1], max_tokens=10_000)):
+        found, wanted, mask = map(np.array, (step(params, part), part.rollout_logp_bt, part.mask_bt))
+        np.testing.assert_allclose(found[mask], wanted[mask], atol=2e-5)
 
 
 def test_selected_and_joined_rollouts_keep_their_images(rollout):
@@ -284,16 +240,9 @@ def test_text_is_bit_for_bit_what_it_was(prompts):
     for multimodal in (False, True):
         policy = g.Policy.from_module(make_language_part(multimodal=multimodal))
         assert takes_images(policy.module) == multimodal
-        drawn.append(
-            g.generate(
-                policy,
-                drawn_adapters(policy),
-                tokens,
-                g.Sampling(num_generations=2, max_new_tokens=6),
-                key=mx.random.key(0),
-                images=[None] * 3 if multimodal else None,
-            )
-        )
+        sampling, images = g.Sampling(num_generations=2, max_new_tokens=6), [None] * 3 if multimodal else None
+        how = {"key": mx.random.key(0), "images": images}
+        drawn.append(g.generate(policy, drawn_adapters(policy), tokens, sampling, **how))
     assert mx.array_equal(drawn[0].tokens_bt, drawn[1].tokens_bt)
     assert mx.array_equal(drawn[0].logp_bt, drawn[1].logp_bt)
     assert drawn[1].images is None

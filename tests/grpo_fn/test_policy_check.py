@@ -26,9 +26,8 @@ def test_what_is_right_stays_as_it_is(name):
     """Nothing is given up, and there is no line."""
     of = tiny_policy(name)
     found = checked(of)
-    assert (found.given_up, found.notices) == ((), ()) and attrs.asdict(found.policy, recurse=False) == (
-        attrs.asdict(of, recurse=False)
-    )
+    assert (found.given_up, found.notices) == ((), ())
+    assert attrs.asdict(found.policy, recurse=False) == attrs.asdict(of, recurse=False)
 
 
 def test_a_learner_without_the_shared_keys_computes_over_caches(monkeypatch):
@@ -77,20 +76,13 @@ class Broken(nn.Module):
 
 
 def test_a_model_whose_decoding_is_never_right_is_refused():
-    """The line says what was found."""
+    """The line says what was found. mlx-lm decodes plamo3 over a window that is one token shorter than the
+    learner's (docs/upstream.md)."""
     of = g.Policy.from_module(Broken(tiny_policy("llama").module))
-    with pytest.raises(
-        ValueError, match=r"differ even on the slowest path: log-probs of a row are off by .* nats"
-    ):
+    with pytest.raises(ValueError, match=r"even on the slowest path: log-probs of a row are off by .* nats"):
         checked(of)
-
-
-def test_plamo3_is_refused():
-    """mlx-lm decodes it over a window that is one token shorter than the learner's (docs/upstream.md)."""
     of = g.Policy.from_module(small_model("plamo3"))
-    with pytest.raises(
-        ValueError, match=r"even on the slowest path: log-probs of a row are off by 0\.\d+ nats"
-    ):
+    with pytest.raises(ValueError, match=r"slowest path: log-probs of a row are off by 0\.\d+ nats"):
         checked(of)
 
 

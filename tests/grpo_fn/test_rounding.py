@@ -38,12 +38,11 @@ def neighbours(x):
     return as_double(bits), as_double(bits + np.uint16(1))
 
 
-@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("compile", [False, True])
-def test_the_mean_is_the_number(sign, compile):
+def test_the_mean_is_the_number(compile):
     """Neighbours and nothing else, with a mean within five standard errors, in all ranges of the format."""
     draws = 40_000
-    x = sign * np.array(BETWEEN, np.float32)
+    x = np.array([*BETWEEN, *(-x for x in BETWEEN)], np.float32)
     low, high = neighbours(x)
     function = mx.compile(stochastic_round) if compile else stochastic_round
     found = as_double(upper_half(function(mx.repeat(mx.array(x)[None], draws, axis=0), KEY)))
@@ -104,12 +103,16 @@ def test_float16_is_drawn_alike(compile):
     assert (np.abs(found.mean(axis=0) - x) <= error).all()
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (7,), (3, 5, 2)])
-def test_any_shape(shape):
-    """Numbers of bits that are no multiple of four, scalars and empty arrays."""
-    found = stochastic_round(mx.full(shape, 1.001), KEY)
-    assert found.shape == shape and found.dtype == mx.bfloat16
-    assert set(np.array(found.astype(mx.float32)).reshape(-1).tolist()) <= {1.0, 1.0078125}
+def test_any_shape():
+    """Numbers of bits that are no multiple of four, scalars and empty arrays; other dtypes are refused."""
+    for shape in [(), (0, 3), (1,), (7,), (3, 5, 2)]:
+        found = stochastic_round(mx.full(shape, 1.001), KEY)
+        assert found.shape == shape and found.dtype == mx.bfloat16
+        assert set(np.array(found.astype(mx.float32)).reshape(-1).tolist()) <= {1.0, 1.0078125}
+    with pytest.raises(ValueError, match=r"x is mlx.core.float16, expected mlx.core.float32"):
+        stochastic_round(mx.zeros((2,), mx.float16), KEY)
+    with pytest.raises(ValueError, match=r"the result is mlx.core.float32, expected mlx.core.bfloat16"):
+        stochastic_round(mx.zeros((2,)), KEY, mx.float32)
 
 
 def test_a_key_decides_and_neighbouring_draws_are_independent():
@@ -125,14 +128,6 @@ def test_a_key_decides_and_neighbouring_draws_are_independent():
     pairs = [(one, other), *((one[:-lag], one[lag:]) for lag in (1, 2, 3, 4, 8, size // 2))]
     for a, b in pairs:
         assert abs((a * b).mean()) / 0.25 < 5 / np.sqrt(len(a))
-
-
-def test_other_dtypes_are_refused():
-    """The message names what was found and what is wanted."""
-    with pytest.raises(ValueError, match=r"x is mlx.core.float16, expected mlx.core.float32"):
-        stochastic_round(mx.zeros((2,), mx.float16), KEY)
-    with pytest.raises(ValueError, match=r"the result is mlx.core.float32, expected mlx.core.bfloat16"):
-        stochastic_round(mx.zeros((2,)), KEY, mx.float32)
 
 
 def test_a_leaf_is_stored_in_its_own_dtype_and_with_its_own_draws():
@@ -226,8 +221,7 @@ def test_bfloat16_moments_do_not_stall():
     assert values.std() < 0.1 * exact
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(("bad", "compile"), [(math.nan, True), (math.inf, False)])
 def test_a_skipped_update_leaves_every_bit(bad, compile):
     """Masters and moments in bfloat16, after an update and before one that cannot be taken."""
     optimizer = g.adamw(0.01, moment_dtype=mx.bfloat16, weight_decay=0.1)

@@ -6,7 +6,7 @@ import numpy as np
 
 import grpo_fn as g
 from grpo_fn.trees import map_arrays
-from tests.support.tiny_policies import tiny_advantages, tiny_module, tiny_rollout
+from tests.support.tiny_policies import lora_policy, tiny_advantages, tiny_module, tiny_policy, tiny_rollout
 
 TEMPERATURE, L_MAX = 0.8, 9
 SPECS = {
@@ -83,17 +83,28 @@ def naive_loss(module, ref_module, batch, spec):
     return total / {"sequence_mean": rows, "token_mean": tokens, "constant": rows * L_MAX}[spec.aggregation]
 
 
-def naive_gradient(name, params, batch, spec, ref_params=None):
-    """(loss, gradient) of `naive_loss` by plain differentiation of a module's update."""
-    module, ref_module = tiny_module(name), tiny_module(name)
-    if ref_params is not None:
-        ref_module.update(ref_params)
+def policy_of(name):
+    """Of a tiny module; "lora" is a llama with adapters."""
+    return lora_policy() if name == "lora" else tiny_policy(name)
+
+
+def gradient_of(loss, name, params):
+    """(loss, gradient) of a loss of a module of this name, by plain differentiation of its update."""
+    module = lora_policy().module if name == "lora" else tiny_module(name)
 
     def loss_of(params):
         module.update(params)
-        return naive_loss(module, ref_module, batch, spec)
+        return loss(module)
 
     return mx.value_and_grad(loss_of)(params)
+
+
+def naive_gradient(name, params, batch, spec, ref_params=None):
+    """(loss, gradient) of `naive_loss`."""
+    reference = tiny_module(name) if ref_params is not None else None
+    if reference is not None:
+        reference.update(ref_params)
+    return gradient_of(lambda module: naive_loss(module, reference, batch, spec), name, params)
 
 
 def grad_step_of(policy, spec, **options):

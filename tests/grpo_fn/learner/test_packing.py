@@ -115,13 +115,6 @@ def test_a_known_shape_is_taken_where_it_costs_less_than_a_new_one():
     assert chosen([far], 10_000, max_tokens=800) == exact
 
 
-@pytest.mark.parametrize(("price", "pieces"), [(0, 2), (10_000, 1)])
-def test_what_a_micro_batch_costs_decides_how_many_there_are(price, pieces):
-    """A short and a long row: one micro-batch, with padding, where launching another takes longer."""
-    rows = [Row(n, n, 20, width, width) for n, width in enumerate((20, 1000))]
-    assert len(Packer(max_tokens=4096, bucketed=True, piece_tokens=price).pack(rows, False)) == pieces
-
-
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "a prompt each"])
 @pytest.mark.parametrize("name", Shape._fields)
 def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
@@ -144,15 +137,17 @@ def test_a_known_shape_that_is_too_small_in_one_way_is_not_taken(name, share):
             assert_holds(part)
 
 
-def test_completions_have_no_more_columns_than_their_rows():
-    """The octave above 520 is 1,024, of which a row of 540 tokens has no use."""
-    (run,) = Packer(max_tokens=8192, bucketed=True).pack([Row(i, i, 20, 520, 520) for i in range(8)], False)
-    assert run.shape.width <= run.shape.length == 576
-
-
-def test_prompts_are_shared_where_that_is_fewer_tokens():
-    """Those of groups are; those of single completions are not."""
+def test_what_decides_shapes_and_their_number():
+    """Prompts are shared where that is fewer tokens: those of groups, not those of single completions. A
+    short and a long row are one micro-batch where launching another takes longer. The octave above 520 is
+    1,024, of which a row of 540 tokens has no use."""
     packer = Packer(max_tokens=10_000, bucketed=True)
     assert all(part.shape.prompts for part in packer.pack(rows_of([(500, 40), (520, 30)], 8), True))
     alone = [Row(i, i, 33, 63, 63) for i in range(6)]
     assert not any(part.shape.prompts for part in packer.pack(alone, True))
+    rows = [Row(n, n, 20, width, width) for n, width in enumerate((20, 1000))]
+    for price, pieces in ((0, 2), (10_000, 1)):
+        dear = Packer(max_tokens=4096, bucketed=True, piece_tokens=price)
+        assert len(dear.pack(rows, False)) == pieces
+    (run,) = packer.pack([Row(i, i, 20, 520, 520) for i in range(8)], False)
+    assert run.shape.width <= run.shape.length == 576

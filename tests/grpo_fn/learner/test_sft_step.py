@@ -8,9 +8,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from tests.support.closeness import assert_same_figures, assert_same_gradients
-from tests.support.naive_learner import make_state, mean_gradient
+from tests.support.naive_learner import gradient_of, make_state, mean_gradient, policy_of
 from tests.support.tiny_models import make_tokenizer
-from tests.support.tiny_policies import lora_policy, tiny_module, tiny_policy
+from tests.support.tiny_policies import tiny_policy
 
 PROMPTS = [(5, 9, 2), (7,), (1, 2, 3, 4, 5, 6, 7), (11, 12)]
 GOLD = [(8, 3), (4, 4, 9, 20, 31), (17,), (30, 2, 2)]
@@ -40,15 +40,10 @@ def naive_loss(module):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba", "lora", "compiled"])
 def test_the_step_is_the_naive_cross_entropy(kind, packed):
     """Loss and gradient: the prompt's tokens and padding count nowhere, however the rows are cut."""
-    policy = lora_policy() if kind == "lora" else tiny_policy("llama" if kind == "compiled" else kind)
-    naive = lora_policy().module if kind == "lora" else tiny_module("llama" if kind == "compiled" else kind)
-
-    def loss_of(params):
-        naive.update(params)
-        return naive_loss(naive)
-
+    name = "llama" if kind == "compiled" else kind
+    policy = policy_of(name)
     stats, gradient = learned(policy, packed=packed, compile=kind == "compiled")
-    loss, wanted = mx.value_and_grad(loss_of)(policy.params)
+    loss, wanted = gradient_of(naive_loss, name, policy.params)
     assert_same_figures(stats, {"loss": loss})
     assert_same_gradients(gradient, wanted)
 
@@ -58,18 +53,15 @@ def test_the_step_is_that_of_mlx_lm_s_lora_trainer(packed):
     """`mlx_lm.tuner.trainer.default_loss` with the prompts masked, as `mask_prompt` does."""
     from mlx_lm.tuner.trainer import default_loss
 
-    policy, other = lora_policy(), lora_policy().module
+    policy = policy_of("lora")
     width = max(len(p) + len(c) for p, c in zip(PROMPTS, GOLD, strict=True))
     rows = [[*p, *c] + [0] * (width - len(p) - len(c)) for p, c in zip(PROMPTS, GOLD, strict=True)]
     # The trainer's lengths are (offset, last step) in the targets, which begin at the second token.
     lengths = mx.array([(len(p), len(p) + len(c) - 1) for p, c in zip(PROMPTS, GOLD, strict=True)])
-
-    def loss_of(params):
-        other.update(params)
-        return default_loss(other, mx.array(rows), lengths)[0]
-
     stats, gradient = learned(policy, packed=packed)
-    loss, wanted = mx.value_and_grad(loss_of)(policy.params)
+    loss, wanted = gradient_of(
+        lambda module: default_loss(module, mx.array(rows), lengths)[0], "lora", policy.params
+    )
     assert_same_figures(stats, {"loss": loss})
     assert_same_gradients(gradient, wanted)
 

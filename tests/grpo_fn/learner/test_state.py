@@ -14,11 +14,8 @@ from tests.support.tiny_policies import memory_in_use, same_tree
 
 def make_params(seed=0):
     """A nested tree of two leaves, one of them in a list."""
-    rng = np.random.default_rng(seed)
-    return {
-        "a": mx.array(rng.normal(size=(3, 4)), mx.float32),
-        "l": [{"w": mx.array(rng.normal(size=5), mx.float32)}],
-    }
+    a, w = (mx.random.normal(shape, key=mx.random.key(seed + n)) for n, shape in enumerate(((3, 4), (5,))))
+    return {"a": a, "l": [{"w": w}]}
 
 
 def make_state(**options):

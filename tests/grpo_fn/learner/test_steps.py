@@ -17,11 +17,11 @@ from tests.support.naive_learner import (
     make_state,
     mean_gradient,
     naive_gradient,
-    naive_loss,
     near_policy,
+    policy_of,
     row_logprobs,
 )
-from tests.support.tiny_policies import lora_policy, repeats, tiny_policy
+from tests.support.tiny_policies import repeats, tiny_policy
 
 
 @pytest.mark.parametrize("by_token", [False, True], ids=["", "advantages of tokens"])
@@ -39,10 +39,14 @@ def test_the_gradient_is_the_naive_one(spec, by_token):
         assert 0 < stats.clip_region.item() < 1, "some tokens are clipped, and some are not"
 
 
-@pytest.mark.parametrize("name", ["llama-untied", "qwen2", "gemma2", "gemma3", "cohere", "mamba", "gpt_neox"])
+KINDS = ["llama-untied", "qwen2", "gemma2", "gemma3", "cohere", "mamba", "gpt_neox", "lora"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
-    """Padding, gathered positions and the head apart change nothing; windows and states included."""
-    policy = tiny_policy(name)
+    """Padding, gathered positions and the head apart change nothing; windows and states included. Of adapters
+    the base and the head stay frozen, and are no part of the gradient."""
+    policy = policy_of(name)
     batch = near_policy(make_batch(prompts=(5, 1, 9), generations=2, width=6), policy)
     state, stats = grad_step_of(policy, SPECS["token_mean"], compile=False)(make_state(policy), batch)
     loss, want = naive_gradient(name, policy.params, batch, SPECS["token_mean"])
@@ -50,24 +54,13 @@ def test_the_gradient_is_the_naive_one_in_every_kind_of_model(name):
     assert_same_gradients(mean_gradient(state), want)
 
 
-def test_lora_s_gradient_is_the_naive_one():
-    """Only adapters train; the base and the head stay frozen, and are no part of the gradient."""
-    policy, naive = lora_policy(), lora_policy()
-    batch = near_policy(make_batch(), policy)
-    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), batch)
-
-    def loss_of(params):
-        naive.module.update(params)
-        return naive_loss(naive.module, None, batch, SPECS["grpo"])
-
-    assert_same_gradients(mean_gradient(state), mx.grad(loss_of)(policy.params))
-
-
-def test_no_micro_batch_at_all_is_refused():
-    """An empty list is a mistake of the caller's, and says so."""
+def test_what_is_missing_is_refused():
+    """No micro-batch at all, and beta > 0 without a reference: it says where to give one."""
     policy = tiny_policy()
     with pytest.raises(ValueError, match="batch"):
         grad_step_of(policy, g.LossSpec(), compile=False)(make_state(policy), [])
+    with pytest.raises(ValueError, match=r"beta = 0.1 needs a reference.*ref_params"):
+        grad_step_of(policy, g.LossSpec(beta=0.1))(make_state(policy), make_batch())
 
 
 def test_compiled_is_eager_and_traces_once_a_shape():
@@ -140,13 +133,6 @@ def test_given_reference_logprobs_are_those_of_the_reference():
     assert_same_gradients(given.accum_grads, computed.accum_grads)
     assert_same_figures(given_stats, stats)
     assert stats.kl.item() > 0
-
-
-def test_a_missing_reference_is_refused():
-    """beta > 0 without a reference says where to give one."""
-    policy = tiny_policy()
-    with pytest.raises(ValueError, match=r"beta = 0.1 needs a reference.*ref_params"):
-        grad_step_of(policy, g.LossSpec(beta=0.1))(make_state(policy), make_batch())
 
 
 def test_logprobs_are_those_of_each_row_alone():

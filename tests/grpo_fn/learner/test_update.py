@@ -81,9 +81,7 @@ def test_adamw_is_the_paper_s(settings, compile):
     assert len(traces) == (1 if compile else 6), "the schedule runs on the device: no update traces again"
 
 
-@pytest.mark.parametrize(
-    "bad, compile", [(math.nan, False), (math.inf, False), (math.nan, True), (-math.inf, True)]
-)
+@pytest.mark.parametrize("bad, compile", [(math.inf, False), (math.nan, True), (-math.inf, True)])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, compile):
     """Parameters and moments stay bit for bit, sums start anew, the stats say so; the next works."""
     optimizer, update, _ = make_update(compile=compile)
@@ -161,35 +159,18 @@ def test_nothing_accumulated_is_no_division_by_zero():
     assert same_tree(after.params, state.params)
 
 
-def values(schedule, count):
-    """The first `count` learning rates."""
-    return [schedule(mx.array(u, mx.int32)).item() for u in range(count)]
-
-
-def expected(kind, rate, total, ratio, count):
-    """The schedule as its docstring states it, in float64."""
-    warmup = round(total * ratio)
-    out = []
-    for u in range(count):
-        share = min((u - warmup) / max(total - warmup, 1), 1.0)
-        if u < warmup:
-            out.append(rate * (u + 1) / (warmup + 1))
-        elif kind == "cosine":
-            out.append(rate * 0.5 * (1 + math.cos(math.pi * share)))
-        else:
-            out.append(rate * (1 - share) if kind == "linear" else rate)
-    return out
-
-
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize(
     "total, ratio", [(10, 0.0), (10, 0.3), (7, 0.1), (1, 0.0), (1, 1.0), (5, 1.0), (200, 0.05)]
 )
 def test_warm_up_and_decay(kind, total, ratio):
     """Every update's rate, also past the end, agrees with the formula."""
-    schedule = g.warmup_schedule(kind, 3e-4, total, ratio)
-    want = expected(kind, 3e-4, total, ratio, total + 3)
-    assert values(schedule, total + 3) == pytest.approx(want, rel=2e-6, abs=1e-10)
+    schedule, warmup = g.warmup_schedule(kind, 3e-4, total, ratio), round(total * ratio)
+    for u in range(total + 3):
+        share = min((u - warmup) / max(total - warmup, 1), 1.0)
+        decay = {"cosine": 0.5 * (1 + math.cos(math.pi * share)), "linear": 1 - share, "constant": 1}[kind]
+        want = 3e-4 * ((u + 1) / (warmup + 1) if u < warmup else decay)
+        assert schedule(mx.array(u, mx.int32)).item() == pytest.approx(want, rel=2e-6, abs=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -204,18 +185,9 @@ def test_warm_up_and_decay(kind, total, ratio):
         (lambda: g.adamw(1e-3, betas=(-0.1, 0.9)), "betas"),
         (lambda: g.adamw(1e-3, weight_decay=-0.1), "weight_decay = -0.1"),
         (lambda: g.adamw(1e-3, eps=0.0), "eps = 0.0"),
-        (
-            lambda: g.make_update_step(g.adamw(0.1), max_grad_norm=0.0),
-            "max_grad_norm = 0.0.*None for no clipping",
-        ),
-        (
-            lambda: g.make_update_step(g.adamw(0.1), max_grad_norm=-1.0),
-            "max_grad_norm = -1.0.*None for no clipping",
-        ),
-        (
-            lambda: g.adamw(1e-3, moment_dtype=mx.float16),
-            "moment_dtype = mlx.core.float16: expected float32 or",
-        ),
+        (lambda: g.make_update_step(g.adamw(0.1), max_grad_norm=0.0), "norm = 0.0.*None for no clipping"),
+        (lambda: g.make_update_step(g.adamw(0.1), max_grad_norm=-1.0), "norm = -1.0.*None for no clipping"),
+        (lambda: g.adamw(1e-3, moment_dtype=mx.float16), "moment_dtype = mlx.core.float16: expected"),
     ],
 )
 def test_values_out_of_range_are_refused(make, word):
@@ -224,17 +196,14 @@ def test_values_out_of_range_are_refused(make, word):
         make()
 
 
-def test_init_shares_nothing_between_leaves_and_apply_changes_nothing_in_place():
+def test_applying_changes_nothing_in_place():
     """The moments that went in are as they were: an update that is thrown away leaves no mark."""
-    params = {"a": mx.array([1.0, 2.0]), "l": [{"w": mx.array([3.0])}]}
-    optimizer = g.adamw(0.1)
-    before = optimizer.init(params)
-    grads = {"a": mx.array([1.0, -1.0]), "l": [{"w": mx.array([0.5])}]}
-    numbers = optimizer.numbers(before, mx.array(0, mx.int32))
-    new_params, after = optimizer.apply(grads, before, params, numbers, lambda new, old: new)
-    mx.eval(new_params, after)
-    assert before["a"]["m"].tolist() == [0.0, 0.0] and before["l"][0]["w"]["v"].tolist() == [0.0]
-    assert params["a"].tolist() == [1.0, 2.0]
-    assert after["a"]["m"].tolist() == pytest.approx([0.1, -0.1])
-    assert after.keys() == before.keys() == {*params, "step"}
+    optimizer, grads = g.adamw(0.1), hand_grads(0)
+    state = hand_state(grads, 1.0, optimizer)
+    before, params = (map_arrays(lambda a: a + 0, tree) for tree in (state.opt_state, state.params))
+    numbers = optimizer.numbers(state.opt_state, mx.array(0, mx.int32))
+    made, after = optimizer.apply(grads, state.opt_state, state.params, numbers, lambda new, old: new)
+    mx.eval(made, after)
+    assert same_tree(state.opt_state, before) and same_tree(state.params, params)
+    np.testing.assert_allclose(after["a"]["m"], 0.1 * np.array(grads["a"]), rtol=1e-6)
     assert before["step"].item() == 0 and after["step"].item() == 1, "what the moments have seen"

@@ -14,7 +14,8 @@ from tests.support.tiny_policies import VOCAB, tiny_policy
 
 
 def test_an_end_token_ends_and_counts():
-    """With end tokens each completion is what it is without them, up to and including the first one."""
+    """With end tokens each completion is what it is without them, up to and including the first one; the last
+    token that is allowed may be one; all rows may end at once, and no column is without a token."""
     policy = tiny_policy()
     free = roll(policy, generations=6)
     assert not free.finished_b.any().item() and free.lengths_b.tolist() == [12] * 18
@@ -27,21 +28,11 @@ def test_an_end_token_ends_and_counts():
         assert finished == bool(ends)
     counts = set(ended.lengths_b.tolist())
     assert 12 in counts and len(counts) > 3, "some run to the limit, others end at several places"
-
-
-def test_an_end_token_at_the_limit_counts_as_finished():
-    """The last token that is allowed may be the end token."""
-    policy = tiny_policy()
-    free = roll(policy, generations=6)
     last = free.completions()[0]
     n = next(n for n in range(1, 12) if last[n] not in last[:n])
     ended = roll(policy, generations=6, limit=n + 1, eos_ids=[last[n]])
     assert ended.completions()[0] == last[: n + 1] and ended.finished_b[0].item()
-
-
-def test_the_width_is_that_of_the_longest():
-    """No column without a token; all rows may end at once."""
-    rollout = roll(tiny_policy(), eos_ids=range(VOCAB))
+    rollout = roll(policy, eos_ids=range(VOCAB))
     assert rollout.tokens_bt.shape == (9, 1) and rollout.lengths_b.tolist() == [1] * 9
     assert rollout.finished_b.all().item()
 
@@ -58,13 +49,10 @@ def usual(name):
     "options",
     [
         {"check_every": 1},
-        {"check_every": 5},
         {"check_every": 100},
         {"max_batch": 1},
-        {"max_batch": 3},
         {"max_batch": 7},
         {"pipelined": True},
-        {"share_prefix": False},
         {"share_prefix": False, "max_batch": 3},
     ],
     ids=str,
@@ -92,60 +80,37 @@ def test_ended_rows_really_leave_the_batch():
     assert decoded[0] > 12 and decoded[-1] <= decoded[0] / 2
 
 
-def test_a_stop_ends_at_the_token_that_completes_it():
-    """find_stop says how many tokens to keep: the completion is cut there, however late it was looked at."""
+@pytest.mark.parametrize("every", [1, 4, 12])
+@pytest.mark.parametrize("ends", [(), EOS], ids=["", "ends"])
+def test_a_stop_ends_at_the_token_that_completes_it(ends, every):
+    """find_stop says how many tokens to keep: the completion is cut there, however late it was looked at, or
+    at an end token before; what lies behind that is never looked at. `start` is how many tokens there were at
+    the look before: no token is new twice."""
     policy = tiny_policy()
-    free = roll(policy, generations=6).completions()
-    seen = []
+    free, seen = roll(policy, generations=6).completions(), []
 
-    def find_stop(tokens, start=0):
-        seen.append(tuple(tokens))
+    def stop_of(tokens):
         return next((n + 1 for n in range(1, len(tokens)) if tokens[n - 1] % 2 and tokens[n] % 2), None)
 
-    for every in (1, 4, 12):
-        seen.clear()
-        stopped = roll(policy, generations=6, find_stop=find_stop, check_every=every)
-        for long, short, finished in zip(
-            free, stopped.completions(), stopped.finished_b.tolist(), strict=True
-        ):
-            end = find_stop(long)
-            assert short == long[:end] and finished == (end is not None)
-        assert 0 < sum(stopped.finished_b.tolist()) < 18
-        assert all(any(tuple(row[: len(s)]) == s for row in free) for s in seen), (
-            "it sees completions, not prompts"
-        )
-
-
-def test_a_stop_and_an_end_token_end_at_the_first_of_both():
-    """Neither hides the other, and what lies after an end token is never looked at."""
-    policy = tiny_policy()
-    free = roll(policy, generations=6).completions()
-    for at in (2, 5):
-
-        def find_stop(tokens, start, at=at):
-            assert not set(tokens[:-1]) & set(EOS)
-            return at if len(tokens) >= at else None
-
-        got = roll(policy, generations=6, eos_ids=EOS, check_every=12, find_stop=find_stop)
-        for long, short in zip(free, got.completions(), strict=True):
-            ends = [n + 1 for n, token in enumerate(long) if token in EOS]
-            assert short == long[: min([at, *ends])]
-
-
-@pytest.mark.parametrize("every", [1, 5, 12])
-def test_a_stop_is_told_what_it_has_seen(every):
-    """`start` is how many tokens there were at the look before: no token is new twice, and none never."""
-    policy = tiny_policy()
-    new = []
-
     def find_stop(tokens, start):
-        assert 0 <= start < len(tokens)
-        new.append(tuple(tokens[start:]))
-        return None
+        assert 0 <= start < len(tokens) and not set(tokens[:-1]) & set(ends)
+        assert start == 0 or tuple(tokens[:start]) in seen
+        assert any(row[: len(tokens)] == [*tokens] for row in free), "it sees completions, not prompts"
+        seen.append(tuple(tokens))
+        return stop_of(tokens)
 
-    rollout = roll(policy, [[1, 2, 3]], generations=1, find_stop=find_stop, check_every=every)
-    assert [token for part in new for token in part] == rollout.completions()[0]
-    assert len(new) == -(-12 // every)
+    options = {"generations": 6, "find_stop": find_stop, "check_every": every, "eos_ids": ends}
+    stopped = roll(policy, **options)
+    finished = stopped.finished_b.tolist()
+    for long, short, is_finished in zip(free, stopped.completions(), finished, strict=True):
+        found = [stop_of(long), *[n + 1 for n, token in enumerate(long) if token in ends]]
+        end = min((n for n in found if n is not None), default=None)
+        assert short == long[:end] and is_finished == (end is not None)
+    assert 0 < sum(finished) < 18
+    for kept in (-1, 13):
+        message = rf"find_stop: expected None, or how many of 12 tokens to keep, found {kept}"
+        with pytest.raises(ValueError, match=message):
+            roll(policy, find_stop=lambda tokens, start, kept=kept: kept, check_every=12)
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -169,15 +134,6 @@ def test_every_completion_may_be_empty(kept, share_prefix):
     assert g.join_rollouts([rollout, rollout]).tokens_bt.shape == (18, 1)
 
 
-@pytest.mark.parametrize("found", [-1, 13])
-def test_a_stop_outside_of_the_completion_is_refused(found):
-    """The number that was given, and what is wanted."""
-    with pytest.raises(
-        ValueError, match=rf"find_stop: expected None, or how many of 12 tokens to keep, found {found}"
-    ):
-        roll(tiny_policy(), find_stop=lambda tokens, start: found, check_every=12)
-
-
 SAMPLING = g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=EOS)
 
 
@@ -198,23 +154,17 @@ def columns_of(steps):
             found.append(column)
 
 
-def texts_of(columns):
-    """The tokens that the columns give to each row, ended ones included."""
-    texts = {}
-    for column in columns:
-        for row, token in zip(column.rows, column.tokens_b.tolist(), strict=True):
-            texts.setdefault(row, []).append(token)
-    return texts
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
 def test_columns_are_the_rollout_s_tokens(name):
     """In parts and all at once; each row's tokens begin with its completion."""
     policy = tiny_policy(name)
     for decoding in (g.Decoding(), g.Decoding(max_batch=3, check_every=1)):
         columns, rollout = columns_of(started(policy, decoding=decoding))
-        assert_same(rollout, roll(policy, eos_ids=EOS))
-        texts = texts_of(columns)
+        assert_same(rollout, usual(name)[1])
+        texts = {}  # of each row, tokens behind its end included
+        for column in columns:
+            for row, token in zip(column.rows, column.tokens_b.tolist(), strict=True):
+                texts.setdefault(row, []).append(token)
         for row, completion in enumerate(rollout.completions()):
             assert texts[row][: len(completion)] == completion
 
@@ -222,7 +172,8 @@ def test_columns_are_the_rollout_s_tokens(name):
 @pytest.mark.parametrize("replies", [None, Respond(lambda row, tokens: [7, 8])], ids=["single", "turns"])
 @pytest.mark.parametrize("taken", [0, 1, 3, 7])
 def test_an_interrupted_rollout_has_what_was_sampled_before(taken, replies):
-    """The beginnings of the whole rollout's rows, and the module has its own weights again."""
+    """The beginnings of the whole rollout's rows, and the module has its own weights again, as after a
+    generator that was closed."""
     policy = tiny_policy()
     options = {"replies": replies, "decoding": g.Decoding(check_every=1, max_batch=3)}
     _, whole = columns_of(started(policy, **options))
@@ -238,16 +189,10 @@ def test_an_interrupted_rollout_has_what_was_sampled_before(taken, replies):
     assert max(lengths) <= taken and part.tokens_bt.shape[0] == 9
     assert all(a[: len(b)] == b for a, b in zip(whole.completions(), part.completions(), strict=True))
     assert lengths.count(0) >= 6, "the other parts were not begun"
-    assert_same(roll(policy, eos_ids=EOS), roll(tiny_policy(), eos_ids=EOS))
-
-
-def test_a_closed_generator_gives_the_module_back():
-    """Without its result: the policy goes on as before."""
-    policy = tiny_policy()
-    steps = started(policy)
-    next(steps)
-    steps.close()
-    assert_same(roll(policy), roll(tiny_policy()))
+    closed = started(policy)
+    next(closed)
+    closed.close()
+    assert_same(roll(policy, eos_ids=EOS), usual("llama")[1])
 
 
 def test_a_long_prefill_gives_control_after_each_layer():

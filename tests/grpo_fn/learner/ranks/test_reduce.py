@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import grpo_fn as g
 from grpo_fn.learner import all_reduce, deal, pieces_of_rank, share
 from grpo_fn.learner.ranks import reduce
-from grpo_fn.trees import arrays_of, materialize
+from grpo_fn.trees import arrays_of, map_arrays, materialize
 from tests.support.closeness import assert_same_figures, assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.ranks.rank_threads import on_ranks
@@ -56,6 +56,7 @@ def test_few_large_buckets_go_over_the_wire(monkeypatch):
     policy = tiny_policy("llama-untied")
     state = make_state(policy)
     materialize(state)
+    assert all_reduce(state, mx.distributed.init()) is state, "a group of one leaves it as it is"
     leaves = list(arrays_of(state.accum_grads))
 
     def calls(bucket_bytes):
@@ -77,12 +78,6 @@ def test_buckets_cut_all_leaves_in_order(sizes, limit):
         bounds = list(reduce.buckets(sizes))
     assert [place for low, high in bounds for place in range(low, high)] == list(range(len(sizes)))
     assert all(high - low == 1 or sum(sizes[low:high]) <= limit for low, high in bounds)
-
-
-def test_one_rank_is_left_as_it_is():
-    """A group of one, as without a launcher: the same state, not a copy."""
-    state = make_state(tiny_policy("llama-untied"))
-    assert all_reduce(state, mx.distributed.init()) is state
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_skips_the_update_on_all():
@@ -118,16 +113,9 @@ def test_every_row_is_on_one_rank(ranks):
 
 def test_shared_arrays_are_rank_zeros_bit_for_bit():
     """NaN, -0.0, bfloat16, integers and odd numbers of bytes."""
-    tree = {
-        "a": mx.array([mx.nan, -0.0, 1e-40]),
-        "b": [mx.array([1.5, -2.0, 3.0]).astype(mx.bfloat16), mx.array(7, mx.uint8)],
-        "c": mx.array([2**31 + 5], mx.uint32),
-    }
-    other = {
-        "a": mx.zeros(3),
-        "b": [mx.ones(3, mx.bfloat16), mx.array(1, mx.uint8)],
-        "c": mx.zeros(1, mx.uint32),
-    }
+    half, byte = mx.array([1.5, -2.0, 3.0]).astype(mx.bfloat16), mx.array(7, mx.uint8)
+    tree = {"a": mx.array([mx.nan, -0.0, 1e-40]), "b": [half, byte], "c": mx.array([2**31 + 5], mx.uint32)}
+    other = map_arrays(mx.zeros_like, tree)
     materialize(tree, other)
     for found in on_ranks(3, lambda group: share(tree if group.rank() == 0 else other, group)):
         for left, right in zip(arrays_of(tree), arrays_of(found), strict=True):
