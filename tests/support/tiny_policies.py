@@ -114,17 +114,24 @@ def lora_policy(
     **options,
 ):
     """A policy of which only LoRA's adapters train; they are not zero. `packed`: the base has 4 bits."""
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-
     module = tiny_module(name, **options)
     if packed:
         nn.quantize(module, group_size=32, bits=4)
+    return g.Policy.from_module(with_adapters(module, keys))
+
+
+def with_adapters(module: nn.Module, keys: Sequence[str] | None = None, *, dora: bool = False) -> nn.Module:
+    """The module, frozen but for adapters on these layers (None: all), which are not zero."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
     module.freeze()
-    linear_to_lora_layers(module, 2, {"rank": 3, "scale": 2.0, "dropout": 0.0, "keys": list(keys)})
+    settings = {"rank": 3, "scale": 2.0, "dropout": 0.0} | ({"keys": list(keys)} if keys else {})
+    linear_to_lora_layers(module, 2, settings, use_dora=dora)
     rng = np.random.default_rng(7)
     leaves = tree_flatten(module.trainable_parameters())
-    module.update(tree_unflatten([(p, mx.array(0.2 * rng.normal(size=a.shape), a.dtype)) for p, a in leaves]))
-    return g.Policy.from_module(module)
+    drawn = [(p, mx.array(0.2 * rng.normal(size=a.shape), a.dtype)) for p, a in leaves if "lora_" in p]
+    module.update(tree_unflatten(drawn))
+    return module
 
 
 def token_rows(rows: int, length: int, *, seed: int = 0) -> mx.array:

@@ -1,6 +1,7 @@
 """The interface of the backends: what it finds, how a mechanism is turned off; none changes a result."""
 
 import importlib
+from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -55,23 +56,16 @@ def table(folder):
     return importlib.import_module(f"grpo_fn.backends.{folder}").MECHANISMS
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_every_entry_of_a_table_is_there(folder):
-    """A known operation; a submodule that has the function, and the predicate where one is named."""
-    assert table(folder).keys() <= OPERATIONS.keys()
-    for submodule, attribute, predicate in table(folder).values():
-        module = importlib.import_module(f"grpo_fn.backends.{folder}.{submodule}")
-        assert hasattr(module, attribute) and (not predicate or callable(getattr(module, predicate)))
-
-
-def test_every_operation_has_a_backend():
-    """A name that no backend computes would never be found."""
+def test_every_entry_of_a_table_is_there():
+    """Known operations and numbers; a submodule that has the function, and the predicate where one is named.
+    A name that no backend computes would never be found."""
+    for folder in FOLDERS:
+        for submodule, attribute, predicate in table(folder).values():
+            module = importlib.import_module(f"grpo_fn.backends.{folder}.{submodule}")
+            assert hasattr(module, attribute) and (not predicate or callable(getattr(module, predicate)))
+        numbers = importlib.import_module(f"grpo_fn.backends.{folder}").NUMBERS
+        assert numbers.keys() < mechanisms.NUMBERS.keys()
     assert set().union(*map(table, FOLDERS)) == OPERATIONS.keys()
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_backends_numbers_are_known_ones(folder):
-    assert importlib.import_module(f"grpo_fn.backends.{folder}").NUMBERS.keys() < mechanisms.NUMBERS.keys()
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest():
@@ -119,7 +113,7 @@ def packed_policy():
     return lora_policy(packed=True, intermediate_size=64)
 
 
-MODELS = {name: lambda name=name: tiny_policy(name) for name in ("llama", "qwen2", "nanochat", "cohere")}
+MODELS = {name: partial(tiny_policy, name) for name in ("llama", "nanochat", "cohere")}
 MODELS |= {"lora": lora_policy, "packed": packed_policy}
 OFF = pytest.mark.parametrize("off", [OPERATIONS, SWITCHES], ids=["operations", "switches"])
 
@@ -166,58 +160,50 @@ def test_a_gradient_and_its_update_are_the_same_without_mechanisms(make, compile
 ON_CPU = mx.default_device() == mx.cpu
 
 
-def calls(monkeypatch, owner, name):
-    """The calls of a function from here on, in a list that grows."""
+def counts(monkeypatch, owner, name, act):
+    """How often `act` calls a function."""
     real, found = getattr(owner, name), []
     monkeypatch.setattr(owner, name, lambda *a, **k: found.append(1) or real(*a, **k))
-    return found
+    act()
+    return len(found)
 
 
-def gradient(policy, **split):
-    """Of a loss, over the batch's micro-batches."""
-    batch = near_policy(make_batch(zeros=True), policy)
-    pieces = g.split_batch(g.drop_inactive(batch, SPECS["grpo"]), max_tokens=40, **split)
-    state, _ = grad_step_of(policy, SPECS["grpo"], compile=False)(make_state(policy), pieces)
-    mx.eval(state.accum_grads)
-    return state
+def update():
+    """Of a state."""
+    mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(make_state(tiny_policy()))[0].params)
 
 
-def acts(name, monkeypatch):
-    """Whether the mechanism does something now."""
-    if name == "patched_layers":
-        return patched_layers.patch_layers(tiny_policy().module) > 0
-    if name == "shared_prefix":
-        return prefix_cache.sharing_pays()
-    if name == "row_compaction":
-        steps = SimpleNamespace(drops_rows=True)
-        batch = RowBatch(steps, mx.zeros((2, 3)), mx.zeros((4, 2, 3), mx.uint32), [0, 1])
-        batch.alive.remove(0)
-        return decode_loop.compacts(batch)
-    if name == "merged_adapters":
-        return bool(mergeable(lora_policy().module))
-    if name == "unpacked_weights":
-        return bool(unpackable(packed_policy().module))
-    if name == "unpacked_products":
-        return quantized_layers.unpack_rows() > 0
-    if name == "logit_chunks":
-        return chunk_rows(50_000) < 10_000
-    if name == "inactive_rows":
-        batch = make_batch(zeros=True)
-        return g.drop_inactive(batch, SPECS["grpo"]).mask_bt.shape[0] < batch.mask_bt.shape[0]
-    if name == "leafwise_update":
-        found = calls(monkeypatch, optimizer.mx, "depends")
-        state = gradient(tiny_policy())
-        found.clear()
-        mx.eval(g.make_update_step(g.adamw(1e-3), compile=False)(state)[0].params)
-        return bool(found)
-    if name == "chunked_gated_delta":
-        found = calls(monkeypatch, gated_delta, "chunked_gated_delta")
-        policy = g.Policy.from_module(small_model("qwen3_next"))
-        mx.eval(policy.hidden(policy.params, token_rows(1, 4)))
-        return bool(found)
-    raise ValueError(name)
+def delta():
+    """A forward of a model with a gated delta."""
+    policy = g.Policy.from_module(small_model("qwen3_next"))
+    mx.eval(policy.hidden(policy.params, token_rows(1, 4)))
 
 
+def ended_row():
+    """A batch of which a row has ended."""
+    steps, bits = SimpleNamespace(drops_rows=True), mx.zeros((4, 2, 3), mx.uint32)
+    batch = RowBatch(steps, mx.zeros((2, 3)), bits, [0, 1])
+    batch.alive.remove(0)
+    return batch
+
+
+def active_rows():
+    """Of a batch of six."""
+    return g.drop_inactive(make_batch(zeros=True), SPECS["grpo"]).mask_bt.shape[0]
+
+
+ACTS = {  # whether the mechanism does something now
+    "patched_layers": lambda _: patched_layers.patch_layers(tiny_policy().module) > 0,
+    "shared_prefix": lambda _: prefix_cache.sharing_pays(),
+    "row_compaction": lambda _: decode_loop.compacts(ended_row()),
+    "merged_adapters": lambda _: bool(mergeable(lora_policy().module)),
+    "unpacked_weights": lambda _: bool(unpackable(packed_policy().module)),
+    "unpacked_products": lambda _: quantized_layers.unpack_rows() > 0,
+    "logit_chunks": lambda _: chunk_rows(50_000) < 10_000,
+    "inactive_rows": lambda _: active_rows() < 6,
+    "leafwise_update": lambda patch: counts(patch, optimizer.mx, "depends", update),
+    "chunked_gated_delta": lambda patch: counts(patch, gated_delta, "chunked_gated_delta", delta),
+}
 # Those of the shell have their tests beside their code.
 OF_THE_SHELL = {"programs_ahead"}
 BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a CPU and CUDA do
@@ -227,8 +213,8 @@ BY_DEVICE = {"shared_prefix", "unpacked_weights", "unpacked_products"}  # what a
 def test_a_switch_turns_its_mechanism_off(name, monkeypatch):
     """It acts; inside of the block it does not."""
     if ON_CPU or name not in BY_DEVICE:
-        assert enabled(name) and acts(name, monkeypatch)
+        assert enabled(name) and ACTS[name](monkeypatch)
     monkeypatch.undo()
     with disabled(name):
-        assert not enabled(name) and disabled_names() == (name,) and not acts(name, monkeypatch)
+        assert not enabled(name) and disabled_names() == (name,) and not ACTS[name](monkeypatch)
     assert enabled(name) and disabled_names() == ()

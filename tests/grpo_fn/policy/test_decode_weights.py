@@ -5,10 +5,8 @@ from contextlib import contextmanager
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_unflatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import grpo_fn as g
 from grpo_fn.backends import substituted
@@ -16,21 +14,14 @@ from grpo_fn.policy import decode_weights
 from grpo_fn.policy.decode_weights import decode_weights_bytes, merged_adapters
 from grpo_fn.trees import named_leaves
 from tests.support.generating import roll
-from tests.support.tiny_policies import VOCAB, tiny_module, worst_difference
+from tests.support.tiny_policies import VOCAB, tiny_module, with_adapters, worst_difference
 
 TOKENS = mx.random.randint(0, VOCAB, (3, 7), key=mx.random.key(0))
 
 
 def adapted(name="llama", *, dora=False):
     """A tiny model with adapters that do something."""
-    module = tiny_module(name)
-    module.freeze()
-    linear_to_lora_layers(module, 2, {"rank": 4, "scale": 3.0, "dropout": 0.0}, use_dora=dora)
-    for number, (path, leaf) in enumerate(sorted(named_leaves(module.trainable_parameters()).items())):
-        if path.endswith("lora_b"):
-            drawn = mx.random.normal(leaf.shape, key=mx.random.key(number)) * 0.3
-            module.update(tree_unflatten([(path, drawn)]))
-    return module
+    return with_adapters(tiny_module(name), dora=dora)
 
 
 def fits(path, layer):

@@ -1,6 +1,7 @@
 """Hidden states and head apart give what the whole model gives, in every architecture."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -16,20 +17,9 @@ from tests.support.tiny_policies import (
 )
 
 # Architectures whose logits are a function of a product with a matrix: they take the closed-form gradient.
-PRODUCTS = {
-    "llama": "model.embed_tokens.weight",
-    "llama-untied": "lm_head.weight",
-    "qwen2": "model.embed_tokens.weight",
-    "qwen3": "lm_head.weight",
-    "phi3": "lm_head.weight",
-    "smollm3": "model.embed_tokens.weight",
-    "gemma3": "lm_head.weight",
-    "mamba": "backbone.embeddings.weight",
-    "gemma2": "model.embed_tokens.weight",
-    "cohere": "model.embed_tokens.weight",
-    "nanochat": "lm_head.weight",
-    "deepseek": "lm_head.weight",
-}
+TIED = dict.fromkeys(("llama", "qwen2", "smollm3", "gemma2", "cohere"), "model.embed_tokens.weight")
+UNTIED = dict.fromkeys(("llama-untied", "qwen3", "phi3", "gemma3", "nanochat", "deepseek"), "lm_head.weight")
+PRODUCTS = {**TIED, **UNTIED, "mamba": "backbone.embeddings.weight"}
 SHAPES = {"gemma2": (1, 5), "cohere": (0.25, None), "nanochat": (1, 15)}  # scale and soft cap; else (1, None)
 
 
@@ -38,13 +28,6 @@ def through_the_head(policy, params, tokens):
     hidden = policy.hidden(params, tokens)
     head = policy.head(params)
     return head.function(head.params, hidden.reshape(-1, hidden.shape[-1])).reshape(*tokens.shape, -1)
-
-
-def naive_logprobs(module, params, tokens, targets):
-    """log softmax of the module's own logits at the targets."""
-    module.update(params)
-    z = module(tokens)
-    return mx.take_along_axis(z, targets[..., None], axis=-1)[..., 0] - mx.logsumexp(z, axis=-1)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -69,8 +52,11 @@ def assert_gradient_is_the_module_s(make, chunk=3):
         logp = g.token_logprobs(policy.hidden(params, tokens), policy.head(params), targets, chunk=chunk)
         return (weights * logp).sum()
 
-    got = mx.grad(pure)(policy.params)
-    want = mx.grad(lambda p: (weights * naive_logprobs(module, p, tokens, targets)).sum())(policy.params)
+    def naive(params):
+        module.update(params)
+        return -(weights * nn.losses.cross_entropy(module(tokens), targets)).sum()
+
+    got, want = (mx.grad(loss)(policy.params) for loss in (pure, naive))
     assert worst_difference(got, want) < 2e-5
     return policy, got
 
@@ -82,17 +68,14 @@ def test_gradients_of_logprobs_are_the_model_s(name):
 
 
 def test_finding_the_head_leaves_the_module_alone():
-    """The probes put back the arrays that they replaced, and the backbone too."""
+    """The probes put back the arrays that they replaced, and the backbone too. Hidden states as wide as the
+    vocabulary cannot be told from logits: such a model stays whole."""
     module = tiny_module("gemma2")
     held = {name: id(leaf) for name, leaf in tree_flatten(module.parameters())}
     backbone = module.model
     g.Policy.from_module(module)
     assert {name: id(leaf) for name, leaf in tree_flatten(module.parameters())} == held
     assert module.model is backbone
-
-
-def test_width_equal_to_vocabulary_is_no_confusion():
-    """Hidden states as wide as the vocabulary cannot be told from logits: the model stays whole."""
     policy, tokens = tiny_policy("llama-untied", vocab_size=32), token_rows(2, 4) % 32
     assert policy.split.path is None
     assert bool((policy.hidden(policy.params, tokens) == policy.module(tokens)).all())
@@ -131,7 +114,6 @@ def test_an_adapter_on_the_head_is_no_plain_product():
 
 def test_a_language_model_inside_another_is_found():
     """A shell that holds the text model as `language_model`: that one's backbone is split off."""
-    import mlx.nn as nn
 
     class Shell(nn.Module):
         def __init__(self):

@@ -6,6 +6,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.policy.caches.kv_caches import keep_rows
 from grpo_fn.rollout import decode_step
+from grpo_fn.trees import arrays_of
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import ARCHITECTURES, memory_in_use, tiny_policy
 
@@ -25,27 +26,16 @@ def test_logprobs_are_the_model_s(name, prompts):
     )
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        g.Sampling(temperature=0.6),
-        g.Sampling(temperature=1.7, top_k=5, with_entropy=True),
-        g.Sampling(with_entropy=True),
-    ],
-)
-def test_logprobs_are_those_of_the_sampler_s_distribution(sampling):
-    """Tempered and truncated; the entropy is that of the whole distribution at the temperature."""
+def test_logprobs_are_those_of_the_sampler_s_distribution():
+    """Tempered and truncated; the entropy is that of the whole distribution at the temperature. At
+    temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
     policy = tiny_policy("qwen2")
-    rollout = roll(policy, sampling=sampling)
-    assert (rollout.entropy_bt is not None) == sampling.with_entropy
-    assert_teacher_forced(policy, rollout, sampling)
-
-
-def test_greedy_takes_the_most_likely_token():
-    """At temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
-    policy = tiny_policy("llama-untied")
-    rollout = roll(policy, sampling=g.Sampling(temperature=0.0))
-    rows = rollout.completions()
+    for options in ({"temperature": 0.6}, {"temperature": 1.7, "top_k": 5, "with_entropy": True}):
+        sampling = g.Sampling(**options)
+        rollout = roll(policy, sampling=sampling)
+        assert (rollout.entropy_bt is not None) == sampling.with_entropy
+        assert_teacher_forced(policy, rollout, sampling)
+    rows = roll(policy, sampling=g.Sampling(temperature=0.0)).completions()
     for p, prompt in enumerate(RAGGED):
         assert rows[3 * p] == rows[3 * p + 1] == rows[3 * p + 2]
         logits = policy.logits(policy.params, mx.array([[*prompt, *rows[3 * p]]]))[0]
@@ -64,24 +54,17 @@ def test_completions_depend_on_their_own_prompt_and_number():
     assert rollout.num_generations == 3 and rollout.prompts == tuple(map(tuple, RAGGED))
 
 
-def test_another_key_gives_other_completions_and_the_same_key_the_same():
-    """Everything random comes from the key."""
-    policy = tiny_policy()
-    one = roll(policy, seed=1)
-    mx.random.seed(99)
-    assert_same(roll(policy, seed=1), one)
-    assert roll(policy, seed=2).completions() != one.completions()
-
-
-def test_it_samples_from_the_parameters_given():
-    """Not from those that the policy was made with; and it leaves the module's leaves alone."""
+def test_it_samples_from_the_parameters_and_the_key_given():
+    """Not from those that the policy was made with, whose leaves are left alone; nothing is random but the
+    key."""
     policy, other = tiny_policy("llama-untied"), tiny_policy("llama-untied", seed=4)
-    held = [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())]
-    got = g.generate(
-        policy, other.params, RAGGED, g.Sampling(num_generations=3, max_new_tokens=12), key=mx.random.key(0)
-    )
+    held = [id(leaf) for leaf in arrays_of(policy.module.parameters())]
+    sampling = g.Sampling(num_generations=3, max_new_tokens=12)
+    got = g.generate(policy, other.params, RAGGED, sampling, key=mx.random.key(0))
+    mx.random.seed(99)
     assert_same(got, roll(other))
-    assert [id(v) for _, v in sorted(policy.module["model"]["layers"][0]["mlp"]["up_proj"].items())] == held
+    assert roll(other, seed=2).completions() != got.completions()
+    assert [id(leaf) for leaf in arrays_of(policy.module.parameters())] == held
 
 
 def test_the_cache_is_freed():

@@ -13,7 +13,7 @@ from tests.support.generating import roll
 from tests.support.naive_learner import make_state
 from tests.support.tiny_policies import ARCHITECTURES, VOCAB, tiny_advantages, tiny_policy, tiny_rollout
 
-OUTSIDE = [VOCAB, VOCAB + 69, 10**8, -1]
+OUTSIDE = [VOCAB, 10**8, -1]
 
 
 def with_token(rollout, token):

@@ -21,27 +21,22 @@ def _logits(products, scale_cap):
 
 
 def wanted_logprobs(products, targets, scale_cap, temperature):
-    """logp and entropy of each row, and log-probs of the whole vocabulary."""
+    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary."""
     z = _logits(products, scale_cap)[0] / temperature
-    top = z.max(axis=-1, keepdims=True)
-    every = z - top - np.log(np.exp(z - top).sum(axis=-1, keepdims=True))
+    lse = np.logaddexp.reduce(z, axis=-1)
+    every = z - lse[:, None]
     probs = np.exp(every)
     entropy = -np.where(probs > 0, probs * np.where(probs > 0, every, 0), 0).sum(axis=-1)
-    return every[np.arange(len(targets)), targets], entropy, every
+    return every[np.arange(len(targets)), targets], entropy, lse, every
 
 
 def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperature):
     """The gradient in the products of Σ by_logp · logp + by_entropy · H."""
-    _, entropy, every = wanted_logprobs(products, targets, scale_cap, temperature)
+    _, entropy, _, every = wanted_logprobs(products, targets, scale_cap, temperature)
     probs = np.exp(every)
     hit = np.eye(products.shape[1])[targets]
     dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * (every + entropy[:, None])
     return dz / temperature * _logits(products, scale_cap)[1]
-
-
-def _lse(products, scale_cap, temperature):
-    """log Σ e^z of each row."""
-    return np.logaddexp.reduce(_logits(products, scale_cap)[0] / temperature, axis=-1)
 
 
 def float64(array):
@@ -51,23 +46,18 @@ def float64(array):
 
 def naive_row_logprobs(product_cv, targets_c, scale_cap, temperature):
     """Stands in for the kernel of that name where nothing is compiled."""
-    logp, entropy, _ = wanted_logprobs(float64(product_cv), np.array(targets_c), scale_cap, temperature)
-    lse = _lse(float64(product_cv), scale_cap, temperature)
-    return tuple(mx.array(column.astype(np.float32)) for column in (logp, entropy, lse))
+    columns = wanted_logprobs(float64(product_cv), np.array(targets_c), scale_cap, temperature)[:3]
+    return tuple(mx.array(column.astype(np.float32)) for column in columns)
 
 
 def naive_row_gradients(product_cv, targets_c, found, up, scale_cap, temperature):
     """Stands in for the kernel of that name."""
-    products = float64(product_cv)
-    lse, entropy = (
-        _lse(products, scale_cap, temperature),
-        wanted_logprobs(products, np.array(targets_c), scale_cap, temperature)[1],
-    )
+    given = float64(product_cv), np.array(targets_c)
+    _, entropy, lse, _ = wanted_logprobs(*given, scale_cap, temperature)
     assert np.allclose(float64(found[0]), lse, atol=1e-4), "not what the other kernel found"
-    if up[1] is not None:
-        assert np.allclose(float64(found[1]), entropy, atol=1e-4)
+    assert up[1] is None or np.allclose(float64(found[1]), entropy, atol=1e-4)
     by_entropy = np.zeros(len(lse)) if up[1] is None else float64(up[1])
-    dz = wanted_gradients(products, np.array(targets_c), float64(up[0]), by_entropy, scale_cap, temperature)
+    dz = wanted_gradients(*given, float64(up[0]), by_entropy, scale_cap, temperature)
     return mx.array(dz.astype(np.float32)).astype(product_cv.dtype)
 
 
@@ -94,24 +84,20 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
     A capped logit is rounded to the dtype, as the model's own is: half a unit of its last place at 15.
     """
     products, targets, by_logp, by_entropy = make_products(6, vocabulary, dtype)
-    numbers, index = float64(products), np.array(targets)
+    given, how = (float64(products), np.array(targets)), (SCALES_AND_CAPS[form], temperature)
     rounding = {mx.float32: 2e-6, mx.float16: 2**-7, mx.bfloat16: 2**-4}[dtype]
     bound = 1e-4 if SCALES_AND_CAPS[form] == (1.0, None) else 1e-4 + 2 * rounding / temperature
 
-    logp, entropy, lse = row_logprobs(products, targets, SCALES_AND_CAPS[form], temperature)
-    wanted_logp, wanted_entropy, _ = wanted_logprobs(numbers, index, SCALES_AND_CAPS[form], temperature)
+    logp, entropy, lse = row_logprobs(products, targets, *how)
+    wanted_logp, wanted_entropy, *_ = wanted_logprobs(*given, *how)
     assert np.abs(float64(logp) - wanted_logp).max() < bound
     assert np.abs(float64(entropy) - wanted_entropy).max() < bound * max(1, np.abs(wanted_logp).max())
 
     for up in (None, by_entropy):
-        found = row_gradients(
-            products, targets, (lse, entropy), (by_logp, up), SCALES_AND_CAPS[form], temperature
-        )
+        found = row_gradients(products, targets, (lse, entropy), (by_logp, up), *how)
         assert found.dtype == dtype
         second = np.zeros(6) if up is None else float64(up)
-        wanted = wanted_gradients(
-            numbers, index, float64(by_logp), second, SCALES_AND_CAPS[form], temperature
-        )
+        wanted = wanted_gradients(*given, float64(by_logp), second, *how)
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
         unit = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
         assert (np.abs(float64(found) - wanted) <= (unit + 4 * bound) * largest).all()
@@ -127,16 +113,14 @@ def test_impossible_tokens_and_numbers_that_are_none():
     targets = mx.array([40, 3, 3, 7], mx.int32)
     numbers[1, 40:] = -np.inf
     logp, entropy, lse = row_logprobs(mx.array(numbers), targets, (1.0, None), 1.0)
-    wanted_logp, wanted_entropy, _ = wanted_logprobs(numbers[:3], np.array(targets)[:3], (1.0, None), 1.0)
+    given = numbers[:3], np.array(targets)[:3]
+    wanted_logp, wanted_entropy, *_ = wanted_logprobs(*given, (1.0, None), 1.0)
     assert np.allclose(np.array(logp)[:3], wanted_logp, atol=1e-4)
     assert np.allclose(np.array(entropy)[:3], wanted_entropy, atol=1e-4)
     assert np.isnan(np.array(logp)[3]) and np.isnan(np.array(entropy)[3])
-    found = np.array(
-        row_gradients(mx.array(numbers), targets, (lse, entropy), (by_logp, by_entropy), (1.0, None), 1.0)
-    )
-    wanted = wanted_gradients(
-        numbers[:3], np.array(targets)[:3], np.array(by_logp)[:3], np.array(by_entropy)[:3], (1.0, None), 1.0
-    )
+    up = by_logp, by_entropy
+    found = np.array(row_gradients(mx.array(numbers), targets, (lse, entropy), up, (1.0, None), 1.0))
+    wanted = wanted_gradients(*given, *(np.array(x)[:3] for x in up), (1.0, None), 1.0)
     assert np.allclose(found[:3], wanted, atol=1e-4) and np.isnan(found[3]).any()
 
 
