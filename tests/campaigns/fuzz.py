@@ -32,19 +32,11 @@ from tests.campaigns.fuzz_targets import TARGETS  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5.0  # for one input
-PATIENCE = {
-    "templates": 24
-}  # times as long: two seconds of computing in a process of its own, on a busy machine
+PATIENCE = {"templates": 24}  # times as long: two seconds in a process of its own, on a busy machine
 MEMORY = 8 << 30  # bytes of a process's address space
 _WRITING = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.link", "os.truncate")
-_RUNNING = (
-    "os.system",
-    "subprocess.Popen",
-    "os.exec",
-    "os.posix_spawn",
-    "socket.connect",
-    "socket.getaddrinfo",
-)
+_RUNNING = {"os.system", "subprocess.Popen", "os.exec", "os.posix_spawn"}
+_RUNNING |= {"socket.connect", "socket.getaddrinfo"}
 
 
 class Watchdog:
@@ -106,14 +98,10 @@ def run_target(name: str, inputs: int, number: int, folder: Path) -> None:
     counts = {"taken": 0, "refused": 0}
     signal.signal(signal.SIGALRM, _too_long)
 
+    usual = {"deadline": None, "database": None, "print_blob": False}
+
     @seed(number)
-    @settings(
-        max_examples=inputs,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
+    @settings(max_examples=inputs, suppress_health_check=list(HealthCheck), **usual)
     @given(strategy)
     def feed(value: Any) -> None:
         (folder / "last").write_bytes(repr(value).encode("utf-8", "backslashreplace"))
@@ -129,9 +117,8 @@ def run_target(name: str, inputs: int, number: int, folder: Path) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     feed()
-    print(
-        f"{name}: {sum(counts.values()):,} inputs, {counts['taken']:,} taken, {counts['refused']:,} refused"
-    )
+    taken, refused = counts.values()
+    print(f"{name}: {taken + refused:,} inputs, {taken:,} taken, {refused:,} refused")
 
 
 def fuzz(names: list[str], inputs: int, number: int) -> str:
@@ -139,19 +126,15 @@ def fuzz(names: list[str], inputs: int, number: int) -> str:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         words = ["--inside", folder, "--inputs", str(inputs), "--seed", str(number)]
         words += [word for name in names for word in ("--target", name)]
+        patience = 600 + inputs * sum(PATIENCE.get(name, 1) for name in names)
+        command = [sys.executable, "-m", "tests.campaigns.fuzz", *words]
         done = subprocess.run(
-            [sys.executable, "-m", "tests.campaigns.fuzz", *words],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=600 + inputs * sum(PATIENCE.get(name, 1) for name in names),
-            check=False,
+            command, cwd=ROOT, capture_output=True, text=True, timeout=patience, check=False
         )
         lasts = sorted(Path(folder).glob("*/last"), key=lambda file: file.stat().st_mtime)
         last = lasts[-1].read_text()[:2000] if lasts else "none"
-    assert not done.returncode, (
-        f"{names}: exit code {done.returncode}; last input {last}\n{done.stderr[-6000:]}"
-    )
+    faults = f"{names}: exit code {done.returncode}; last input {last}\n{done.stderr[-6000:]}"
+    assert not done.returncode, faults
     return done.stdout
 
 
@@ -164,9 +147,8 @@ def main(inputs: int, targets: tuple[str, ...], number: int, inside: Path | None
     """Feed made-up files to their readers. Exit code 1 where anything failed."""
     if inside is None:
         for name in targets or TARGETS:
-            print(
-                fuzz([name], max(inputs // 10, 1) if name in PATIENCE else inputs, number), end="", flush=True
-            )
+            count = max(inputs // 10, 1) if name in PATIENCE else inputs
+            print(fuzz([name], count, number), end="", flush=True)
         return
     if sys.platform == "linux":  # an input that asks for more is refused, or ends this process alone
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

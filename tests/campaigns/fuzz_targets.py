@@ -72,9 +72,8 @@ def mutated(draw: Any, valid: list[bytes]) -> bytes:
         end = min(len(data), draw(st.sampled_from([16, 200, 3000, len(data)])))
         place = draw(st.integers(0, end))
         width = draw(st.integers(1, 8))
-        new = draw(
-            st.binary(min_size=1, max_size=6) | st.sampled_from([b"\xff" * 4, b'"', b"[", b"{", b"-1", b"\0"])
-        )
+        usual = st.sampled_from([b"\xff" * 4, b'"', b"[", b"{", b"-1", b"\0"])
+        new = draw(st.binary(min_size=1, max_size=6) | usual)
         match draw(st.sampled_from(["over", "cut", "in", "twice", "end"])):
             case "over":
                 data[place : place + len(new)] = new
@@ -256,27 +255,13 @@ def prompt(folder: Path) -> Made:
 
 def tokenizer(folder: Path) -> Made:
     """tokenizer.pkl: real ones mutated, and opcodes in any order around the names that are admitted."""
-    ranks = {bytes([i]): i for i in range(256)}
-    encoding = tiktoken.Encoding(
-        "n", pat_str="[a-z]+|.", mergeable_ranks=ranks, special_tokens={"<|bos|>": 256}
-    )
+    ranks, special = {bytes([i]): i for i in range(256)}, {"<|bos|>": 256}
+    encoding = tiktoken.Encoding("n", pat_str="[a-z]+|.", mergeable_ranks=ranks, special_tokens=special)
     valid = [pickle.dumps(encoding, protocol) for protocol in (4, 5)]
-    pieces = st.sampled_from(
-        [
-            *(bytes([code]) for code in range(256)),
-            b"ctiktoken.core\nEncoding\n",
-            b"c_codecs\nencode\n",
-            b"cos\nsystem\n",
-            b"\x8c\x02os\x8c\x06system\x93",
-            b"U\x09touch ran\x85R",
-            b")\x81",
-            b"}b",
-            b"h\x00\x86\x94",
-            b"r\xff\xff\xff\xff",
-            b"S'latin1'\n",
-            b"\x8c\x06latin1",
-        ]
-    )
+    named = [b"ctiktoken.core\nEncoding\n", b"c_codecs\nencode\n", b"cos\nsystem\n"]
+    named += [b"\x8c\x02os\x8c\x06system\x93", b"U\x09touch ran\x85R", b")\x81", b"}b", b"h\x00\x86\x94"]
+    named += [b"r\xff\xff\xff\xff", b"S'latin1'\n", b"\x8c\x06latin1"]
+    pieces = st.sampled_from([*(bytes([code]) for code in range(256)), *named])
     invented = st.lists(pieces, max_size=20).map(lambda parts: b"\x80\x04" + b"".join(parts) + b".")
     path = folder / "tokenizer.pkl"
 

@@ -41,28 +41,14 @@ ON_RANKS = [
     "eval.every=0",
     "rollout.max_batch=64",
 ]
+FEW_BITS = ["rollout.quantization=affine-4", "rollout.storage=packed", "loss.sync_every=2"]
+DRAWN_AGAIN = ["data.curriculum=adaptive", "data.pass_reward=0.5", "rollout.first_stage=2"]
+EXPERTS = ["model.path=mixtral", "loss.router_replay=true"]  # beside the config
 KINDS = {  # ranks, settings
     "full": (1, ["optim.gradient_accumulation_steps=2", "loss.beta=0.05", "loss.ref_sync_every=4"]),
     "lora": (1, ["model.tune=lora", "model.lora={rank=4}", "optim.num_iterations=2", "optim.minibatches=2"]),
-    "quantized": (
-        1,
-        [
-            "rollout.quantization=affine-4",
-            "rollout.storage=packed",
-            "loss.sync_every=2",
-            "loss.correction=token_truncate",
-        ],
-    ),
-    "experts": (
-        1,
-        [
-            "model.path=mixtral",  # beside the config
-            "loss.router_replay=true",
-            "data.curriculum=adaptive",
-            "data.pass_reward=0.5",
-            "rollout.first_stage=2",
-        ],
-    ),
+    "quantized": (1, [*FEW_BITS, "loss.correction=token_truncate"]),
+    "experts": (1, [*EXPERTS, *DRAWN_AGAIN]),
     "2 ranks": (2, ON_RANKS),
     "3 ranks": (3, ON_RANKS),
 }
@@ -221,11 +207,8 @@ def hunt(folder: Path, kills: int, *, kinds=tuple(KINDS), seed: int = 0, most: i
         share = -(-(kills - tally.kills) // max(len(harnesses) - rounds, 1))
         harnesses[rounds % len(harnesses)].run(f"run-{rounds}", min(share, most, kills - tally.kills), tally)
         rounds += 1
-        print(
-            f"{tally.kills} kills ({tally.while_saving} while saving), {tally.runs} runs ended, "
-            f"{len(tally.problems)} problems",
-            flush=True,
-        )
+        seen = f"{tally.kills} kills ({tally.while_saving} while saving), {tally.runs} runs ended"
+        print(f"{seen}, {len(tally.problems)} problems", flush=True)
     return tally
 
 

@@ -4,22 +4,17 @@
 nothing runs.
 """
 
-import fcntl
 import os
-import pty
 import re
-import select
 import signal
-import struct
-import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
 import attrs
 import pytest
 
+from tests.support.processes.terminal import CTRL_C, Session
 from tests.support.tiny_runs import PROBLEMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,44 +39,28 @@ def readme_config(folder: Path) -> Path:
     """README's first config, with the model and the problems of this test."""
     found = re.search(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
-    text = found[1]
-    text = text.replace("Qwen/Qwen2.5-0.5B-Instruct", MODEL).replace(
-        "problems.jsonl", str(PROBLEMS / "train.jsonl")
-    )
+    text = found[1].replace("Qwen/Qwen2.5-0.5B-Instruct", MODEL)
+    text = text.replace("problems.jsonl", str(PROBLEMS / "train.jsonl"))
     text = text.replace("[run]\n", f'[run]\noutput_dir = "{folder / "out"}"\n')
     (folder / "train.toml").write_text(text)
     return folder / "train.toml"
 
 
-def walk(columns: int, *words: str, stop: float, end: float = 60.0) -> Walk:
+def walk(columns: int, *words: str, stop: float) -> Walk:
     """Runs `grpo-run` in a terminal of so many columns, with Ctrl-C after `stop` seconds."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, "-m", "runners.cli", "run", *words]
-    start = time.monotonic()
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), env={**os.environ, "TERM": "xterm-256color"},
-    )  # fmt: skip
-    os.close(theirs)
-    times, text, sent = [], "", None
-    while process.poll() is None or select.select([ours], [], [], 0)[0]:
-        now = time.monotonic() - start
-        if sent is None and now > stop:
-            os.write(ours, b"\x03")
-            sent = now
-        if sent is not None and now > sent + end:
-            os.killpg(process.pid, signal.SIGKILL)
-        if select.select([ours], [], [], 0.05)[0]:
-            try:
-                text += os.read(ours, 65536).decode("utf-8", "replace")
-            except OSError:
-                break
-            times.append(time.monotonic() - start)
-    process.wait()
-    ended = None if sent is None else time.monotonic() - start - sent
-    os.close(ours)
-    return Walk(times, text, ended, process.returncode)
+    start, times, sent = time.monotonic(), [], None
+    with Session([sys.executable, "-m", "runners.cli", "run", *words], columns) as session:
+        while session.child.poll() is None:
+            if session.read(0.05):
+                times.append(time.monotonic() - start)
+            now = time.monotonic() - start
+            if sent is None and now > stop:
+                session.type(CTRL_C)
+                sent = now
+            assert now < stop + 60, session.output[-2000:]
+        ended = None if sent is None else time.monotonic() - start - sent
+        session.read_until()
+        return Walk(times, session.output, ended, session.child.wait())
 
 
 @pytest.mark.parametrize("columns", [120, 60])

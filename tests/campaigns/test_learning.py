@@ -18,16 +18,12 @@ def test_reward_rises(tmp_path: Path) -> None:
         run={"output_dir": str(tmp_path)},
         rollout={"num_generations": 8, "max_new_tokens": 32},
         loss={"preset": "bnpo"},
-        optim={
-            "learning_rate": 3e-4,
-            "schedule": "constant",
-            "warmup_ratio": 0.1,
-            "betas": [0.9, 0.95],
-            "batch_size": 16,
-            "max_steps": 16,
-        },
+        optim=dict(
+            learning_rate=3e-4, schedule="constant", warmup_ratio=0.1, betas=[0.9, 0.95], batch_size=16,
+            max_steps=16,
+        ),
         eval={"samples": 1},
-    )
+    )  # fmt: skip
     path.write_text(text, encoding="utf-8")
     result = run_training(load_config(str(path)), report=Quiet())
     lines = (result.folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()

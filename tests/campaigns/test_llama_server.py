@@ -63,10 +63,8 @@ def test_the_score_is_reproduced(tmp_path, monkeypatch, kind, same):
     monkeypatch.chdir(tmp_path)
     draw = random.Random(0)
     pairs = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(COUNT)]
-    rows = [
-        {"question": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)}
-        for a, b in pairs
-    ]
+    asked = "What is {} + {}? Answer with the number only."
+    rows = [{"question": asked.format(a, b), "answer": str(a + b)} for a, b in pairs]
     (tmp_path / "sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     grpo("export", MODEL, "--gguf", "m.gguf", "--type", kind)
     if kind != "f16":
@@ -77,10 +75,8 @@ def test_the_score_is_reproduced(tmp_path, monkeypatch, kind, same):
     grpo("eval", MODEL if kind == "f16" else "packed", *data, *settings, "--out", "replies.jsonl")
     ours = [json.loads(line) for line in (tmp_path / "replies.jsonl").read_text().splitlines()]
     theirs = served("m.gguf", [row["question"] for row in rows], tmp_path)
-    found = [
-        (re.findall(r"\d+", text) or [""])[-1] == row["answer"]
-        for text, row in zip(theirs, rows, strict=True)
-    ]
+    numbers = [(re.findall(r"\d+", text) or [""])[-1] for text in theirs]
+    found = [number == row["answer"] for number, row in zip(numbers, rows, strict=True)]
     mine = sum(line["correct"] for line in ours)
     interval = wilson(mine, COUNT)
     equal = sum(a.strip() == line["completion"].strip() for a, line in zip(theirs, ours, strict=True))

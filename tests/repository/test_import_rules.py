@@ -21,12 +21,6 @@ def module_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def light_modules() -> list[str]:
-    """The modules that --help and --dry-run load."""
-    modules = [module_of(file) for file in SHELL]
-    return [module for module in modules if {*module.split(".")[1:2]} & LIGHT]
-
-
 def test_no_module_imports_itself_in_a_circle():
     """Not even for types."""
     graph = grimp.build_graph("grpo_fn", "runners", cache_dir=None, exclude_type_checking_imports=False)
@@ -37,7 +31,7 @@ def test_no_module_imports_itself_in_a_circle():
 
 def test_light_folders_load_no_mlx():
     """Importing all of config, machine, files and the commands leaves MLX and the core alone."""
-    modules = light_modules()
+    modules = [module for module in map(module_of, SHELL) if {*module.split(".")[1:2]} & LIGHT]
     assert {"runners.config.loading", "runners.machine.startup", "runners.files.durable"} <= {*modules}
     code = (
         f"import importlib, json, sys; [importlib.import_module(name) for name in {modules!r}];"

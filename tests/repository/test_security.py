@@ -65,7 +65,7 @@ def test_a_run_needs_no_network_and_tells_no_secret(tmp_path):
     assert "failed: leak.py, line 4: ValueError: cannot log in with $HF_TOKEN" in done.stdout
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.resolved.json", "training_log.jsonl", "model.safetensors"} <= {
-        path.name for path in files
+        file.name for file in files
     }
     for text in (done.stdout, done.stderr, *(path.read_bytes().decode("latin-1") for path in files)):
         assert PLANTED not in text

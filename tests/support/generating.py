@@ -34,11 +34,11 @@ def teacher_forced(policy, prompt, completion, sampling=None):
     """(log-probs, entropies) of a completion by one forward over prompt + completion, nothing cached."""
     logits = policy.logits(policy.params, mx.array([[*prompt, *completion]]))[0].astype(mx.float32)
     z = np.array(logits, np.float64)[len(prompt) - 1 : -1] / (sampling.temperature if sampling else 1.0)
-    whole = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+    whole = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
     if sampling is not None and sampling.top_k:
         least = np.sort(z, axis=-1)[:, -sampling.top_k, None]
         z = np.where(z >= least, z, -np.inf)
-    logp = z - z.max(-1, keepdims=True) - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    logp = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
     return logp[np.arange(len(completion)), completion], -(np.exp(whole) * whole).sum(-1)
 
 

@@ -32,7 +32,7 @@ def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zero
         factors = np.random.default_rng(seed).normal(size=(*adv_pg.shape, width)).astype(np.float32)
         adv_pg = adv_pg[..., None] * mx.array(factors)
     batch = g.make_batch(rollout, adv_pg)
-    return batch if not old else attrs.evolve(batch, old_logp_bt=batch.rollout_logp_bt)
+    return attrs.evolve(batch, old_logp_bt=batch.rollout_logp_bt) if old else batch
 
 
 def mean_gradient(state):

@@ -150,20 +150,8 @@ def token_terms(spec, r, a, logp, *, held_r, held_logp, weight, ref, entropy):
     return term
 
 
-def policy_loss(
-    spec,
-    logp,
-    adv,
-    mask,
-    *,
-    old=None,
-    rollout=None,
-    ref=None,
-    max_completion_length=None,
-    entropy=None,
-    keep=None,
-    held_logp=None,
-):
+def policy_loss(spec, logp, adv, mask, *, old=None, rollout=None, ref=None, max_completion_length=None,
+                entropy=None, keep=None, held_logp=None):  # fmt: skip
     """Loss, gradients in logp and entropy, statistics, and how near each decision was to turning over.
 
     `held_logp` is what stop-gradients see: logp itself, unless a finite difference moves logp alone.
@@ -189,17 +177,13 @@ def policy_loss(
             log_r, inside = clamp(x[t], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             r = math.exp(log_r)
             h = 0.0 if entropy is None else entropy[i, t]
-            term = token_terms(
-                spec,
-                r,
-                adv[i],
-                logp[i, t],
-                held_r=math.exp(clamp(held_x[t], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]),
-                held_logp=held_logp[i, t],
-                weight=weights[t] * (1.0 if keep is None else keep[i, t]),
-                ref=None if ref is None else ref[i, t],
-                entropy=h,
-            )
+            held = {
+                "held_r": math.exp(clamp(held_x[t], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)[0]),
+                "held_logp": held_logp[i, t],
+                "weight": weights[t] * (1.0 if keep is None else keep[i, t]),
+                "ref": None if ref is None else ref[i, t],
+            }
+            term = token_terms(spec, r, adv[i], logp[i, t], entropy=h, **held)
             out.loss += term.value / share[i]
             out.loss_scale += term.size / share[i]
             out.grad[i, t] += term.by_logp / share[i]
@@ -211,18 +195,7 @@ def policy_loss(
                 out.grad[i, u] += term.by_r * r * inside * slope / share[i]
                 out.grad_scale[i, u] += term.r_size * r * inside * slope / share[i]
             edges += ratio_edges(spec, x[t], r)
-            seen.append(
-                {
-                    "row": i,
-                    "r": r,
-                    "a": adv[i],
-                    "k": term.k,
-                    "d": d[t],
-                    "drift": drift[t],
-                    "w": weights[t],
-                    "h": h,
-                }
-            )
+            seen.append(dict(row=i, r=r, a=adv[i], k=term.k, d=d[t], drift=drift[t], w=weights[t], h=h))
     out.margin = min(edges)
     out.stats = statistics(spec, seen, mask, out.loss)
     rows = float(mask.shape[0])
@@ -304,18 +277,21 @@ def kept_tokens(z, top_p, top_k, min_p):
     top-k, then top-p of what that left, then min-p of what those left, each normalised again before.
     """
     kept, margin = np.ones(len(z), bool), np.inf
+
+    def left():
+        p = np.exp(np.where(kept, z - z.max(), -np.inf))
+        return p / p.sum()
+
     if top_k:
         kept &= np.isin(np.arange(len(z)), np.argsort(-z)[:top_k])
     if top_p < 1:
-        p = np.exp(np.where(kept, z - z.max(), -np.inf))
-        p /= p.sum()
+        p = left()
         order = np.argsort(-p)
         ahead = np.cumsum(p[order]) - p[order]
         margin = np.abs(ahead - top_p)[1 : kept.sum()].min(initial=np.inf)
         kept[order[ahead >= top_p]] = False
     if min_p:
-        p = np.exp(np.where(kept, z - z.max(), -np.inf))
-        p /= p.sum()
+        p = left()
         margin = min(margin, np.abs(p / p.max() - min_p)[kept].min())
         kept &= p >= min_p * p.max()
     return kept, margin

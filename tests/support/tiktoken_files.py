@@ -11,17 +11,8 @@ from tiktoken._educational import bpe_train
 
 from runners.tokenization.tiktoken_encoding import write_tokenizer
 
-NANOCHAT_SPECIAL = (
-    "<|bos|>",
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|output_start|>",
-    "<|output_end|>",
-)
+_PARTS = ("user", "assistant", "python", "output")
+NANOCHAT_SPECIAL = ("<|bos|>", *(f"<|{part}_{edge}|>" for part in _PARTS for edge in ("start", "end")))
 PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+"""
 )
@@ -52,16 +43,11 @@ def make_nanochat_folder(path, encoding=None, *, seed=0, layers=2, width=32, pad
     encoding = encoding or make_encoding()
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "nanochat",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": encoding.n_vocab + padding,
-        "max_position_embeddings": 256,
-        "intermediate_size": 4 * width,
-    }
+    config = dict(
+        model_type="nanochat", hidden_size=width, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=encoding.n_vocab + padding, max_position_embeddings=256,
+        intermediate_size=4 * width,
+    )  # fmt: skip
     mx.random.seed(seed)
     module = Model(ModelArgs.from_dict(config))
     weights = dict(tree_flatten(module.parameters()))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,9 +39,7 @@ def make_tokenizer(*, size: int = 320, special_tags: bool = False) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=special_tags, normalized=False) for tag in TAGS])
-    assert tokenizer.get_vocab_size() == size, (
-        f"the corpus gives {tokenizer.get_vocab_size()} ids, not {size}"
-    )
+    assert tokenizer.get_vocab_size() == size, "the corpus gives others"
     return tokenizer
 
 
@@ -63,21 +62,12 @@ def sentence_tokenizer(texts: list[str], prefix: bool, size: int) -> Tokenizer:
 
 def make_config(arch: str, *, vocab_size: int, layers: int, tie: bool, **changes) -> dict:
     """config.json of a two-headed model of width 32, but for `changes`."""
-    config = {
-        "model_type": arch,
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tie,
-        "eos_token_id": 2,
-    }
+    config: dict[str, Any] = dict(
+        model_type=arch, vocab_size=vocab_size, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=512, tie_word_embeddings=tie,
+        eos_token_id=2,
+    )  # fmt: skip
     if arch == "qwen2":
         del config["head_dim"]
     if arch.startswith("gemma"):
@@ -146,14 +136,7 @@ def make_model_folder(
 def write_tokenizer(path: Path, tokenizer: Tokenizer, *, chat_template: bool = True) -> None:
     """tokenizer.json and tokenizer_config.json for a tokenizer of `make_tokenizer`."""
     tokenizer.save(str(path / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
-    }
-    if chat_template:
-        config["chat_template"] = CHAT_TEMPLATE
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config |= {"model_max_length": 512} | ({"chat_template": CHAT_TEMPLATE} if chat_template else {})
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2))

@@ -7,31 +7,20 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
 
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_config
 from grpo_fn.backends.mechanisms import has_cuda
+from grpo_fn.trees import from_names, named_leaves
 
 VOCAB = 61
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-}
-_STATE_SPACE = {
-    "state_size": 8,
-    "conv_kernel": 4,
-    "time_step_rank": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-}
+_COMMON = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, rms_norm_eps=1e-5, rope_theta=10000.0, max_position_embeddings=256,
+)  # fmt: skip
+_STATE_SPACE = dict(state_size=8, conv_kernel=4, time_step_rank=4, use_bias=False, use_conv_bias=True)
+_WINDOWED = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"], no_rope_layers=[1, 0])
+_LATENT = dict(kv_lora_rank=16, q_lora_rank=8, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
 # name -> (mlx-lm's module, what it has beside or instead of the common settings)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -43,29 +32,10 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2}),
     # its sliding layer keeps a plain cache, so that only the mask knows of the window
-    "smollm3": (
-        "smollm3",
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "no_rope_layers": [1, 0],
-        },
-    ),
+    "smollm3": ("smollm3", _WINDOWED | {"tie_word_embeddings": True}),
     "cohere": ("cohere", {"num_key_value_heads": 2, "logit_scale": 0.25}),
     # its layers cache what keys and values are made of, and pass positions' scores as a mask
-    "deepseek": (
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 2,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 8,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": None,
-        },
-    ),
+    "deepseek": ("deepseek_v3", _LATENT | {"num_key_value_heads": 2, "n_routed_experts": None}),
     "nanochat": ("nanochat", {"num_key_value_heads": 2}),
     "mamba": ("mamba", _STATE_SPACE | {"tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.5}),
@@ -87,16 +57,13 @@ def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.floa
     architecture = importlib.import_module(f"mlx_lm.models.{kind}")
     mx.random.seed(seed)  # for the leaves that keep their initial values
     module = architecture.Model(architecture.ModelArgs.from_dict(config))
-    rng = np.random.default_rng(seed)
-    leaves = []
-    for path, leaf in tree_flatten(module.parameters()):
+    rng, leaves = np.random.default_rng(seed), named_leaves(module.parameters())
+    for path, leaf in leaves.items():
         noise = rng.normal(size=leaf.shape)
-        if leaf.ndim == 2 and "A_log" not in path:
-            values = mx.array(1.2 * noise / np.sqrt(leaf.shape[1]))
-        else:
-            values = leaf + mx.array(0.1 * noise)
-        leaves.append((path, values.astype(dtype)))
-    module.update(tree_unflatten(leaves))
+        wide = leaf.ndim == 2 and "A_log" not in path
+        values = mx.array(1.2 * noise / np.sqrt(leaf.shape[1])) if wide else leaf + mx.array(0.1 * noise)
+        leaves[path] = values.astype(dtype)
+    module.update(from_names(leaves))
     mx.eval(module.parameters())
     return module
 
@@ -128,9 +95,9 @@ def with_adapters(module: nn.Module, keys: Sequence[str] | None = None, *, dora:
     settings = {"rank": 3, "scale": 2.0, "dropout": 0.0} | ({"keys": list(keys)} if keys else {})
     linear_to_lora_layers(module, 2, settings, use_dora=dora)
     rng = np.random.default_rng(7)
-    leaves = tree_flatten(module.trainable_parameters())
-    drawn = [(p, mx.array(0.2 * rng.normal(size=a.shape), a.dtype)) for p, a in leaves if "lora_" in p]
-    module.update(tree_unflatten(drawn))
+    leaves = named_leaves(module.trainable_parameters()).items()
+    drawn = {p: mx.array(0.2 * rng.normal(size=a.shape), a.dtype) for p, a in leaves if "lora_" in p}
+    module.update(from_names(drawn))
     return module
 
 
@@ -139,14 +106,7 @@ def token_rows(rows: int, length: int, *, seed: int = 0) -> mx.array:
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), mx.int32)
 
 
-def tiny_rollout(
-    prompts: Sequence[int] = (4, 2),
-    generations: int = 3,
-    width: int = 7,
-    *,
-    seed: int = 0,
-    entropy: bool = False,
-) -> g.Rollout:
+def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=False) -> g.Rollout:
     """A rollout of random tokens: prompts of the given lengths, completions of 1 to `width` tokens."""
     rng = np.random.default_rng(seed)
     rows = len(prompts) * generations
@@ -159,7 +119,7 @@ def tiny_rollout(
         tokens_bt=mx.array(rng.integers(0, VOCAB, (rows, width)) * within, mx.int32),
         lengths_b=mx.array(lengths, mx.int32),
         logp_bt=mx.array(-rng.uniform(1.0, 6.0, (rows, width)) * within, mx.float32),
-        finished_b=mx.array(rng.random(rows) < 0.7),
+        finished_b=mx.array(rng.random(rows)) < 0.7,
         entropy_bt=mx.array(rng.uniform(0.1, 4.0, (rows, width)) * within, mx.float32) if entropy else None,
     )
 
@@ -177,10 +137,10 @@ def tiny_advantages(rollout: g.Rollout, *, seed: int = 0, zeros: bool = False) -
 
 def same_tree(one, other) -> bool:
     """Whether two trees have the same names and bit-identical arrays."""
-    a, b = tree_flatten(one), tree_flatten(other)
-    return [n for n, _ in a] == [n for n, _ in b] and all(
-        x.shape == y.shape and x.dtype == y.dtype and bool((x == y).all())
-        for (_, x), (_, y) in zip(a, b, strict=True)
+    a, b = named_leaves(one), named_leaves(other)
+    return [*a] == [*b] and all(
+        x.shape == b[name].shape and x.dtype == b[name].dtype and bool((x == b[name]).all())
+        for name, x in a.items()
     )
 
 
@@ -199,11 +159,10 @@ def memory_in_use() -> int:
 
 def worst_difference(one, other) -> float:
     """The largest relative difference of two trees' leaves: ‖a − b‖ / ‖b‖."""
-    a, b = dict(tree_flatten(one)), dict(tree_flatten(other))
-    assert a.keys() == b.keys()
-    worst = 0.0
-    for name, value in b.items():
-        got, want = (np.array(x.astype(mx.float32), np.float64) for x in (a[name], value))
-        assert got.shape == want.shape, name
-        worst = max(worst, float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-9)))
-    return worst
+    a, b = (
+        {n: np.array(x.astype(mx.float32), np.float64) for n, x in named_leaves(t).items()}
+        for t in (one, other)
+    )
+    assert a.keys() == b.keys() and all(a[name].shape == b[name].shape for name in b)
+    norm = np.linalg.norm
+    return max((float(norm(a[name] - b[name]) / max(norm(b[name]), 1e-9)) for name in b), default=0.0)

@@ -37,32 +37,17 @@ def without_mlx_vlm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def vision_settings(family: str = "qwen2_vl") -> dict[str, Any]:
     """config.json of a tiny model, in the form of the models on the Hub: text keys at the root."""
-    text = {
-        "model_type": family,
-        "vocab_size": 324,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-        "tie_word_embeddings": False,
-        "eos_token_id": 2,
-    }
+    text = dict(
+        model_type=family, vocab_size=324, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, rms_norm_eps=1e-6,
+        rope_theta=10000.0, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]},
+        tie_word_embeddings=False, eos_token_id=2,
+    )  # fmt: skip
     ids = dict(zip(("vision_start", "vision_end", "image", "video"), range(320, 324), strict=True))
-    vision = {
-        "depth": 2,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 4,
-        "spatial_patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "model_type": family,
-    }
+    vision = dict(
+        model_type=family, depth=2, num_heads=2, in_channels=3, patch_size=4, spatial_patch_size=4,
+        spatial_merge_size=2, temporal_patch_size=2,
+    )  # fmt: skip
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
     else:
@@ -104,17 +89,12 @@ def write_processor(folder: Path, family: str = "qwen2_vl") -> None:
     write_tokenizer(folder, tokenizer)
     stated = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(stated | {"chat_template": VISION_TEMPLATE}))
-    pictures = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 64,
-        "max_pixels": 1024,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
+    pictures = dict(
+        image_processor_type="Qwen2VLImageProcessor",
+        processor_class="Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor",
+        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024,
+        image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    )  # fmt: skip
     (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
 
 

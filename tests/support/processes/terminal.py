@@ -1,5 +1,6 @@
 """A program on a terminal: a pseudo-terminal that keys can be typed into, and what its screen shows."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -91,15 +92,19 @@ class Session:
         """Reads until this has been written since the last call, or (left out) to the program's end."""
         start = len(self.output)
         while not text or text not in self.output[start:]:
-            assert select.select([self._leader], [], [], 240)[0], self.output[-2000:]
-            try:
-                piece = os.read(self._leader, 65536)
-            except OSError:  # Linux's way of saying that the other side has closed
-                piece = b""
-            if not piece:
+            before = len(self.output)
+            assert self.read(240), self.output[-2000:]
+            if len(self.output) == before:
                 assert not text, self.output[-2000:]
                 return
-            self.output += piece.decode(errors="replace")
+
+    def read(self, seconds: float) -> bool:
+        """Reads what is written within this time; False where nothing was, and nothing has ended."""
+        if not select.select([self._leader], [], [], seconds)[0]:
+            return False
+        with contextlib.suppress(OSError):  # Linux's way of saying that the other side has closed
+            self.output += os.read(self._leader, 65536).decode(errors="replace")
+        return True
 
     def type(self, keys: bytes) -> None:
         """Presses keys."""

@@ -1,12 +1,14 @@
 """Gradient checkpointing: the same gradient in less memory, on this one model, and only there."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
 import grpo_fn as g
 from grpo_fn.policy.layers.learning_form import checkpoint_layers
 from grpo_fn.trees import map_arrays
+from tests.support.generating import assert_same, roll
 from tests.support.tiny_policies import (
     lora_policy,
     memory_in_use,
@@ -45,8 +47,7 @@ def test_the_gradient_is_the_same(name):
     assert inside and all(leaf.any().item() for leaf in inside)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "compile"), [(False, False), (True, True)])
 def test_adapters_get_their_gradient(packed, compile):
     """LoRA inside checkpointed blocks, over packed weights too, which have none themselves."""
     options = {"packed": packed, "intermediate_size": 64}
@@ -75,22 +76,16 @@ def test_decoding_is_left_alone(monkeypatch):
         raise AssertionError("mx.checkpoint in a forward with a cache")
 
     monkeypatch.setattr(mx, "checkpoint", wrapped)
-    rollouts = [
-        g.generate(
-            policy,
-            policy.params,
-            [[1, 2, 3], [4]],
-            g.Sampling(num_generations=3, max_new_tokens=9),
-            key=mx.random.key(0),
-        )
-        for policy in (tiny_policy("gemma3"), checkpointed(tiny_policy("gemma3")))
-    ]
-    assert rollouts[0].tokens_bt.tolist() == rollouts[1].tokens_bt.tolist()
-    assert rollouts[0].logp_bt.tolist() == rollouts[1].logp_bt.tolist()
+    one, other = (
+        roll(policy, limit=9) for policy in (tiny_policy("gemma3"), checkpointed(tiny_policy("gemma3")))
+    )
+    assert_same(one, other)
+    assert one.logp_bt.tolist() == other.logp_bt.tolist()
 
 
 def test_it_takes_less_memory():
-    """24 blocks over 256 tokens: the peak of a gradient falls by at least two fifths."""
+    """24 blocks over 256 tokens: the peak of a gradient falls by at least two fifths. A model without layers
+    has nothing to checkpoint, and is refused by the name of its class."""
 
     def peak(policy):
         tokens = token_rows(4, 64)
@@ -103,14 +98,7 @@ def test_it_takes_less_memory():
             peaks.append(mx.get_peak_memory() - held)
         return max(peaks)
 
-    plain = tiny_policy("llama-untied", num_hidden_layers=24, intermediate_size=256)
-    less = checkpointed(tiny_policy("llama-untied", num_hidden_layers=24, intermediate_size=256))
-    assert peak(less) < 0.6 * peak(plain)
-
-
-def test_a_model_without_layers_is_refused():
-    """The message names its class."""
-    import mlx.nn as nn
-
+    plain, less = (tiny_policy("llama-untied", num_hidden_layers=24, intermediate_size=256) for _ in range(2))
+    assert peak(checkpointed(less)) < 0.6 * peak(plain)
     with pytest.raises(ValueError, match="Linear has no layers"):
         checkpoint_layers(nn.Linear(2, 2))
