@@ -98,10 +98,11 @@ def run_target(name: str, inputs: int, number: int, folder: Path) -> None:
     counts = {"taken": 0, "refused": 0}
     signal.signal(signal.SIGALRM, _too_long)
 
-    usual = {"deadline": None, "database": None, "print_blob": False}
+    usual: Any = {"deadline": None, "database": None, "print_blob": False}
+    usual["suppress_health_check"] = list(HealthCheck)
 
     @seed(number)
-    @settings(max_examples=inputs, suppress_health_check=list(HealthCheck), **usual)
+    @settings(max_examples=inputs, **usual)
     @given(strategy)
     def feed(value: Any) -> None:
         (folder / "last").write_bytes(repr(value).encode("utf-8", "backslashreplace"))

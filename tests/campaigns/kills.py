@@ -151,7 +151,7 @@ class Harness:
         except subprocess.TimeoutExpired:
             run.kill()
         seconds = time.monotonic() - started
-        left = [rank for rank in range(self.ranks) if (pid := run.pid(rank)) and is_running(pid)]
+        left = [rank for rank in range(self.ranks) if (own := run.pid(rank)) and is_running(own)]
         run.kill()
         if not left and seconds <= SECONDS:
             return []

@@ -3,7 +3,7 @@
 import importlib
 import io
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
@@ -20,8 +20,8 @@ from tests.support.tiny_policies import memory_in_use
 
 
 class P(NamedTuple):
-    x: object
-    y: object
+    x: Any
+    y: Any
 
 
 class Q(NamedTuple):
@@ -31,8 +31,8 @@ class Q(NamedTuple):
 
 @attrs.frozen(eq=False)
 class State:
-    params: object
-    step: object
+    params: Any
+    step: Any
     note: str = ""
 
 

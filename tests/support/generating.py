@@ -1,5 +1,7 @@
 """Rollouts of tiny policies, and the model run on each completion by itself to compare them with."""
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -12,7 +14,7 @@ RAGGED = [list(range(3, 17)), [7], [9, 8, 2, 5, 1]]
 EOS = (3, 17, 40)
 
 
-def roll(policy, prompts=RAGGED, *, seed=0, generations=3, limit=12, sampling=None, **options):
+def roll(policy, prompts=RAGGED, *, seed=0, generations=3, limit=12, sampling=None, **options) -> Any:
     """A rollout with the policy's own parameters; `options` of `Sampling`, `Decoding` and `generate`."""
     kinds = {
         kind: {name: options.pop(name) for name in attrs.fields_dict(kind) if name in options}
@@ -24,7 +26,7 @@ def roll(policy, prompts=RAGGED, *, seed=0, generations=3, limit=12, sampling=No
     return g.generate(policy, policy.params, prompts, sampling, key=key, decoding=decoding, **options)
 
 
-def sample(logits_bv, keys_b2, **options):
+def sample(logits_bv, keys_b2, **options) -> Any:
     """(tokens, log-probs) of one draw a row; `options` of `Sampling`."""
     drawn = draw(logits_bv, draw_bits(keys_b2, 0, 1)[0], g.Sampling(**options))
     return drawn["tokens"], drawn["logp"]
@@ -59,4 +61,4 @@ def assert_same(one, other):
     """Two rollouts have the same tokens, ends and (to rounding) log-probs."""
     assert one.completions() == other.completions()
     assert one.finished_b.tolist() == other.finished_b.tolist()
-    assert mx.abs(one.logp_bt - other.logp_bt).max().item() < 1e-5
+    assert float(mx.abs(one.logp_bt - other.logp_bt).max()) < 1e-5

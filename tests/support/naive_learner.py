@@ -1,5 +1,7 @@
 """The learner's gradient written plainly: a row at a time, nothing padded, gathered or chunked."""
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -17,13 +19,15 @@ SPECS = {
 }
 
 
-def make_state(policy, *, ref=False, optimizer=None):
+def make_state(policy, *, ref=False, optimizer=None) -> Any:
     """The first state of a policy; its reference, where wanted, has weights of its own."""
     reference = map_arrays(lambda a: a * 0.95, policy.params) if ref else None
     return g.init_state(policy.params, optimizer or g.adamw(1e-2), key=mx.random.key(0), ref_params=reference)
 
 
-def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False, by_token=False):
+def make_batch(
+    *, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zeros=False, by_token=False
+) -> Any:
     """A batch whose π_old has moved away from the policy by up to the clip range and more. With `by_token`
     a completion's advantage is multiplied by another number at each token."""
     rollout = tiny_rollout(prompts, generations, width, seed=seed)
@@ -35,12 +39,12 @@ def make_batch(*, old=True, prompts=(4, 2), generations=3, width=7, seed=0, zero
     return attrs.evolve(batch, old_logp_bt=batch.rollout_logp_bt) if old else batch
 
 
-def mean_gradient(state):
+def mean_gradient(state) -> Any:
     """What the update divides out: Σ of gradients over Σ of denominators."""
     return map_arrays(lambda a: a / state.accum_weight, state.accum_grads)
 
 
-def near_policy(batch, policy, *, seed=0):
+def near_policy(batch, policy, *, seed=0) -> Any:
     """The batch with old and rollout log-probs within ±0.4 of the policy's own."""
     logp_bt = g.make_logprob_step(policy, temperature=TEMPERATURE, compile=False)(policy.params, batch)
     rng = np.random.default_rng(seed)
@@ -48,7 +52,7 @@ def near_policy(batch, policy, *, seed=0):
     return attrs.evolve(batch, old_logp_bt=logp_bt + drift[0], rollout_logp_bt=logp_bt + drift[1])
 
 
-def row_logprobs(module, batch, row):
+def row_logprobs(module, batch, row) -> Any:
     """(log π, entropy) of one row's completion, by the model called on that row alone, unpadded."""
     start, count = batch.prompt_lengths_b[row].item(), int(batch.mask_bt[row].sum().item())
     tokens = batch.tokens_bl[row : row + 1, : start + count]
@@ -83,7 +87,7 @@ def naive_loss(module, ref_module, batch, spec):
     return total / {"sequence_mean": rows, "token_mean": tokens, "constant": rows * L_MAX}[spec.aggregation]
 
 
-def policy_of(name):
+def policy_of(name) -> Any:
     """Of a tiny module; "lora" is a llama with adapters."""
     return lora_policy() if name == "lora" else tiny_policy(name)
 
@@ -107,5 +111,5 @@ def naive_gradient(name, params, batch, spec, ref_params=None):
     return gradient_of(lambda module: naive_loss(module, reference, batch, spec), name, params)
 
 
-def grad_step_of(policy, spec, **options):
+def grad_step_of(policy, spec, **options) -> Any:
     return g.make_grad_step(policy, spec, temperature=TEMPERATURE, max_completion_length=L_MAX, **options)

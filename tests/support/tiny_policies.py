@@ -3,6 +3,7 @@
 import gc
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,7 +45,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 UNUSUAL = ("gemma3n", "afm7")
 
 
-def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> nn.Module:
+def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.float32, **changes) -> Any:
     """A model of that architecture, all of it trainable, with weights wide enough for uneven distributions.
 
     Every leaf is away from its special values (norms from 1, biases from 0), so that one left out shows.
@@ -68,18 +69,14 @@ def tiny_module(name: str = "llama", *, seed: int = 0, dtype: mx.Dtype = mx.floa
     return module
 
 
-def tiny_policy(name: str = "llama", *, compute_dtype: mx.Dtype | None = None, **options) -> g.Policy:
+def tiny_policy(name: str = "llama", *, compute_dtype: mx.Dtype | None = None, **options) -> Any:
     """The policy of a tiny module."""
     return g.Policy.from_module(tiny_module(name, **options), compute_dtype=compute_dtype)
 
 
 def lora_policy(
-    name: str = "llama",
-    *,
-    keys: Sequence[str] = ("self_attn.q_proj", "mlp.up_proj"),
-    packed: bool = False,
-    **options,
-):
+    name="llama", *, keys=("self_attn.q_proj", "mlp.up_proj"), packed=False, **options: Any
+) -> Any:
     """A policy of which only LoRA's adapters train; they are not zero. `packed`: the base has 4 bits."""
     module = tiny_module(name, **options)
     if packed:
@@ -101,12 +98,12 @@ def with_adapters(module: nn.Module, keys: Sequence[str] | None = None, *, dora:
     return module
 
 
-def token_rows(rows: int, length: int, *, seed: int = 0) -> mx.array:
+def token_rows(rows: int, length: int, *, seed: int = 0) -> Any:
     """Random token ids, int32 [rows, length]."""
     return mx.array(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), mx.int32)
 
 
-def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=False) -> g.Rollout:
+def tiny_rollout(prompts=(4, 2), generations=3, width=7, *, seed=0, entropy=False) -> Any:
     """A rollout of random tokens: prompts of the given lengths, completions of 1 to `width` tokens."""
     rng = np.random.default_rng(seed)
     rows = len(prompts) * generations

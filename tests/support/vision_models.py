@@ -1,5 +1,6 @@
 """Tiny vision-language models with random weights, and pictures: needs mlx-vlm (the extra `vlm`)."""
 
+import importlib
 import json
 import sys
 from importlib.util import find_spec
@@ -9,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from tokenizers import AddedToken
 
+from grpo_fn.trees import named_leaves
 from tests.support.tiny_models import make_tokenizer, write_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -58,10 +59,7 @@ def vision_settings(family: str = "qwen2_vl") -> dict[str, Any]:
 
 def make_vision_folder(folder: Path, family: str = "qwen2_vl", *, seed: int = 0) -> Path:
     """Writes a folder of random float32 weights that mlx-vlm loads, and returns it."""
-    import mlx_vlm.models.qwen2_5_vl as newer
-    import mlx_vlm.models.qwen2_vl as older
-
-    kind: Any = {"qwen2_vl": older, "qwen2_5_vl": newer}[family]
+    kind: Any = importlib.import_module(f"mlx_vlm.models.{family}")
     settings = vision_settings(family)
     config = kind.ModelConfig.from_dict(json.loads(json.dumps(settings)))
     config.text_config = kind.TextConfig.from_dict(config.text_config)
@@ -70,7 +68,7 @@ def make_vision_folder(folder: Path, family: str = "qwen2_vl", *, seed: int = 0)
     folder.mkdir(parents=True)
     key = mx.random.key(seed)
     weights = {}
-    for name, leaf in tree_flatten(module.parameters()):
+    for name, leaf in named_leaves(module.parameters()).items():
         key, own = mx.random.split(key)
         weights[name] = 0.25 * mx.random.normal(leaf.shape, key=own)
         if "norm" in name or "ln_q" in name:

@@ -6,6 +6,8 @@ test_reward_functions.py for the overlong penalty. Its advantages are per token,
 of its tokens becomes a row.
 """
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ def loss_and_grad(spec, logp, adv, mask=None, **arrays):
     """(loss, gradient in logp, stats) of rows given as lists; [B,T]."""
     logp, adv = (mx.array(np.array(x, np.float32)) for x in (logp, adv))
     mask = mx.ones(logp.shape) if mask is None else mx.array(np.array(mask, np.float32))
-    given = {f"{name}_bt": mx.array(np.array(rows, np.float32)) for name, rows in arrays.items()}
+    given: Any = {f"{name}_bt": mx.array(np.array(rows, np.float32)) for name, rows in arrays.items()}
     (loss, stats), grad = mx.value_and_grad(lambda x: g.policy_loss(x, adv, mask, spec, **given))(logp)
     return float(loss), np.array(grad), stats
 
@@ -112,7 +114,7 @@ def test_losses_and_gradients_of_tokens(fields, tokens, loss, grad):
 TWO_OLD = [[-1.0, -1.0, -1.0], [-1.0, -1.0, 0.0]]
 TWO_SAMPLER = [[-1.0 - np.log(2), -1.0 - np.log(2), -1.0], [-1.0 - np.log(2), -1.0 + np.log(4), 0.0]]
 TWO_MASK = [[1, 1, 1], [1, 1, 0]]
-PRODUCT = dict(sequence_ratio="product")
+PRODUCT: Any = dict(sequence_ratio="product")
 TO_3 = dict(sequence_range=(0.0, 3.0))
 
 

@@ -1,6 +1,7 @@
 """policy_loss against the specification: value, gradients and statistics of every legal combination."""
 
 import itertools
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +54,7 @@ def test_every_legal_combination_matches_the_reference(level, surrogate):
     tried = 0
     for index, fields in taken:
         fields = fields | {"entropy_coef": 0.01 * (index % 2)}
-        options = dict(drift=("near", "wide")[index % 2], rollout=("near", "wide")[index // 2 % 2])
+        options: Any = dict(drift=("near", "wide")[index % 2], rollout=("near", "wide")[index // 2 % 2])
         case = make_case(index, fields, keep=index % 3 == 0, old_given=index % 5 > 0, **options)
         want = run_reference(case)
         if want.margin > MARGIN:

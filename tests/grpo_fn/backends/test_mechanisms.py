@@ -3,6 +3,7 @@
 import importlib
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -181,7 +182,8 @@ def delta():
 
 def ended_row():
     """A batch of which a row has ended."""
-    steps, bits = SimpleNamespace(drops_rows=True), mx.zeros((4, 2, 3), mx.uint32)
+    steps: Any = SimpleNamespace(drops_rows=True)
+    bits = mx.zeros((4, 2, 3), mx.uint32)
     batch = RowBatch(steps, mx.zeros((2, 3)), bits, [0, 1])
     batch.alive.remove(0)
     return batch

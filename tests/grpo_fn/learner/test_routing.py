@@ -1,5 +1,7 @@
 """Models with experts: their load, and the loss that evens it, from routers that are recorded in a call."""
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -10,9 +12,10 @@ import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.small_settings import VOCABULARY
 from grpo_fn.algorithm import load_balancing_loss
-from grpo_fn.learner import chosen_experts, halve_batch, routing_stats, split_batch
+from grpo_fn.learner import chosen_experts, halve_batch, routing_stats, split_batch, take_rows
 from grpo_fn.policy import check_replay, checkpoint_layers, experts_per_token, has_routers
 from grpo_fn.policy.layers.routers import recorded_routing
+from grpo_fn.trees import arrays_of, named_leaves
 from tests.support.closeness import assert_same_gradients
 
 NAMES = ("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "olmoe")
@@ -65,7 +68,7 @@ def test_routers_are_recorded(name):
     want = by_hand(policy.module, tokens)
     assert len(routing) == len(want) == 4 and experts_per_token(policy.module) == 2
     for found, wanted in zip(routing, want, strict=True):
-        assert mx.abs(found.reshape(-1, 4) - wanted).max().item() < 1e-5
+        assert float(mx.abs(found.reshape(-1, 4) - wanted).max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -89,8 +92,8 @@ def test_the_gradient_has_the_balance(name):
     difference = tree_map(lambda a, b: a - b, found.accum_grads, plain.accum_grads)
     # Of absolute differences: some leaves have no gradient of the balance, and a GPU rounds two passes apart.
     apart = tree_map(lambda a, b: mx.abs(a - b).max(), difference, want)
-    assert max(x.item() for x in g.trees.arrays_of(apart)) < 1e-6
-    assert max(mx.abs(x).max().item() for x in g.trees.arrays_of(want)) > 1e-3
+    assert max(float(x) for x in arrays_of(apart)) < 1e-6
+    assert max(float(mx.abs(x).max()) for x in arrays_of(want)) > 1e-3
 
 
 def test_the_load_of_a_batch():
@@ -122,7 +125,8 @@ def test_what_is_refused():
     checkpoint_layers(module)
     with pytest.raises(ValueError, match="checkpointed blocks do not return"):
         experts_per_token(module)
-    with pytest.raises(RuntimeError), g.Policy.from_module(small_model("olmoe")).bound({}) as model:
+    with pytest.raises(RuntimeError), g.Policy.from_module(small_model("olmoe")).bound({}) as bound:
+        model: Any = bound
         gate = model.layers[0].mlp.gate
         with recorded_routing(model):
             assert model.layers[0].mlp.gate is not gate
@@ -141,7 +145,7 @@ def test_a_models_own_experts_change_nothing(name):
     assert own.shape == (3, LENGTH, 4, 2) and own.dtype == mx.uint16
     plain, logits = policy.hidden_and_routing(policy.params, batch.tokens_bl)
     found, recorded = policy.hidden_and_routing(policy.params, batch.tokens_bl, None, own)
-    assert mx.abs(plain - found).max().item() < 1e-5
+    assert float(mx.abs(plain - found).max()) < 1e-5
     assert all(mx.allclose(a, b, atol=1e-5).item() for a, b in zip(logits, recorded, strict=True))
     state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
     step = g.make_grad_step(policy, g.preset("grpo"))
@@ -157,7 +161,7 @@ def test_given_experts_are_the_ones_that_compute(name):
     state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
     for compile in (False, True):
         step = g.make_grad_step(policy, g.preset("grpo"), compile=compile)
-        grads = g.trees.named_leaves(step(state, attrs.evolve(batch, experts_blnk=experts))[0].accum_grads)
+        grads = named_leaves(step(state, attrs.evolve(batch, experts_blnk=experts))[0].accum_grads)
         weights = [grad for path, grad in grads.items() if "experts" in path or "switch_mlp" in path]
         assert weights
         for grad in weights:  # [experts, …]
@@ -172,15 +176,16 @@ def test_replay_follows_rows_into_micro_batches():
     experts = mx.concatenate([experts, experts + 1], axis=-1).astype(mx.uint16)
     step = g.make_logprob_step(policy)
     whole = step(policy.params, attrs.evolve(batch, experts_blnk=experts))
-    assert mx.abs(whole - step(policy.params, batch)).max().item() > 1e-3
-    halves = [g.learner.take_rows(attrs.evolve(batch, experts_blnk=experts), [row]) for row in range(3)]
+    assert float(mx.abs(whole - step(policy.params, batch)).max()) > 1e-3
+    halves = [take_rows(attrs.evolve(batch, experts_blnk=experts), [row]) for row in range(3)]
     rows = mx.concatenate([step(policy.params, half) for half in halves])
-    assert mx.abs((whole - rows) * batch.mask_bt).max().item() < 1e-5
+    assert float(mx.abs((whole - rows) * batch.mask_bt).max()) < 1e-5
     shared = attrs.evolve(batch, group_b=mx.zeros((3,), mx.int32))
     state = g.init_state(policy.params, g.adamw(1e-3), key=mx.random.key(0))
     grad_step = g.make_grad_step(policy, g.preset("grpo"))
     wanted = grad_step(state, attrs.evolve(batch, experts_blnk=experts))[0].accum_grads
-    for tokens, options in ((8, {}), (20, {}), (20, {"bucketed": False}), (1000, {"share_prompts": True})):
+    cuts: Any = ((8, {}), (20, {}), (20, {"bucketed": False}), (1000, {"share_prompts": True}))
+    for tokens, options in cuts:
         pieces = split_batch(attrs.evolve(shared, experts_blnk=experts), max_tokens=tokens, **options)
         for parts in (pieces, [half for piece in pieces for half in halve_batch(piece)]):
             assert_same_gradients(grad_step(state, parts)[0].accum_grads, wanted)
@@ -203,7 +208,7 @@ def test_the_reference_keeps_its_own_routing():
     own = g.make_logprob_step(policy)(policy.params, batch)
     given = attrs.evolve(batch, experts_blnk=experts, ref_logp_bt=own)
     _, wanted = g.make_grad_step(policy, spec)(state, given)
-    assert stats.kl.item() == pytest.approx(wanted.kl.item(), rel=1e-4) and stats.kl.item() > 1e-4
+    assert stats.kl.item() == pytest.approx(wanted.kl.item(), rel=1e-4) and float(stats.kl) > 1e-4
 
 
 def test_what_cannot_be_replayed():

@@ -1,5 +1,7 @@
 """The supervised step is cross-entropy on the completions' tokens: naive, mlx-lm's, TRL's."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ GOLD = [(8, 3), (4, 4, 9, 20, 31), (17,), (30, 2, 2)]
 def learned(policy, *, packed, compile=False):
     """(statistics, gradient) of the step, for the whole batch or its micro-batches."""
     batch = g.make_batch(g.given_rollout(PROMPTS, GOLD), mx.ones((len(GOLD), 1)))
-    parts = g.split_batch(batch, max_tokens=16, share_prompts=True) if packed else batch
+    parts: Any = g.split_batch(batch, max_tokens=16, share_prompts=True) if packed else batch
     assert not packed or len(parts) > 1
     state, stats = g.make_sft_step(policy, compile=compile)(make_state(policy), parts)
     return stats, mean_gradient(state)
@@ -72,7 +74,8 @@ def test_the_step_is_that_of_trl(packed, tmp_path):
     """SFTTrainer on a Llama of transformers with the same weights: completions only, padded or packed."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
-    from torch import tensor
+
+    torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     policy = tiny_policy("llama-untied")
@@ -81,7 +84,7 @@ def test_the_step_is_that_of_trl(packed, tmp_path):
     more = {"num_key_value_heads": args.num_key_value_heads, "rope_theta": args.rope_theta}
     config = {name: getattr(args, name) for name in names.split()} | more
     model = LlamaForCausalLM(LlamaConfig(**config, tie_word_embeddings=False)).float()
-    model.load_state_dict({name: tensor(np.array(leaf)) for name, leaf in tree_flatten(policy.params)})
+    model.load_state_dict({name: torch.tensor(np.array(leaf)) for name, leaf in tree_flatten(policy.params)})
     rows = [
         {"input_ids": [*prompt, *gold], "completion_mask": [0] * len(prompt) + [1] * len(gold)}
         for prompt, gold in zip(PROMPTS, GOLD, strict=True)

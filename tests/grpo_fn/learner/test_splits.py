@@ -1,6 +1,7 @@
 """Split ≡ whole: micro-batches, gradient accumulation, shared prompts and rows left out give one update."""
 
 import functools
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -90,6 +91,7 @@ def test_shared_prompts_give_the_same_gradient_where_they_can_be_shared(name):
     whole = near_policy(make_batch(prompts=(4, 1, 7), generations=2, width=5), policy)
     grad_step = grad_step_of(policy, SPECS["grpo"], compile=False)
     want, _ = grad_step(make_state(policy), whole)
+    piece: Any
     (piece,) = g.split_batch(whole, max_tokens=1000, bucketed=False, share_prompts=True)
     assert piece.tokens_bl.shape == (3, 7) and piece.prompt_index_b.shape == (6,)
     got, _ = grad_step(make_state(policy), piece)

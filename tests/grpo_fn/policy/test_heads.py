@@ -36,13 +36,13 @@ def test_hidden_and_head_are_the_model(name):
     policy, tokens = tiny_policy(name), token_rows(3, 8)
     logits = policy.module(tokens)
     assert logits.std().item() > 0.2
-    assert mx.abs(through_the_head(policy, policy.params, tokens) - logits).max().item() < 1e-6
+    assert float(mx.abs(through_the_head(policy, policy.params, tokens) - logits).max()) < 1e-6
     assert policy.split.weight == PRODUCTS.get(name)
     scale, cap = SHAPES.get(name, (1, None))
     assert policy.split.scale == pytest.approx(scale, rel=1e-6) and policy.split.cap == pytest.approx(cap)
 
 
-def assert_gradient_is_the_module_s(make, chunk=3):
+def assert_gradient_is_the_module_s(make, chunk: int | None = 3):
     """Through hidden states and head, in chunks, every leaf gets the gradient of the naive way."""
     tokens, targets = token_rows(2, 5), token_rows(2, 5, seed=1)
     weights = mx.array(np.random.default_rng(0).normal(size=(2, 5)), mx.float32)
@@ -109,7 +109,7 @@ def test_an_adapter_on_the_head_is_no_plain_product():
     policy, got = assert_gradient_is_the_module_s(make)
     assert policy.split.weight is None
     assert sorted(policy.split.trainable) == ["lm_head.lora_a", "lm_head.lora_b"]
-    assert mx.abs(got["lm_head"]["lora_b"]).max().item() > 1e-3
+    assert float(mx.abs(got["lm_head"]["lora_b"]).max()) > 1e-3
 
 
 def test_a_language_model_inside_another_is_found():
@@ -132,8 +132,8 @@ def test_a_language_model_inside_another_is_found():
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 def test_heads_in_16_bits_are_still_products(dtype):
     """Neither rounding nor float16's range hides the closed form, or a soft cap."""
-    for options in ({}, {"vocab_size": 100_000}):  # a sum over this many overflows in float16
-        split = tiny_policy("llama", dtype=dtype, **options).split
+    for size in (VOCAB, 100_000):  # a sum over this many overflows in float16
+        split = tiny_policy("llama", dtype=dtype, vocab_size=size).split
         assert split.weight == "model.embed_tokens.weight" and split.cap is None
     assert tiny_policy("gemma2", dtype=dtype).split.cap == 5
 

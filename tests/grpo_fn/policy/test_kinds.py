@@ -61,7 +61,7 @@ def test_rollouts_are_the_learner_s(name, prompts):
     by one, past the window as well; asking for shortcuts changes nothing."""
     policy, tokens = tiny_policy(name), token_rows(2, 13)
     want = step_by_step(policy.module, tokens)
-    assert mx.abs(policy.logits(policy.params, tokens) - want).max().item() < 1e-4
+    assert float(mx.abs(policy.logits(policy.params, tokens) - want).max()) < 1e-4
     drawn = roll(policy, prompts, eos_ids=EOS, check_every=2)
     assert_teacher_forced(policy, drawn)
     assert not policy.shares_prefix

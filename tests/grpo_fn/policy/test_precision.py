@@ -1,6 +1,7 @@
 """Quantized roles: which weights are rounded, that both storages hold the same ones, and what is refused."""
 
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -9,10 +10,10 @@ from mlx.utils import tree_flatten
 import grpo_fn as g
 from benchmarks.architectures.small_models import small_model
 from grpo_fn.policy.quantized_role import MODES, quantized_role
-from grpo_fn.trees import map_arrays, named_leaves
+from grpo_fn.trees import arrays_of, map_arrays, named_leaves
 from tests.support.tiny_policies import lora_policy, memory_in_use, tiny_policy, token_rows
 
-SIZE = {"hidden_size": 64, "intermediate_size": 128}
+SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
 # Bits of a weight, and so how far rounding may take the logits of a random model from the full ones.
 COARSE = {
     "affine-8": 0.05,
@@ -31,7 +32,7 @@ def wide_policy(name="llama-untied", **options):
 
 
 def relative_error(got, want):
-    return (mx.linalg.norm(got - want) / mx.linalg.norm(want)).item()
+    return float(mx.linalg.norm(got - want) / mx.linalg.norm(want))
 
 
 def both_storages(policy, mode, tokens, **options):
@@ -99,7 +100,7 @@ def test_a_packed_role_is_small():
     g.materialize(params)
     full = sum(dict(tree_flatten(policy.params))[name].nbytes for name in role.names)
     assert memory_in_use() - before < full * (4 + 1.5) / 32
-    assert all(leaf.size == 1 for _, leaf in tree_flatten(role.policy.module.parameters()))
+    assert all(leaf.size == 1 for leaf in arrays_of(role.policy.module.parameters()))
 
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
@@ -123,7 +124,7 @@ def test_weights_are_rounded_in_the_compute_dtype():
     policy = wide_policy(compute_dtype=mx.bfloat16)
     for storage in ("packed", "dequantized"):
         made = quantized_role(policy, "affine-8", storage).transform(policy.params)
-        kinds = {leaf.dtype for _, leaf in tree_flatten(made)}
+        kinds = {leaf.dtype for leaf in arrays_of(made)}
         assert kinds == ({mx.bfloat16, mx.uint32} if storage == "packed" else {mx.bfloat16})
 
 
@@ -175,6 +176,6 @@ def test_embeddings_and_head_are_rounded_when_asked(name, mode, dtype):
     got = g.token_logprobs(role.policy.hidden(params, tokens), role.policy.head(params), targets)
     z = role.policy.logits(params, tokens).astype(mx.float32)
     want = mx.take_along_axis(z - mx.logsumexp(z, -1, keepdims=True), targets[..., None], -1)[..., 0]
-    assert mx.abs(got - want).max().item() < (1e-4 if dtype is None else 0.1)
+    assert float(mx.abs(got - want).max()) < (1e-4 if dtype is None else 0.1)
     plain = quantized_role(policy, mode)
     assert relative_error(plain.policy.logits(plain.transform(policy.params), tokens), dense) > 1e-4

@@ -1,5 +1,7 @@
 """A packed base with adapters (QLoRA) on a CPU or CUDA: many rows are multiplied by unpacked weights."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -140,9 +142,10 @@ def test_unpacked_weights_compute_the_same_and_go_away(mode, group_size, bits):
     substitutes.patch_layers(module)
     before, held = module(token_rows(2, 5)), {p: id(a) for p, a in tree_flatten(module.parameters())}
     mx.random.seed(5)
-    with unpacked_weights(module) as layers:
+    with unpacked_weights(module) as found:
+        layers: Any = found
         assert len(layers) == 2 * 7 + 1 and not any(hasattr(layer, "bits") for layer in module.modules())
-        assert mx.abs(module(token_rows(2, 5)) - before).max().item() < 1e-4
+        assert float(mx.abs(module(token_rows(2, 5)) - before).max()) < 1e-4
         assert all(layer.weight.dtype == mx.float32 for layer in layers)
     assert {p: id(a) for p, a in tree_flatten(module.parameters())} == held
     got = mx.random.uniform(shape=(3,))
@@ -154,7 +157,8 @@ def test_what_sampling_holds_is_counted():
     """The unpacked weights, with adapters in them or not: as much as is made."""
     module = packed_module()
     substitutes.patch_layers(module)
-    with unpacked_weights(module) as layers:
+    with unpacked_weights(module) as found:
+        layers: Any = found
         unpacked = sum(layer.weight.nbytes for layer in layers)
     assert decode_weights_bytes(module) == unpacked
     mx.eval(module.parameters())

@@ -6,7 +6,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.policy.caches.kv_caches import keep_rows
 from grpo_fn.rollout import decode_step
-from grpo_fn.trees import arrays_of
+from grpo_fn.trees import arrays_of, on_host
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import ARCHITECTURES, memory_in_use, tiny_policy
 
@@ -30,8 +30,7 @@ def test_logprobs_are_those_of_the_sampler_s_distribution():
     """Tempered and truncated; the entropy is that of the whole distribution at the temperature. At
     temperature 0 every completion of a prompt is the same, and each token the forward's argmax."""
     policy = tiny_policy("qwen2")
-    for options in ({"temperature": 0.6}, {"temperature": 1.7, "top_k": 5, "with_entropy": True}):
-        sampling = g.Sampling(**options)
+    for sampling in (g.Sampling(temperature=0.6), g.Sampling(temperature=1.7, top_k=5, with_entropy=True)):
         rollout = roll(policy, sampling=sampling)
         assert (rollout.entropy_bt is not None) == sampling.with_entropy
         assert_teacher_forced(policy, rollout, sampling)
@@ -39,7 +38,7 @@ def test_logprobs_are_those_of_the_sampler_s_distribution():
     for p, prompt in enumerate(RAGGED):
         assert rows[3 * p] == rows[3 * p + 1] == rows[3 * p + 2]
         logits = policy.logits(policy.params, mx.array([[*prompt, *rows[3 * p]]]))[0]
-        assert mx.argmax(logits, axis=-1).tolist()[len(prompt) - 1 : -1] == rows[3 * p]
+        assert on_host(mx.argmax(logits, axis=-1))[len(prompt) - 1 : -1] == rows[3 * p]
 
 
 def test_completions_depend_on_their_own_prompt_and_number():

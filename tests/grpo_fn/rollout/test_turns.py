@@ -2,6 +2,7 @@
 
 import functools
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.prng import completion_keys
 from grpo_fn.rollout import Respond, draw, draw_bits
+from grpo_fn.trees import on_host
 from tests.support.closeness import assert_same_gradients
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, roll
 from tests.support.tiny_policies import VOCAB, repeats, tiny_policy
@@ -30,7 +32,7 @@ def answers(turns=3, length=4):
             return None
         return [(7 * row + 3 * told[row] + i) % VOCAB for i in range((row + told[row]) % (length + 1))]
 
-    replies = Respond(respond)
+    replies: Any = Respond(respond)
     replies.seen = seen
     return replies
 
@@ -201,7 +203,7 @@ def test_turns_are_numbered_and_start_in_states():
         finished_b=mx.array([True] * 4),
         sampled_bt=mx.array([[*row, *[False] * (width - len(row))] for row in sampled]),
     )
-    assert rollout.turn_numbers().tolist()[2][: len(tokens[2])] == [-1, 0, 0, 0, 0, 0, 1]
+    assert on_host(rollout.turn_numbers())[2][: len(tokens[2])] == [-1, 0, 0, 0, 0, 0, 1]
     assert rollout.turn_states().tolist() == [[[0, 1, 2], [0, 1, -1]], [[0, 1, -1], [2, -1, -1]]]
     values = mx.arange(12).reshape(2, 2, 3)
     batch = g.make_batch(rollout, g.spread_over_turns(values, rollout))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def python(*words, cwd=ROOT, code=0, **environment):
+def python(*words: Any, cwd: Any = ROOT, code: Any = 0, **environment: Any) -> Any:
     """`python WORDS`, finished, with its output as text; it has to end with this code (None: any)."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -36,6 +37,7 @@ def in_new_process(code, *arguments, **options):
 def digest_of(file):
     """The digest of a weights file, as OWN_LOOP takes it of a state's parameters."""
     digest = hashlib.sha256()
-    for name, leaf in sorted(mx.load(str(file)).items()):
+    weights: Any = mx.load(str(file))
+    for name, leaf in sorted(weights.items()):
         digest.update(name.encode() + np.array(leaf).tobytes())
     return digest.hexdigest()

@@ -1,5 +1,7 @@
 """Runs a LossCase through the library and through the reference, and compares what comes out."""
 
+from typing import Any
+
 import attrs
 import mlx.core as mx
 import numpy as np
@@ -25,7 +27,8 @@ def run_library(case, *, dtype=mx.float32, mask_dtype=mx.float32):
     """policy_loss of a case with its gradients in logp and entropy."""
     spec = g.LossSpec(**case.fields)
     mask, adv = mx.array(case.mask).astype(mask_dtype), mx.array(case.adv)
-    given = {ARGUMENTS[n]: mx.array(getattr(case, n)).astype(dtype) for n in case.tokens() if n in ARGUMENTS}
+    names = [name for name in case.tokens() if name in ARGUMENTS]
+    given: Any = {ARGUMENTS[name]: mx.array(getattr(case, name)).astype(dtype) for name in names}
     given["max_completion_length"] = case.max_completion_length
 
     def loss_of(logp, entropy):

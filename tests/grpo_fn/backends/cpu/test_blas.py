@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_processor_that_openblas_does_not_know_gets_its_fastest_kernels(flags,
     """Those of the newest processor whose instructions it has; the environment is as before."""
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     monkeypatch.setattr(blas, "processor_flags", lambda: set(flags.split()))
-    library = OldLibrary()
+    library: Any = OldLibrary()
     blas._choose_kernels(library)
     assert library.kernels == kernels and "OPENBLAS_CORETYPE" not in os.environ
 
