@@ -124,7 +124,8 @@ def test_masked_is_deleted():
     short = [x[:, 4:] for x in arrays[:5]]
 
     def run(parts: Any, mask):
-        return chunks(*parts, arrays[5], mask=mask)
+        q, k, v, g, beta = parts
+        return chunks(q, k, v, g, beta, arrays[5], mask)
 
     y, last = run(spoiled, mask)
     want_y, want_last = run(short, None)
