@@ -39,9 +39,37 @@ def chat_command(model: str, **values: Any) -> None:
     loaded = open_model(model, values)
     values = resolve_prompt(values, loaded.prompt)
     conversation = open_conversation(loaded, values)
+    from runners.inference.text_generation import Speed
+    from runners.machine.signals import Interrupts
+
     if sys.stdin.isatty():
         echo(f"Chatting with {model}. /help shows the commands, Ctrl-D ends.", err=True)
-    talk(conversation)
+    speed = Speed()
+    stopped = False  # by Ctrl-C, in the last reply or at the prompt
+    while True:
+        try:
+            message = _read()
+        except KeyboardInterrupt:
+            echo("", err=True)
+            if stopped:
+                break
+            stopped = True
+            echo("Press Ctrl-C again to quit.", err=True)
+            continue
+        stopped = False
+        if message == "/exit":
+            break
+        if message == "/help":
+            echo(_COMMANDS, nl=False, err=True)
+        elif message == "/clear":
+            conversation.clear()
+        elif message:
+            with Interrupts() as interrupts:
+                show_reply(conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed))
+            stopped = interrupts.stopped
+    echo(speed.line(), err=True)
+    if stopped:
+        sys.exit(INTERRUPTED)
 
 
 def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversation:
@@ -59,51 +87,17 @@ def show_reply(pieces: Iterable[str]) -> None:
     echo()
 
 
-def talk(conversation: Conversation) -> None:
-    """Messages from standard input, replies to standard output, until the input ends."""
-    from runners.inference.text_generation import Speed
-    from runners.machine.signals import Interrupts
-
-    speed = Speed()
-    stopped = False  # by Ctrl-C, in the last reply or at the prompt
-    while True:
-        try:
-            message = _read()
-        except KeyboardInterrupt:
-            echo("", err=True)
-            if stopped:
-                break
-            stopped = True
-            echo("Press Ctrl-C again to quit.", err=True)
-            continue
-        stopped = False
-        if message is None or message == "/exit":
-            break
-        if message == "/help":
-            echo(_COMMANDS, nl=False, err=True)
-        elif message == "/clear":
-            conversation.clear()
-        elif message:
-            with Interrupts() as interrupts:
-                show_reply(conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed))
-            stopped = interrupts.stopped
-    echo(speed.line(), err=True)
-    if stopped:
-        sys.exit(INTERRUPTED)
-
-
-def _read() -> str | None:
-    """The next message, stripped; None at the end of the input."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
-            echo(PROMPT_SIGN, nl=False, err=True)
-        line = sys.stdin.readline()
-        return line.strip() if line else None
-    # On a terminal with line editing, and this conversation's messages as history.
-    with suppress(ImportError):  # not every Python has it; macOS has editline under its name
-        import readline  # noqa: F401 (importing it is what turns editing on in `input`)
-    try:
-        return input(PROMPT_SIGN).strip()
-    except EOFError:
+def _read() -> str:
+    """The next message, stripped; at the end of the input "/exit"."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        # With line editing, and this conversation's messages as history.
+        with suppress(ImportError):  # not every Python has it; macOS has editline under its name
+            import readline  # noqa: F401 (importing it is what turns editing on in `input`)
+        with suppress(EOFError):
+            return input(PROMPT_SIGN).strip()
         echo("", err=True)
-        return None
+        return "/exit"
+    if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
+        echo(PROMPT_SIGN, nl=False, err=True)
+    line = sys.stdin.readline()
+    return line.strip() if line else "/exit"

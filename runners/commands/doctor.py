@@ -32,23 +32,8 @@ def doctor_command(as_json: bool) -> None:
     Shows what the machine offers, what will be slow, and what mends it: device, memory, BLAS, compiler,
     sandbox and versions. Nothing is changed. The exit code is 2 where no run can start.
     """
-    found, problem = examine()
-    if as_json:
-        echo(json.dumps({**found, "problem": problem or None}, indent=2))
-    else:
-        shown = {name.removesuffix("_bytes"): _text(found[name]) for name in found if name != "slow"}
-        words = {name: name.replace("_", " ") for name in shown if name != "grpo_fn"}
-        echo("\n".join([*aligned([(words.get(name, name), text) for name, text in shown.items()]), ""]))
-        for line in found["slow"]:
-            echo(f"slow: {line}")
-        if not found["slow"] and not problem:
-            echo("a run can start, and nothing is known that would slow it")
-    if problem:
-        raise UserError(problem)
-
-
-def examine() -> tuple[dict[str, Any], str]:
-    """What was found, as JSON has it, and why no run can start here; empty if one can."""
+    from runners.machine import startup
+    from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
     from runners.machine.versions import installed_version
     from runners.sandbox.sandbox import mechanism
 
@@ -65,25 +50,34 @@ def examine() -> tuple[dict[str, Any], str]:
         "sandbox": sandbox,
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
-    from runners.machine import startup
-    from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
-
+    slow, problem = [], ""
     try:
         machine = startup.prepare()
     except UserError as error:
-        return {**found, "slow": []}, str(error)
-    total, limit = total_memory(), memory_limit() if sys.platform == "linux" else None
-    found |= {
-        "device": f"{machine.device} ({machine.backend})",
-        "cores": machine.cores,
-        "memory_bytes": total,
-        "free_memory_bytes": free_memory(),
-        "container_limit_bytes": limit if limit and limit <= total else None,
-        "swap_used_bytes": swap_used(),
-        "blas": Path(machine.blas).name if machine.blas else None,
-        "slow": list(machine.notices),
-    }
-    return found, ""
+        problem = str(error)
+    else:
+        total, limit = total_memory(), memory_limit() if sys.platform == "linux" else None
+        slow = list(machine.notices)
+        found |= {
+            "device": f"{machine.device} ({machine.backend})",
+            "cores": machine.cores,
+            "memory_bytes": total,
+            "free_memory_bytes": free_memory(),
+            "container_limit_bytes": limit if limit and limit <= total else None,
+            "swap_used_bytes": swap_used(),
+            "blas": Path(machine.blas).name if machine.blas else None,
+        }
+    if as_json:
+        echo(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
+    else:
+        names = (name.removesuffix("_bytes").replace("_", " ") for name in found)
+        echo("\n".join([*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]))
+        for line in slow:
+            echo(f"slow: {line}")
+        if not slow and not problem:
+            echo("a run can start, and nothing is known that would slow it")
+    if problem:
+        raise UserError(problem)
 
 
 def _text(value: Any) -> str:
