@@ -102,26 +102,21 @@ Exit codes:
   141  saved and stopped, because nobody reads the output
 """,
 )
-def run_command(
-    config: str,
-    overrides: Sequence[str],
-    resume: str | None,
-    allow_config_change: bool,
-    overwrite: bool,
-    dry_run: bool,
-) -> None:
+def run_command(config: str, overrides: Sequence[str], resume: str | None, **flags: bool) -> None:
     """Fine-tune a language model with GRPO.
 
     CONFIG is a TOML file, or the name of a packaged preset such as quickstart.
     """
+    overwrite, allowed, dry_run = (flags[name] for name in ("overwrite", "allow_config_change", "dry_run"))
     if resume is not None and overwrite:
         raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
-    if resume is None and allow_config_change:
+    if resume is None and allowed:
         raise click.UsageError("--allow-config-change needs --resume.")
     from runners.ranks.rank_place import let_launcher_sleep, read_rank_place
 
-    origin = Path(resume).expanduser() if resume not in (None, _LAST) else resume is not None
-    how = {"resume": origin, "allow_config_change": allow_config_change, "overwrite": overwrite}
+    named = [resume] if resume and resume != _LAST else []
+    origin = Path(named[0]).expanduser() if named else resume is not None
+    how = {"resume": origin, "allow_config_change": allowed, "overwrite": overwrite}
     let_launcher_sleep()
     place = read_rank_place()
     leads = place is None or place.rank == 0
@@ -142,10 +137,8 @@ def run_command(
                 if place:
                     signals.ignore_launcher()
     except Stopped as stopped:
-        again = (
-            ["--overwrite"] if overwrite else ["--resume", *([resume] if isinstance(origin, Path) else [])]
-        )
-        again += ["--allow-config-change"] * allow_config_change
+        again = ["--overwrite"] if overwrite else ["--resume", *named]
+        again += ["--allow-config-change"] * allowed
         go_on = shlex.join(["--resume"] if stopped.saved else again)
         stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
         raise
@@ -193,9 +186,8 @@ def main() -> None:
 
 def _command() -> str:
     """The command of this run without its other options, spelled as it was called."""
-    context = click.get_current_context()
+    context, called = click.get_current_context(), sys.argv[0]
     program = context.command_path
-    called = sys.argv[0]
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
         program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
     if "MLX_RANK" in os.environ:

@@ -118,9 +118,9 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
             "sets how both are asked"
         )
     for name, prompt in list(asked.items())[:1]:
-        note(f"asked as in training ({name}: grpo_prompt.json); --config and --set replace it")
-        label = f"{name}: grpo_prompt.json"
-        config = load_config(None, overrides, recorded=prompt.sections(), label=label)
+        file = f"{name}: grpo_prompt.json"
+        note(f"asked as in training ({file}); --config and --set replace it")
+        config = load_config(None, overrides, recorded=prompt.sections(), label=file)
     return config
 
 
@@ -167,18 +167,8 @@ def _measure_all(
         tools = environments.chat.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
-        result = measure(
-            loaded,
-            name,
-            chosen,
-            config,
-            every,
-            num=num,
-            ks=ks,
-            rows=values["batch"] or 0,
-            environments=environments,
-            note=partial(echo, err=True),
-        )
+        how = {"num": num, "ks": ks, "rows": values["batch"] or 0, "environments": environments}
+        result = measure(loaded, name, chosen, config, every, note=partial(echo, err=True), **how)
         measured.append(result)
         echo_all(result.problems)
         del loaded
