@@ -27,32 +27,25 @@ REWARDS = """
 import time
 import zlib
 
-
 def letters(completions, **_):
     return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
 
-
 def few(completions, **_):
     return [float(value > 0.9) for value in letters(completions)]
-
 
 def some(completions, **_):
     values = letters(completions)
     return [None, "none", *values[2:]]
 
-
 def none(completions, **_):
     raise ValueError("no reward")
-
 
 def slow(completions, **_):
     time.sleep(0.2)
     return letters(completions)
 
-
 def shorter(row):
     return {**row, "question": row["question"][:1]}
-
 
 class Crowd:
     '''Its first instance tells whether another begins while it waits.'''
@@ -70,7 +63,6 @@ class Crowd:
     def look(self) -> str:
         '''Looks.'''
         return ""
-
 
 def theirs(folder):
     from mlx_lm import load
@@ -92,6 +84,7 @@ BASE = {
 ADAPTIVE = 'data.curriculum="adaptive"'
 MANY = ("optim.max_steps=6", "optim.learning_rate=0.0")
 LORA = 'model.tune="lora"'
+RATES = 'data.difficulty="{root}/rates-train.jsonl"'
 PACKED = 'rollout.quantization="affine-8"'
 BETA = "loss.beta=0.1"
 SAVED = "checkpoint.every=1"
@@ -129,12 +122,8 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.on_bad_row": ('"skip"', 'data.question="sparse"'),
     "data.transform": ('"{root}/rewards.py:shorter"',),
     "data.curriculum": ('"adaptive"', *MANY),
-    "data.difficulty": ('"{root}/rates-train.jsonl"', ADAPTIVE, *MANY),
-    "data.pass_rates": (
-        "[0.2, 0.5]",
-        'data.curriculum="static"',
-        'data.difficulty="{root}/rates-train.jsonl"',
-    ),
+    "data.difficulty": (RATES.partition("=")[2], ADAPTIVE, *MANY),
+    "data.pass_rates": ("[0.2, 0.5]", 'data.curriculum="static"', RATES),
     "data.target_rate": ("0.05", ADAPTIVE, *MANY),
     "data.rate_decay": ("0.1", ADAPTIVE, *MANY),
     "data.explore": ("1.0", ADAPTIVE, *MANY),
@@ -204,10 +193,8 @@ def scratch() -> tuple[tempfile.TemporaryDirectory, Path]:
     for split, numbers in (("train", range(6)), ("valid", range(10, 16))):
         rows = [
             {
-                "question": f"{n}+{n}?" + "!" * (3 * n % 8),
-                "other": f"What is {n}?",
-                "answer": "#### 1",
-                "chat": [{"role": "user", "content": f"So {n}?"}],
+                **{"question": f"{n}+{n}?" + "!" * (3 * n % 8), "other": f"What is {n}?", "answer": "#### 1"},
+                **{"chat": [{"role": "user", "content": f"So {n}?"}]},
                 **({"sparse": f"{n}?"} if n % 3 else {}),
             }
             for n in numbers

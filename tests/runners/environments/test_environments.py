@@ -222,13 +222,6 @@ class Needs:
     def __init__(self):
         raise RuntimeError("no server at localhost:1")
 
-def double(a: int) -> int:
-    """Twice a number.
-
-    Args:
-        a: The number.
-    """
-    return 2 * a
 '''
 
 
@@ -392,19 +385,13 @@ def test_texts_of_reset_extend_the_prompts(built):
     environments = built()
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
     assert " Welcome!<|im_end|>" in environments.chat.tokenizer.decode(list(script.prompts[0]))
-
     environments = built(factory="shop.py:Greeter")
     script = Scripted(environments.chat.tokenizer, lambda row: ["Hello."])
     rollout, played = played_by(environments, script, examples(environments, 2), 2)
     assert len(rollout.prompts) == 2 and rollout.num_generations == 2
-    spelled = [
-        environments.chat.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
-        for row, tokens in enumerate(rollout.completions())
-    ]
-    assert all(
-        f"cost?{mine}<|im_end|>" in text
-        for mine, text in zip([" A", " A", " B", " BB"], spelled, strict=True)
-    )
+    for row, (tokens, mine) in enumerate(zip(rollout.completions(), ("A", "A", "B", "BB"), strict=True)):
+        spelled = environments.chat.tokenizer.decode([*rollout.prompts[row // 2], *tokens])
+        assert f"cost? {mine}<|im_end|>" in spelled
     assert {tuple(m["content"] for m in each.messages) for each in played} == {("Hello.",)}
     batch = g.make_batch(rollout, mx.ones((2, 2)))
     assert batch.num_tokens.item() == 4 * 7, "six letters and the end of each"
@@ -432,9 +419,7 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     (by_environment,) = resolve_rewards(["shop.py:by_environment"], (), [tmp_path], worker)
     rewards = [by_environment, Reward("b", by_messages), environments.reward]
     scores = Scorer(rewards).score(
-        ["x", "y"],
-        [[], []],
-        {"answer": ["6", "6"]},
+        *(["x", "y"], [[], []], {"answer": ["6", "6"]}),
         conversations=[each.messages for each in played],
         environments=[each.environment for each in played],
     )
@@ -445,14 +430,6 @@ def test_rewards_get_messages_and_environments(built, tmp_path):
     numbers = [each.environment for each in played]
     scores = Scorer([later.reward]).score(["x"] * 2, [[]] * 2, {}, environments=numbers)
     assert scores.values_kb.tolist() == [[2.0, 2.0]]
-
-
-def test_plain_functions_are_tools(built):
-    """Without a class."""
-    environments = built(factory="", tools=("shop.py:double",))
-    _, played, _ = play(environments, call("double", a=21), "42")
-    assert played[0].messages[1] == {"role": "tool", "name": "double", "content": "42"}
-    assert played[0].environment is None and environments.reward is None
 
 
 @pytest.mark.parametrize(

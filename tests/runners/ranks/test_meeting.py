@@ -61,9 +61,8 @@ def test_ranks_of_a_host_share_its_cores():
 def test_messages_come_back_as_they_were(value, arrays):
     """Plain values and arrays of any length, half a surrogate pair included."""
     made = {name: np.array(array, np.uint8) for name, array in arrays.items()}
-    found = decode_message(
-        encode_message(RankMessage("here", [value, made, {"array": "0"}], error="é\ud800"))
-    )
+    own = RankMessage("here", [value, made, {"array": "0"}], error="é\ud800")
+    found = decode_message(encode_message(own))
     assert (found.where, found.value[0], found.error) == ("here", value, "é\ud800")
     assert found.value[2] == {"array": "0"}
     assert {name: array.tolist() for name, array in found.value[1].items()} == arrays
@@ -122,9 +121,8 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
     )
     other = Scoreboard(path, 3, 1)
     other.write(ENDED)
-    done = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=HANGS, check=False
-    )
+    command = [sys.executable, "-c", code, path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS)
     assert done.returncode == 4
     assert f"rank 0 ({os.uname().nodename}) ends: no end of the rollout after" in done.stderr
     assert "waited for rank 1 (a)" in done.stderr
