@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from grpo_fn.learner import Collectives
 
 _MOMENT = 1.0  # seconds until the end of another rank is visible
-_BLOCK = 4096  # bytes of each message in the first collective
 _LOST = ("connection to a peer was lost", "ncclRemoteError", "NCCL")  # in MLX's exceptions
 
 
@@ -62,17 +61,13 @@ class Ranks:
         from grpo_fn.learner import MlxCollectives
 
         self.watchdog.start()
-        self.watchdog.begins("the start")
         try:
-            with self._signals.ending_at_once():
+            with self.watchdog.waiting("the start"), self._signals.ending_at_once():
                 group = mx.distributed.init(strict=True, backend=place.backend)
         except RuntimeError as error:
             self.watchdog.stop()
             raise UserError(f"{self.watchdog.name} cannot join the others: {error}") from error
-        self.watchdog.ends()
-        on_cuda = place.backend == "nccl"
-        device = None if on_cuda else mx.Device(mx.cpu)
-        self._collectives = MlxCollectives(group, device)
+        self._collectives = MlxCollectives(group, None if place.backend == "nccl" else mx.Device(mx.cpu))
         keys = self._values("the hosts' names", host_key())
         here = [rank for rank, key in enumerate(keys) if key == keys[self.number]]
         own = Scoreboard.create(self.count) if here[0] == self.number else None
@@ -159,31 +154,26 @@ class Ranks:
     def _exchange(self, own: RankMessage) -> list[RankMessage]:
         """Every rank's message, without checks."""
         data = encode_message(own)
-        whole = len(data).to_bytes(8, "little") + data
-        firsts = self._gathered(own.where, whole[:_BLOCK], _BLOCK)
-        sizes = [8 + int.from_bytes(first[:8], "little") for first in firsts]
-        rest = max(sizes) - _BLOCK
-        if rest > 0:
-            more = self._gathered(own.where, whole[_BLOCK:], rest)
-            firsts = [first + after for first, after in zip(firsts, more, strict=True)]
-        return [decode_message(found[8:size]) for found, size in zip(firsts, sizes, strict=True)]
+        sizes = self._gathered(own.where, np.array([len(data)], np.int32))[:, 0].tolist()
+        padded = np.frombuffer(data.ljust(max(sizes), b"\0"), np.uint8)
+        rows = self._gathered(own.where, padded)
+        return [decode_message(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def _gathered(self, where: str, data: bytes, size: int) -> list[bytes]:
-        """Every rank's bytes, filled up to one size."""
+    def _gathered(self, where: str, own: np.ndarray) -> np.ndarray:
+        """Every rank's array, one row each."""
         import mlx.core as mx
 
         assert self._collectives is not None
-        block = np.frombuffer(data.ljust(size, b"\0"), np.uint8)
         gather = self._collectives.all_gather
-        found = self._timed(f"the exchange of {where}", "waiting", gather, mx.array(block))
-        return [row.tobytes() for row in np.array(found).reshape(-1, size)]
+        found = self._timed(f"the exchange of {where}", "waiting", gather, mx.array(own))
+        return np.array(found).reshape(-1, own.size)
 
     def _timed(self, what: str, kind: str, act: Callable[[Any], Any], x: Any) -> Any:
         """A collective under the watchdog. Raises RankError if a peer is gone."""
         started = time.monotonic()
-        self.watchdog.begins(what)
         try:
-            return act(x)
+            with self.watchdog.waiting(what):
+                return act(x)
         except RuntimeError as error:
             if not any(sign in str(error) for sign in _LOST):
                 raise
@@ -193,7 +183,6 @@ class Ranks:
             self.watchdog.on_fault(str(lost))
             raise lost from error
         finally:
-            self.watchdog.ends()
             self._seconds[kind] += time.monotonic() - started
 
     def _who_is_gone(self, why: str) -> str:

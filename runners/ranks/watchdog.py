@@ -14,8 +14,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import attrs
 import numpy as np
@@ -128,16 +128,17 @@ class Watchdog:
         self._signals.stopping = True
         self._off.set()
 
-    def begins(self, what: str) -> None:
-        """The main thread enters a collective."""
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Within the block the main thread is in a collective."""
         self._number += 1
         self._what = what
         self.write(WAITING)
-
-    def ends(self) -> None:
-        """The main thread has left it."""
-        self._what = ""
-        self.write(WORKING)
+        try:
+            yield
+        finally:
+            self._what = ""
+            self.write(WORKING)
 
     def write(self, state: int, line: str = "") -> None:
         """Updates this rank's state for the other ranks of this host."""

@@ -117,7 +117,7 @@ def test_a_rank_that_waits_too_long_ends_and_names_the_missing(path):
         "board = Scoreboard(sys.argv[1], 3, 0)\nboard.write(WAITING)\n"
         "dog = Watchdog(0, 0.2, StopSignals())\n"
         "dog.names, dog.here, dog.board = ['rank 0 (a)', 'rank 1 (a)'], [1], board\n"
-        "dog.begins('the rollout')\ndog.start()\ntime.sleep(6000)"
+        "dog.start()\nwith dog.waiting('the rollout'):\n    time.sleep(6000)"
     )
     other = Scoreboard(path, 3, 1)
     other.write(ENDED)
