@@ -31,18 +31,30 @@ Calibration = Callable[[Tree, g.Batch], Moments]
 Budget = Callable[[Tree, g.Batch, Moments], dict[str, str]]
 
 
-def make_quantized_role(config: Config, policy: g.Policy, key: str, name: str, storage: str) -> QuantizedRole:
-    """A quantized policy with the config's group size. UserError, at `key`, if that is impossible."""
+def make_quantized_role(
+    config: Config, policy: g.Policy, key: str, storage: str, notices: list[str]
+) -> QuantizedRole | None:
+    """The few-bit weights that `rollout.quantization` or `loss.ref_quantization` asks for, if any.
+
+    A notice says how many weights keep their precision because no group fits their rows. Raises UserError, at
+    the key, if the model, whose parameters the policy holds, cannot be quantized so.
+    """
+    section, _, option = key.partition(".")
+    name = getattr(getattr(config, section), option)
+    if name == "none":
+        return None
+    group_size = config.rollout.group_size_of(name)
+    head = config.rollout.quantize_head
     try:
-        return quantized_role(
-            policy,
-            name,
-            storage,
-            group_size=config.rollout.group_size_of(name),
-            head=config.rollout.quantize_head,
-        )
+        role = quantized_role(policy, name, storage, group_size=group_size, head=head)
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error
+    if count := len(role.unfit):
+        notices.append(
+            f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their rows are no "
+            f"multiple of the group (the first: {role.unfit[0]}); a smaller rollout.group_size may fit them"
+        )
+    return role
 
 
 def is_calibrated(config: Config, name: str) -> bool:
@@ -110,14 +122,3 @@ def _lengths(batch: g.Batch) -> mx.array:
     """Tokens of each row up to the last one that counts."""
     counted_bt = mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt
     return batch.prompt_lengths_b + counted_bt.max(axis=1)
-
-
-def unfit_notice(key: str, role: QuantizedRole) -> tuple[str, ...]:
-    """A line on how many weights keep their precision because no group fits their rows."""
-    if not role.unfit:
-        return ()
-    count = len(role.unfit)
-    return (
-        f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their rows are no "
-        f"multiple of the group (the first: {role.unfit[0]}); a smaller rollout.group_size may fit them",
-    )

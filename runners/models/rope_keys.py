@@ -82,10 +82,10 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises UserError, with the key, if mlx-lm's module would compute something else.
     """
-    nested, reader = _reader(config)
-    part = config["text_config"] if nested else config
+    nested, reader = isinstance(config.get("text_config"), dict), _reader(config)
     if reader is None:
         return config
+    part = config["text_config"] if nested else config
     try:
         keys = _other_names(part, reader) | (_keys(part, reader) if part.get("rope_parameters") else {})
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
@@ -95,32 +95,28 @@ def with_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "text_config": {**part, **keys}} if nested else {**config, **keys}
 
 
-def _reader(config: Mapping[str, Any]) -> tuple[bool, _Reader | None]:
-    """Whether the keys are in text_config, and their reader; None: the keys are left alone."""
+def _reader(config: Mapping[str, Any]) -> _Reader | None:
+    """The reader of the keys; None: they are left alone."""
     if "model_file" in config or not isinstance(config.get("model_type"), str):
-        return False, None
+        return None
     from mlx_lm.utils import _get_classes
 
     try:
-        module, kind = _get_classes(dict(config))[1].__module__.rpartition(".")[2], ""
+        module = _get_classes(dict(config))[1].__module__.rpartition(".")[2]
     except (ValueError, AttributeError, TypeError):  # no such architecture: loading it says so
-        return False, None
+        return None
     text = config.get("text_config")
-    nested = isinstance(text, dict)
-    if nested and module == "mistral3" and text.get("model_type") in _READ_IT:
-        return nested, None
-    if module in _TEXT:
-        module, _, kind = _TEXT[module].partition(":")
-    elif nested:
-        return nested, None
+    if isinstance(text, dict) and (module not in _TEXT or str(text.get("model_type")) in _READ_IT):
+        return None
+    module, _, kind = _TEXT.get(module, module).partition(":")
     if module in _READ_IT:
-        return nested, None
+        return None
     arguments = getattr(importlib.import_module(f"mlx_lm.models.{module}"), kind or "ModelArgs")
     fields = {field.name: field for field in dataclasses.fields(arguments)}
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory]
     scales = any(hasattr(sys.modules[each.__module__], "initialize_rope") for each in arguments.__mro__)
     types = _OTHER_TYPES.get(module, SCALED if scales and "rope_scaling" in fields else {"default"})
-    return nested, _Reader(module, fields.keys(), required, types)
+    return _Reader(module, fields.keys(), required, types)
 
 
 def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
@@ -190,8 +186,7 @@ def _pattern(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     name, layers = "sliding_window_pattern", config.get("layer_types")
     if name not in reader.keys or name in config or not layers:
         return {}
-    stated = config.get(f"_{name}")
-    for every in (*([stated] if stated else []), *range(1, len(layers) + 2)):
+    for every in range(1, len(layers) + 2):
         if all((layer == _FULL) == (at % every == 0) for at, layer in enumerate(layers, 1)):
             return {name: every}
     raise reader.refuse(f"layer_types other than {_FULL} in every n-th layer")
@@ -204,19 +199,14 @@ def _scaling(
     left_out = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
     scaling: dict[str, Any] = {"rope_type": kind, "type": kind, **kept}
-    longest = config.get("max_position_embeddings")
     if kind in ("llama3", "yarn", "longrope"):
-        scaling[_ORIGINAL] = config.get(_ORIGINAL) or scaling.get(_ORIGINAL, longest)
-    if kind == "yarn" and "factor" not in scaling:
-        scaling["factor"] = longest / scaling[_ORIGINAL]
+        scaling.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
     if kind != "longrope":
         scaling["factor"] = float(scaling["factor"])  # whole numbers fail assertions in some modules
     # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does neither.
-    scaled = kind == "yarn" or (kind == "longrope" and not scaling.get("long_mscale"))
-    odd = ["attention_factor"] if scaled else []
     mscales = [name for name in ("mscale", "mscale_all_dim") if scaling.get(name)]
-    odd += mscales if kind == "yarn" and len(mscales) == 1 else []
-    for name in odd:
+    odd = ["attention_factor"] if kind in ("yarn", "longrope") else []
+    for name in odd + (mscales if kind == "yarn" and len(mscales) == 1 else []):
         if scaling.get(name) is not None:
             raise reader.refuse(f"{name} with rope_type {kind}", scaling[name])
     if kind == "yarn" and not scaling.get("truncate", True):

@@ -142,24 +142,20 @@ class TextStream:
         self._decoder = decoder
         self._last: list[int] = []  # tokens of the last piece
         self._waiting: list[int] = []  # tokens after it
-        self._ends: list[int] = []  # and after these; they give no text if no other token follows
 
     def add(self, token: int) -> str:
         """The text that this token completes, often empty."""
-        self._ends.append(token)
-        if token in self._decoder.ends:
+        self._waiting.append(token)
+        if token in self._decoder.ends:  # it gives no text if no other token follows
             return ""
-        self._waiting, self._ends = [*self._waiting, *self._ends], []
         text = self._decoder.part([*self._last, *self._waiting])
-        if text.endswith("\ufffd"):
-            return ""
-        return self._advance(text)
+        return "" if text.endswith("\ufffd") else self._advance(text)
 
     def finish(self) -> str:
         """The rest, if the last character stayed incomplete."""
-        return self._advance(self._decoder.part([*self._last, *self._waiting]))
+        return self._advance(self._decoder.decode([*self._last, *self._waiting]))
 
     def _advance(self, text: str) -> str:
         piece = text[len(self._decoder.part(self._last)) :]
-        self._last, self._waiting = self._waiting or self._last, []
+        self._last, self._waiting = self._waiting, []
         return piece

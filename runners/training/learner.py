@@ -27,7 +27,6 @@ from runners.models.role_quantization import (
     calibration_of,
     is_calibrated,
     make_quantized_role,
-    unfit_notice,
 )
 from runners.ranks.ranks import Ranks
 from runners.training.teacher import Grader, make_grader
@@ -89,7 +88,7 @@ def build_learner(
             f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
             "already, and sampler and learner use the same ones"
         )
-    elif quantized := _role(config, policy, "rollout.quantization", rollout.storage, notices):
+    elif quantized := make_quantized_role(config, policy, "rollout.quantization", rollout.storage, notices):
         try:
             checked = check_model(
                 config, quantized.policy, quantized.transform(params), prompts, role="rollout", **how
@@ -100,7 +99,7 @@ def build_learner(
         else:
             quantized = attrs.evolve(quantized, policy=checked.policy)
             notices += checked.notices
-    reference = _role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
+    reference = make_quantized_role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
     chosen = ((quantized, rollout.quantization), (reference, config.loss.ref_quantization))
     calibrated = next((role for role, name in chosen if role and is_calibrated(config, name)), None)
     policy = policy.without_weights()
@@ -155,22 +154,6 @@ def build_learner(
         grader=grader,
         notices=tuple(notices),
     )
-
-
-def _role(
-    config: Config, policy: g.Policy, key: str, storage: str, notices: list[str]
-) -> QuantizedRole | None:
-    """The few-bit weights that a key asks for, if any; a notice about them is added.
-
-    Raises UserError if the model, whose parameters the policy holds, cannot be quantized so.
-    """
-    section, _, name = key.partition(".")
-    wanted = getattr(getattr(config, section), name)
-    if wanted == "none":
-        return None
-    role = make_quantized_role(config, policy, key, wanted, storage)
-    notices += unfit_notice(key, role)
-    return role
 
 
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
