@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
-_ORIENTATION = 0x0112
+_ORIENTATION = 0x0112  # read if EXIF stands before the pixels, as cameras write it
 _EXPECTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
 
 
@@ -91,7 +91,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
     """Rows and columns of pixels, upright, from the file's header. UserError if it is not an image."""
     with _opened(file) as image:
         columns, rows = image.size
-        turned = _has_head_exif(image) and image.getexif().get(_ORIENTATION) in _TURNED
+        turned = "exif" in image.info and image.getexif().get(_ORIENTATION) in _TURNED
     return (columns, rows) if turned else (rows, columns)
 
 
@@ -100,13 +100,8 @@ def read_image(file: ImageFile) -> Image:
     from PIL import ImageOps
 
     with _opened(file) as image:
-        upright = ImageOps.exif_transpose(image) if _has_head_exif(image) else image
+        upright = ImageOps.exif_transpose(image) if "exif" in image.info else image
         return upright.convert("RGB")
-
-
-def _has_head_exif(image: Image) -> bool:
-    """Whether EXIF data can be read without the pixels: in a PNG it may follow them."""
-    return image.format != "PNG" or "exif" in image.info
 
 
 @contextmanager

@@ -90,21 +90,21 @@ class ImageProcessor:
 
     processor: Any  # mlx-vlm's image processor
     image_token: int  # the id in a prompt for each cell of an image
-    max_pixels: int  # images are scaled down to it; 0: the processor's own bound
+    options: dict[str, int]  # max_pixels, to which images are scaled down; empty: the processor's own bound
     template: str | None  # the processor's chat template, which may differ from the tokenizer's
 
     def count_tokens(self, file: ImageFile) -> int:
         """Tokens of an image in a prompt, from its size alone. UserError if the file is not an image."""
         rows, columns = image_size(file)
         try:
-            return int(self.processor.num_image_tokens(rows, columns, **self._options))
+            return int(self.processor.num_image_tokens(rows, columns, **self.options))
         except ValueError as error:
             raise self._refused(file, error) from error
 
     def patches(self, file: ImageFile) -> tuple[np.ndarray, Grid]:
         """Patches [N,C] float32, and their grid: time, rows, columns. UserError if it is not an image."""
         try:
-            found = self.processor(images=[read_image(file)], **self._options)
+            found = self.processor(images=[read_image(file)], **self.options)
         except ValueError as error:
             raise self._refused(file, error) from error
         time, rows, columns = (int(number) for number in np.array(found["image_grid_thw"])[0])
@@ -125,10 +125,6 @@ class ImageProcessor:
             found += [token] * next(counts) if token == self.image_token else [token]
         return tuple(found)
 
-    @property
-    def _options(self) -> dict[str, int]:
-        return {"max_pixels": self.max_pixels} if self.max_pixels else {}
-
     def _refused(self, file: ImageFile, error: Exception) -> UserError:
         return UserError(f"{file.path or file.name}: the image processor refuses it ({error})")
 
@@ -148,4 +144,5 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
         processor, template = found.image_processor, found.chat_template
     except Exception as error:  # mlx-vlm and transformers may fail in any way on untrusted files
         raise UserError(f"{path}: the image processor cannot be loaded: {first_lines(str(error))}") from error
-    return ImageProcessor(processor, image_token, max_pixels, template if isinstance(template, str) else None)
+    options = {"max_pixels": max_pixels} if max_pixels else {}
+    return ImageProcessor(processor, image_token, options, template if isinstance(template, str) else None)

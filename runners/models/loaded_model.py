@@ -10,6 +10,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.policy import is_quantized
 from grpo_fn.trees import materialize_in_parts, named_leaves, split_leaves
 from runners.config.sections import ModelConfig
 from runners.errors import UserError
@@ -48,11 +49,6 @@ class LoadedModel:
     vision: VisionPart | None = None  # its vision part, if prompts have images
     chat_template: str = ""  # in place of the folder's own; empty: that one
 
-    @property
-    def quantized(self) -> bool:
-        """Whether any layer's weights are packed."""
-        return any(hasattr(module, "bits") for _, module in self.module.named_modules())
-
 
 def load_model(
     settings: ModelConfig,
@@ -84,10 +80,8 @@ def load_model(
     source_dtype = main_dtype(module)
     compute_dtype = choose_dtype(settings.dtype, platform, module)
     num_parameters = get_total_parameters(module)
-    vision = None
-    if images:
-        vision = prepare_vision(module, path, compute_dtype, image_max_pixels)
-    elif loader is None and has_vision(config):
+    vision = prepare_vision(module, path, compute_dtype, image_max_pixels) if images else None
+    if not images and loader is None and has_vision(config):
         notices += (
             f"{path}: the model sees, but only its language part is trained and saved, on text; data.image "
             "names the column of images",
@@ -99,7 +93,7 @@ def load_model(
         # Before the adapters, because DoRA measures the weights in the compute dtype.
         cast_floating(module, compute_dtype)
         adapter = add_adapters(module, settings, seed, digest)
-    elif any(hasattr(layer, "bits") for _, layer in module.named_modules()):
+    elif is_quantized(module):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
             'expected model.tune = "lora" or "dora", or an unquantized model'

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_unflatten
 
+from grpo_fn.policy import is_quantized
 from grpo_fn.trees import named_leaves
 from runners.files.durable import new_folder
 from runners.files.json_files import read_json, write_json
@@ -39,7 +40,7 @@ def save_model(folder: Path, params: Any, loaded: LoadedModel, prompt: PromptSet
         else:
             write_trained(temporary, trained(params, loaded), loaded)
             weights, merged = merge_adapters(params, loaded)
-            if loaded.quantized:
+            if is_quantized(loaded.module):
                 config.pop("quantization_config", None)
                 config["quantization"] = {**loaded.config["quantization"], **dict.fromkeys(merged, False)}
         weights = {name: _as_source(name, array, loaded) for name, array in weights.items()}
