@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -99,7 +100,7 @@ def generate_command(
     values = resolve_prompt(values, loaded.prompt)
     environments = open_tools(loaded, values)
     from runners.files.json_files import json_line
-    from runners.images.image_files import named_image
+    from runners.images.image_files import ImageFile
     from runners.inference.text_generation import Speed
     from runners.machine.signals import Interrupts
 
@@ -112,8 +113,8 @@ def generate_command(
                 for row in _rows(loaded, conversations, num, values, environments, **watched):
                     write(json_line(row))
         else:
-            talk, shown = open_conversation(loaded, values), [named_image(name) for name in images]
-            show_reply(talk.reply(text, images=shown, **watched))
+            shown = [ImageFile(name, path=Path(name).expanduser()) for name in images]
+            show_reply(open_conversation(loaded, values).reply(text, images=shown, **watched))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)

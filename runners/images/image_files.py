@@ -68,25 +68,6 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     return (ImageFile(value, path=path),)
 
 
-def named_image(name: str) -> ImageFile:
-    """An image of a command line, from anywhere. UserError if it is none."""
-    file = ImageFile(name, path=Path(name).expanduser())
-    try:
-        image_size(file)
-    except UserError as error:
-        raise UserError(f"--image {error}") from error
-    return file
-
-
-def image_fault(value: Any, folder: Path | None) -> str:
-    """The fault of a row's images that shows without opening them; empty: none."""
-    try:
-        image_files(value, folder)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def image_size(file: ImageFile) -> tuple[int, int]:
     """Rows and columns of pixels, upright, from the file's header. UserError if it is not an image."""
     with _opened(file) as image:

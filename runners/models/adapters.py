@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,7 @@ from runners.files.tensor_files import check_header, load_arrays
 from runners.models import json_keys
 from runners.models.folders import final_of
 from runners.models.model_reader import check_finite
-from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft, is_peft
+from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
@@ -50,14 +50,17 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     keys = list(lora.keys)
-    known = _adaptable(module)
+    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+    # Relative to a layer, or from the root for parts outside the layers.
+    known = {
+        re.sub(r"^.*?\.\d+\.", "", name)
+        for name, part in module.named_modules()
+        if isinstance(part, kinds) or hasattr(part, "to_lora")
+    }
     for key in keys:
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
             raise UserError(f'model.lora.keys: "{key}" is no linear or embedding layer of this model{near}')
-    count = len(cast("list[nn.Module]", module.layers))
-    if lora.layers > count:
-        raise UserError(f"model.lora.layers = {lora.layers}, but the model has {count} layers; -1 takes all")
     parameters: dict[str, Any] = {"rank": lora.rank, "scale": lora.scale, "dropout": 0.0}
     if keys:
         parameters["keys"] = keys
@@ -88,7 +91,7 @@ def check_adapters(folder: Path) -> None:
 def adapter_files(folder: Path) -> tuple[Path, Path]:
     """Config and tensors of a folder of adapters, by mlx-lm's names or, if it has these, PEFT's."""
     config, theirs = folder / ADAPTER_CONFIG, folder / PEFT_ADAPTERS
-    peft = theirs.is_file() and config.is_file() and is_peft(read_json(config))
+    peft = theirs.is_file() and config.is_file() and "peft_type" in read_json(config)
     return config, theirs if peft else folder / ADAPTERS
 
 
@@ -168,7 +171,7 @@ def fused_layers(module: nn.Module) -> dict[str, nn.Module]:
 def base_of(folder: Path) -> str:
     """The base model that a folder of adapters names. Raises UserError if it names none."""
     settings = read_json(folder / ADAPTER_CONFIG)
-    base = settings.get("base_model_name_or_path" if is_peft(settings) else "model")
+    base = settings.get("base_model_name_or_path" if "peft_type" in settings else "model")
     if not isinstance(base, str) or not base:
         raise UserError(
             f"{folder}: these are adapters, and their {ADAPTER_CONFIG} does not name the base model; "
@@ -203,13 +206,3 @@ def _sample(leaf: mx.array) -> mx.array:
         flat = flat[mx.array((steps % np.uint64(flat.size)).astype(np.uint32))]
     floating: Any = mx.issubdtype(flat.dtype, mx.floating)
     return mx.contiguous(flat.astype(mx.float32) if floating else flat)
-
-
-def _adaptable(module: nn.Module) -> set[str]:
-    """The names for `lora.keys`: relative to a layer, or from the root for parts outside the layers."""
-    kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
-    return {
-        re.sub(r"^.*?\.\d+\.", "", name)
-        for name, part in module.named_modules()
-        if isinstance(part, kinds) or hasattr(part, "to_lora")
-    }

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from runners.errors import UserError, first_line
 from runners.files.json_files import read_json
-from runners.files.run_files import COMPLETIONS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
@@ -24,18 +23,11 @@ _NOT_TRAVELLING = (
     "adapter_config.json",
     "trainer_state.json",
     "manifest.json",
-    RESOLVED,
-    METRICS,
-    COMPLETIONS,
 )
 TEMPLATE_FILE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-_TOKENIZER_FILES = (
-    ("tokenizer.json",),
-    ("tokenizer.model",),
-    ("tiktoken.model",),
-    ("spiece.model",),
-    ("vocab.json", "merges.txt"),
-    ("vocab.txt",),
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model"),
+    *("vocab.json+merges.txt", "vocab.txt"),
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -62,7 +54,7 @@ def resolve_model(
         raise UserError(
             f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'
         )
-    check_folder(folder, custom_loader=custom_loader, tokenizer=tokenizer)
+    _check_folder(folder, custom_loader, tokenizer)
     if path not in MODELS:  # some package managers install links
         _check_links(folder)
     return folder
@@ -73,21 +65,15 @@ def final_of(folder: Path) -> str:
     return f"; did you mean {folder / 'final'}?" if (folder / "final").is_dir() else ""
 
 
-def check_folder(folder: Path, *, custom_loader: bool = False, tokenizer: bool = True) -> None:
-    """Raises UserError unless the folder holds config.json, every weight file and a whole tokenizer.
-
-    For a folder that a custom function opens, weights and model_type are not required. Tokenizer files are
-    required here, because mlx-lm would continue without them, with a wrong end-of-text token.
-    """
+def _check_folder(folder: Path, custom_loader: bool, tokenizer: bool) -> None:
+    # Without tokenizer files mlx-lm would continue, with a wrong end-of-text token.
     if not folder.is_dir():
         raise UserError(f"{folder}: expected a model folder with config.json and *.safetensors, found a file")
     names = {file.name for file in folder.iterdir() if file.is_file()}
     if is_adapter_folder(folder):
-        base = read_json(folder / "adapter_config.json").get("model")
         raise UserError(
-            f"{folder}: these are adapters, not a model"
-            + (f"; their base model is {base}" if base else "")
-            + "; a run goes on from them with model.adapters = this folder, and the base as model.path"
+            f"{folder}: these are adapters, not a model; a run goes on from them with model.adapters = this "
+            "folder, and their base as model.path"
         )
     if "config.json" not in names:
         raise UserError(
@@ -112,7 +98,7 @@ def is_adapter_folder(folder: Path) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether a model folder has the files of a tokenizer that transformers reads."""
     names = {file.name for file in folder.iterdir()}
-    whole = any(set(files) <= names for files in _TOKENIZER_FILES)
+    whole = any(names.issuperset(files.split("+")) for files in _TOKENIZERS)
     return whole or any(name.endswith(".tiktoken") for name in names)
 
 
@@ -185,7 +171,7 @@ def _check_weights(folder: Path, names: set[str]) -> None:
 
 def _check_tokenizer(folder: Path, names: set[str]) -> None:
     if not has_tokenizer(folder):
-        expected = " or ".join("+".join(files) for files in _TOKENIZER_FILES)
+        expected = " or ".join(_TOKENIZERS)
         hint = "; `grpo convert` makes one of tokenizer.pkl" if "tokenizer.pkl" in names else ""
         raise UserError(f"{folder}: the tokenizer is missing; expected {expected}{hint}")
     if "tokenizer_config.json" not in names:
@@ -197,24 +183,17 @@ def _check_tokenizer(folder: Path, names: set[str]) -> None:
 @contextmanager
 def hub_errors(where: str) -> Iterator[None]:
     """Turns errors of the Hub inside the block into a UserError of one line that starts with `where`."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors
 
     try:
         yield
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise UserError(f"{where}: access is gated; ask for it on the Hub, then `hf auth login`") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise UserError(f"{where}: there is no such folder here and no such model on the Hub") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise UserError(
             f"{where}: there is no such folder, it is not in the Hub's cache, and the Hub cannot be reached"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
+    except (errors.HfHubHTTPError, OSError) as error:
         raise UserError(f"{where}: the download failed ({first_line(error)})") from error

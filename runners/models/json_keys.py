@@ -80,10 +80,9 @@ MODEL: dict[str, Rule] = {
 ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),
     "num_layers": (_whole(-1), "a number of layers, or -1 for all"),
-    "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank, scale and dropout"),
+    "lora_parameters": (lambda value: isinstance(value, dict), "a JSON object with rank and scale"),
     "lora_parameters.rank": (_whole(1), "a whole number from 1 on"),
     "lora_parameters.scale": (_is_number, "a finite number"),
-    "lora_parameters.dropout": (lambda x: _is_number(x) and 0 <= x < 1, "a number from 0 to below 1"),
     "lora_parameters.keys": _optional(_is_names, "a list of layers' names"),
 }
 # Of PEFT's: what changes the numbers and has no form in mlx-lm.

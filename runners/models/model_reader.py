@@ -88,11 +88,9 @@ def _by_loader(path: Path, loader: Loader) -> tuple[nn.Module, dict]:
     except Exception as error:  # raised by the custom function: shown to the user
         source = getattr(getattr(loader, "__code__", None), "co_filename", None)
         raise UserError(f"{path}: {name} failed: {error_line(error, source)}") from error
-    kind = type(module).__name__
-    if not isinstance(module, nn.Module):
-        raise UserError(f"{path}: {name}: expected an mlx.nn.Module, found {kind}")
-    if not hasattr(module, "layers"):
-        raise UserError(f"{path}: the {kind} of {name} has no `layers`; expected its blocks there")
+    if not isinstance(module, nn.Module) or not hasattr(module, "layers"):
+        kind = type(module).__name__
+        raise UserError(f"{path}: {name}: expected an mlx.nn.Module with blocks as `layers`, found {kind}")
     return module, config
 
 
@@ -129,14 +127,11 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
     Added tokens beyond it are only reported: some models ship with them, and plain text never contains them.
     Raises UserError for ids of the vocabulary itself and of end-of-text tokens.
     """
-    vocabulary = tokenizer.get_vocab()
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
-    plain = max((i for i in vocabulary.values() if i not in added), default=-1)
-    ends = [i for i in tokenizer.eos_token_ids if i >= rows]
-    if plain >= rows or ends:
-        found = f"token id {plain}" if plain >= rows else f"the end-of-text id {ends[0]}"
+    most = max({*tokenizer.get_vocab().values()} - added | {*tokenizer.eos_token_ids}, default=-1)
+    if most >= rows:
         raise UserError(
-            f"{path}: the tokenizer has {found}, the model's embedding only {rows} rows; "
+            f"{path}: the tokenizer has the token id {most}, the model's embedding only {rows} rows; "
             "they do not belong together"
         )
     if not tokenizer.eos_token_ids:

@@ -28,11 +28,6 @@ _LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
 _INNER = ("language_model.model.", "model.language_model.")
 
 
-def is_peft(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter_config.json is PEFT's."""
-    return "peft_type" in settings
-
-
 def from_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:

@@ -102,7 +102,7 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
     from mlx_lm.utils import _get_classes
 
     try:
-        module = _get_classes(dict(config))[1].__module__.rpartition(".")[2]
+        module = str(_get_classes(dict(config))[1].__module__).rpartition(".")[2]
     except (ValueError, AttributeError, TypeError):  # no such architecture: loading it says so
         return None
     text = config.get("text_config")

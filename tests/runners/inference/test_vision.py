@@ -103,7 +103,7 @@ def test_a_file_that_is_no_image(grpo, source, tmp_path):
     (tmp_path / "text.png").write_text("no")
     for name in ("text.png", "absent.png"):
         result = grpo("generate", "qwen", "How?", "--image", name)
-        assert result.exit_code == 2 and f"--image {name}: cannot be read as an image" in result.stderr
+        assert result.exit_code == 2 and f"{name}: cannot be read as an image" in result.stderr
 
 
 @needs_mlx_vlm

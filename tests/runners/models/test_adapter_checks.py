@@ -71,10 +71,9 @@ def edit(folder, **changes):
         ("scale", True, "lora_parameters.scale: expected a finite number, found true"),
         pytest.param("scale", 10**400, "expected a finite number, found an integer of 1329 bits", id="huge"),
         ("rank", 0, "lora_parameters.rank: expected a whole number from 1 on, found 0"),
-        ("dropout", 1.0, "lora_parameters.dropout: expected a number from 0 to below 1, found 1.0"),
         ("keys", "q_proj", "lora_parameters.keys: expected a list of layers' names, found"),
         ("fine_tune_type", "full", 'expected lora or dora, found "full"'),
-        ("lora_parameters", [1], "lora_parameters: expected a JSON object with rank, scale and dropout"),
+        ("lora_parameters", [1], "lora_parameters: expected a JSON object with rank and scale"),
         ("num_layers", None, "num_layers: expected a number of layers, or -1 for all, found nothing"),
     ],
 )
@@ -158,7 +157,7 @@ def test_adapters_without_base_digest_are_applied(base, adapter, tmp_path):
 
 def test_unusable_adapters_are_errors(base, adapter):
     """As a model to train, two at once, a base that is not named, missing files."""
-    with pytest.raises(UserError, match=rf"these are adapters, not a model; their base model is {base}"):
+    with pytest.raises(UserError, match=r"these are adapters, not a model; .* with model\.adapters"):
         resolve_model(str(adapter))
     with pytest.raises(UserError, match=r"holds adapters, and .* is given as well"):
         load_inference(str(adapter), CPU, adapter=str(adapter))
@@ -202,7 +201,6 @@ def test_the_digest_sees_every_number_of_a_small_leaf_and_all_parts_of_a_large_o
         ({"path": "other"}, "the adapters were made for other weights than .*other has"),
         ({"adapters": "wide"}, r'wide: the adapters do not fit .*base: ".*lora_[ab]": expected the shape'),
         ({"path": "deep"}, r"expected the shape \[\d+, \d+\], found nothing"),
-        ({"path": "adapter"}, "not a model; their base model is .*; a run goes on from them with model"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(*value.items()),
 )

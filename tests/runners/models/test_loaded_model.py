@@ -89,14 +89,10 @@ def test_full_tuning_of_packed_weights_is_refused(tmp_path):
         load(path)
 
 
-def test_unknown_adapter_keys_and_too_many_layers_are_refused(llama):
-    """mlx-lm would go on without adapters; here the nearest key, or the count of layers, is given."""
-    for lora, line in (
-        (LoraConfig(keys=("self_attn.qproj",)), r'"self_attn.qproj" .*did you mean self_attn.q_proj\?'),
-        (LoraConfig(layers=3), "model.lora.layers = 3, but the model has 2"),
-    ):
-        with pytest.raises(UserError, match=line):
-            load(llama, tune="lora", lora=lora)
+def test_unknown_adapter_keys_are_refused(llama):
+    """mlx-lm would go on without adapters; here the nearest key is given."""
+    with pytest.raises(UserError, match=r'"self_attn.qproj" .*did you mean self_attn.q_proj\?'):
+        load(llama, tune="lora", lora=LoraConfig(keys=("self_attn.qproj",)))
 
 
 def test_adapter_keys_choose_the_layers(llama):

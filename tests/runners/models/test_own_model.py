@@ -96,10 +96,10 @@ def test_generate_and_eval_use_the_loader(folder):
     ("text", "message"),
     [
         ("def load(folder):\n    pass", r"own.py:load.*: expected load\(folder, c"),
-        ("def load(folder, config):\n    return {}", "loader load: expected an mlx.nn.Module, found dict"),
+        ("def load(folder, config):\n    return {}", "load: expected an mlx.nn.Module with .*, found dict"),
         (
             "import mlx.nn as nn\ndef load(folder, config):\n    return nn.Linear(2, 2)",
-            "the Linear of model.loader load has no `layers`",
+            "expected an mlx.nn.Module with blocks as `layers`, found Linear",
         ),
         ("def load(folder, config):\n    return config['depth']", "load failed: line 2: KeyError: 'depth'"),
     ],
