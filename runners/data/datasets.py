@@ -14,7 +14,7 @@ from runners.config.names import TASKS
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.messages import prompt_fault, prompt_of
-from runners.data.prompts import gold_answer, row_images
+from runners.data.prompts import gold_answer, image_folder
 from runners.data.remote_rows import hub_rows, task_rows
 from runners.data.row_files import (
     SUFFIXES,
@@ -27,6 +27,7 @@ from runners.data.row_files import (
     transformed,
 )
 from runners.errors import UserError, did_you_mean, listed, show
+from runners.images.image_files import image_files
 from runners.quickstart import DATA
 from runners.sandbox.code_tests import read_tests
 from runners.sandbox.sandbox import mechanism
@@ -192,10 +193,11 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     if gold is None:
         return f"expected an answer in {show(config.answer)}, found {show(answer)}"
     try:
-        row_images(row, config)
+        if config.image:
+            image_files(row.get(config.image), image_folder(config))
         f"{question}{gold}".encode()
     except UserError as error:
-        return str(error)
+        return f"{config.image} {error}"
     except UnicodeEncodeError as error:
         return f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
     return ""
