@@ -46,9 +46,7 @@ def trained(folder, notes=None, **data):
 
 def test_a_raw_prompt_is_the_text_as_it_stands(tokenizer):
     """With the nudge that is set, without roles; BOS where the tokenizer adds it."""
-    text, tokens = render(tokenizer, ASKED, " ", raw=True)
-    assert text == "Q: 1+1?\nA: "
-    assert tokens[-1:] == tuple(tokenizer.encode(text, add_special_tokens=False))[-1:]
+    assert render(tokenizer, ASKED, " ", raw=True)[0] == "Q: 1+1?\nA: "
     config = DataConfig(prompt_form="raw", system_prompt="", nudge="")
     (example,), _ = build_examples([{"question": "Q:", "answer": "2"}], config, tokenizer)
     assert example.text == "Q:" and example.messages == ({"role": "user", "content": "Q:"},)

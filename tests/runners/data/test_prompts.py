@@ -51,9 +51,7 @@ def test_chat_template(wrap: Any, adds: str) -> None:
     """The template's text, the nudge after it, and exactly one BOS: the template's own."""
     text, tokens = render(wrap(tokenizer(TEMPLATE, adds)), MESSAGES, "<reasoning>")
     assert text == "<s><|user|>system: Be brief.<|end|><|user|>user: 1+1?<|end|><|bot|><reasoning>"
-    assert tokens[:2] == (256, 258)
-    assert tokens.count(256) == 1
-    assert 257 not in tokens
+    assert tokens[:2] == (256, 258) and tokens.count(256) == 1 and 257 not in tokens
     assert tokenizer(TEMPLATE).decode(tokens) == text
 
 
@@ -74,10 +72,8 @@ def test_plain_fallback(wrap: Any, adds: str, first: int) -> None:
     plain = tokenizer(None, adds)
     text, tokens = render(wrap(plain), MESSAGES, "<reasoning>")
     assert text == "System: Be brief.\n\nUser: 1+1?\n\nAssistant: <reasoning>"
-    with_bos = first == 256
-    assert (tokens[0] == 256) == with_bos
-    assert 257 not in tokens
-    assert plain.decode(tokens[with_bos:]) == text
+    assert (tokens[0] == 256) == (first == 256) and 257 not in tokens
+    assert plain.decode(tokens[first == 256 :]) == text
 
 
 def test_examples() -> None:
@@ -99,7 +95,6 @@ def test_examples() -> None:
     assert set(reward_columns(rows)) == set(first.columns)
     columns = columns_of(examples, 2)
     assert columns["q"] == ["1+1?", "1+1?", "2+2?", "2+2?"] and columns["level"] == [3, 3, None, None]
-    assert columns["column_prompts"] == ["clash", "clash", None, None]
 
 
 def test_long_prompts_are_left_out_and_counted() -> None:

@@ -200,7 +200,7 @@ def rows_of(folder):
     return [{k: v for k, v in json.loads(line).items() if k != "model"} for line in lines]
 
 
-@pytest.mark.parametrize("place", ["final", "checkpoint-1", ""])
+@pytest.mark.parametrize("place", ["final", ""])
 def test_a_run_s_model_is_measured_on_its_own_data(folder, run, place):
     """Its problems, prompts, limits and rewards without --config; a line says where from."""
     config = run / "config.resolved.json"

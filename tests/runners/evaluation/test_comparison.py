@@ -35,12 +35,7 @@ def test_pass_at_k_is_the_mean_over_all_choices(n, data):
     samples = [True] * c + [False] * (n - c)
     choices = list(itertools.combinations(samples, k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
-
-
-def test_pass_at_k_of_many_samples_does_not_overflow():
-    """C(1000, 500) is beyond floats."""
-    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5)
-    assert pass_at_k(1000, 0, 1) == 0.0 and pass_at_k(1000, 1000, 1) == 1.0
+    assert pass_at_k(1000, 1, 500) == pytest.approx(0.5), "C(1000, 500) is beyond floats"
 
 
 def test_the_bootstrap_interval_is_about_that_of_the_mean():
