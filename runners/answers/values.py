@@ -35,31 +35,13 @@ _SCALES = {
 _NO_UNITS = {"and", "are", "as", "at", "but", "if", "is", "less", "more", "not", "of", "or", "than"} | {
     *("times", "to", "was", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "mod", "i", "e")
 }
-_SPELLINGS = {
-    "dollar": ("$", "dollars", "usd", "bucks"),
-    "euro": ("€", "euros", "eur"),
-    "pound": ("£", "pounds", "gbp", "lb", "lbs"),
-    "yen": ("¥",),
-    "rupee": ("₹", "rupees", "rs"),
-    "cent": ("cents", "¢"),
-    "percent": ("%", "percents", "pct"),
-    "degree": ("°", "degrees"),
-    "kilometer": ("km", "kilometers", "kilometre", "kilometres"),
-    "meter": ("m", "meters", "metre", "metres"),
-    "centimeter": ("cm", "centimeters", "centimetre", "centimetres"),
-    "millimeter": ("mm", "millimeters", "millimetre", "millimetres"),
-    "kilogram": ("kg", "kgs", "kilograms"),
-    "gram": ("g", "grams"),
-    "liter": ("l", "liters", "litre", "litres"),
-    "milliliter": ("ml", "milliliters", "millilitre", "millilitres"),
-    "inch": ("in", "inches"),
-    "foot": ("ft", "feet"),
-    "mile": ("mi", "miles"),
-    "hour": ("h", "hr", "hrs", "hours"),
-    "minute": ("min", "mins", "minutes"),
-    "second": ("s", "sec", "secs", "seconds"),
-}
-_UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings)}
+# Units as they are spelt in short; a plural, and British spelling, are understood for each.
+_SPELLINGS = """
+dollar $ usd bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct; degree °;
+kilometer km; meter m; centimeter cm; millimeter mm; kilogram kg kgs; gram g; liter l; milliliter ml;
+inch in; foot ft feet; mile mi; hour h hr hrs; minute min mins; second s sec secs
+"""
+_UNITS = {word: group.split()[0] for group in _SPELLINGS.split(";") for word in group.split()}
 _LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -149,7 +131,8 @@ def _unit(match: re.Match[str]) -> tuple[int, str] | None:
     if {"and", "or", "not"} & {*words}:
         return None
     first = words[0] if words else ""
-    unit = _UNITS.get(first.rstrip("."), "")
+    plain = first.rstrip(".").replace("metre", "meter").replace("litre", "liter")
+    unit = _UNITS.get(plain) or _UNITS.get(plain.removesuffix("s") if len(plain) > 3 else "", "")
     if first and not unit:
         if len(first) < 2 or first in _NO_UNITS or not (match["gap"] or scale > 1):
             return None

@@ -1,6 +1,6 @@
 """Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +48,20 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
     raises an error with its place, "skip" leaves it out and notes it in `Rows.faults`. Raises UserError for a
     missing source, split or field (with those found), a bad row, and a split without a usable row.
     """
-    source, read = _reader(config, folders)
-    if source.is_file() and config.split != "train":
-        raise UserError(
-            f'data.split is {show(config.split)}, but {source} is a file, which is the split "train"'
-        )
-    train = read(config.split, "data.split")
-    if source.is_file() or split_name(config.eval_split) == split_name(config.split):
+    source = _local(config)
+    is_file = source is not None and source.is_file()
+    if is_file and config.split != "train":
+        raise UserError(f'{source} is a file, the split "train", but data.split is {show(config.split)}')
+    train = load_split(config, config.split, folders=folders, key="data.split")
+    if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
             wanted = "expected two usable rows at least, as one is held out for evaluation, found one"
-            raise UserError(f"{source}: {wanted}")
+            raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
         evaluation = Rows(train[-count:])
         del train[-count:]
     else:
-        evaluation = read(config.eval_split, "data.eval_split")
+        evaluation = load_split(config, config.eval_split, folders=folders)
     if config.max_samples:
         del train[config.max_samples :]
     return train, evaluation
@@ -99,12 +98,24 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     return config.having("data", system_prompt=asked)
 
 
-def load_split(config: DataConfig, split: str, *, folders: Sequence[Path] = ()) -> Rows:
+def load_split(
+    config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
+) -> Rows:
     """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
 
-    Raises UserError as `load_rows` does.
+    `key` is the config's for the split. Raises UserError as `load_rows` does.
     """
-    return _reader(config, folders)[1](split, "data.eval_split")
+    name = config.transform
+    transform = resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
+    source, where = _local(config), f"{config.source} ({split})"
+    if source is None:
+        is_task = config.source.startswith(TASKS)
+        found = task_rows(config, split) if is_task else hub_rows(config, split, key)
+    else:
+        paths = [source] if source.is_file() else find_split(source, split, key)
+        where = str(paths[0]) if len(paths) == 1 else where
+        found = [row for path in paths for row in read_file(path)]
+    return _usable(found, config, where, transform)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
@@ -112,33 +123,16 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def _reader(config: DataConfig, folders: Sequence[Path]) -> tuple[Path, Callable[[str, str], Rows]]:
-    """The source as a path, which may not exist, and a function that reads a split, given with its key."""
+def _local(config: DataConfig) -> Path | None:
+    """The file or folder of a source; None: it is of the Hub, or a task."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
-    is_local = source.exists()
+    if source.exists():
+        return source
     # A Hub name has at most one slash and no suffix of a file.
     looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
-    looks_local = looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA
-    if not is_local and looks_local:
+    if looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA:
         raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
-    if is_local and config.name:
-        raise UserError(
-            f"data.name is {show(config.name)}, a configuration on the Hub, but data.source "
-            f"{show(config.source)} is local; leave data.name out"
-        )
-    name = config.transform
-    transform = resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
-
-    def read(split: str, key: str) -> Rows:
-        if not is_local:
-            generated = config.source.startswith(TASKS)
-            found = task_rows(config, split) if generated else hub_rows(config, split, key)
-            return _usable(found, config, f"{config.source} ({split})", transform)
-        paths = [source] if source.is_file() else find_split(source, split, key)
-        where = str(paths[0]) if len(paths) == 1 else f"{source} ({split})"
-        return _usable([row for path in paths for row in read_file(path)], config, where, transform)
-
-    return source, read
+    return None
 
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:

@@ -78,9 +78,7 @@ class GoldReader:
     ) -> tuple[list[Example], list[str]]:
         """The examples whose texts are completions, not longer than those of a rollout."""
         limit, end, both = self.config.rollout.max_new_tokens, self._end(), zip(examples, texts, strict=True)
-        made = [
-            attrs.evolve(example, gold=self._tokens(example, text, end)) for example, text in both if text
-        ]
+        made = [attrs.evolve(each, gold=self._tokens(each, text, end)) for each, text in both if text]
         kept = [example for example in made if len(example.gold) <= limit]
         if made and not kept:
             raise UserError(
@@ -91,9 +89,8 @@ class GoldReader:
             (len(examples) - len(made), "no gold completion"),
             (len(made) - len(kept), f"gold completions longer than rollout.max_new_tokens = {limit} tokens"),
         )
-        return kept, [
-            f"{split} data: {count} of {len(examples)} rows left out: {why}" for count, why in counts if count
-        ]
+        line = f"{split} data: {{}} of {len(examples)} rows left out: {{}}"
+        return kept, [line.format(count, why) for count, why in counts if count]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
         """A completion as a model samples it: behind the nudge, up to a stop string or an end token."""

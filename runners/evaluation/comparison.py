@@ -92,21 +92,9 @@ class ModelResult:
     problems: tuple[str, ...]  # faults in scoring
 
 
-class Difference(NamedTuple):
-    """The second model's value minus the first's, on the problems of both."""
-
-    mean: float
-    interval: Interval  # 95 %, by resampling the pairs
-
-
-def difference(first: Metric, second: Metric) -> Difference | None:
-    """The paired difference; None if no problem has both values.
-
-    Both must be over the same problems in the same order (`shared` ensures this).
-    """
-    found = second.values - first.values
-    found = found[~np.isnan(found)]
-    return Difference(float(found.mean()), bootstrap(found.tolist())) if found.size else None
+def difference(first: Metric, second: Metric) -> Metric:
+    """The second model's values minus the first's, problem by problem; the interval resamples the pairs."""
+    return Metric(second.values - first.values)
 
 
 def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
@@ -136,7 +124,7 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
         cells = [_cell(each.mean, each.interval, each.percent) for each in numbers]
         if two:
             found = difference(*numbers)
-            cells.append(_cell(found.mean, found.interval, metric.percent, "+") if found else "")
+            cells.append(_cell(found.mean, found.interval, metric.percent, "+"))
         lines.add_row(name, *cells)
     stream = io.StringIO()
     Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)
@@ -148,15 +136,16 @@ def comparison_summary(measured: Sequence[ModelResult]) -> dict[str, Any]:
     measured = shared(measured)
     content: dict[str, Any] = {"problems": len(measured[0].indices), "models": {}}
     for each in measured:
-        content["models"][each.model] = {
-            name: {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": metric.interval}
-            for name, metric in each.metrics.items()
-        }
+        content["models"][each.model] = {name: _numbers(metric) for name, metric in each.metrics.items()}
     if len(measured) == 2:
         first, second = (each.metrics for each in measured)
-        found = {name: difference(metric, second[name]) for name, metric in first.items()}
-        content["difference"] = {name: each and each._asdict() for name, each in found.items()}
+        both = {name: difference(metric, second[name]) for name, metric in first.items()}
+        content["difference"] = {name: _numbers(metric) for name, metric in both.items()}
     return content
+
+
+def _numbers(metric: Metric) -> dict[str, Any]:
+    return {"mean": None if np.isnan(metric.mean) else metric.mean, "interval": metric.interval}
 
 
 def _cell(mean: float, interval: Interval | None, percent: bool, sign: str = "") -> str:

@@ -52,12 +52,9 @@ class EvalResult:
             **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
         }
         if any(each.turns for each in rows):
-            found |= {
-                "eval/success": _mean([each.success for each in rows]),
-                "eval/turns": _mean([each.turns for each in rows]),
-                "eval/tool_calls": _mean([each.calls for each in rows]),
-                "eval/failed_calls": _mean([each.failures for each in rows]),
-            }
+            fields = {"tool_calls": "calls", "failed_calls": "failures"}
+            for name in ("success", "turns", *fields):
+                found[f"eval/{name}"] = _mean([getattr(each, fields.get(name, name)) for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 

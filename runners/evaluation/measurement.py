@@ -18,7 +18,7 @@ from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
 from runners.engines.engine import sampling_of
 from runners.environments.environments import Environments, build_environments
-from runners.errors import UserError, show
+from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult, pass_at_k
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import held_out
@@ -30,15 +30,6 @@ from runners.rewards.scoring import Reward, Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
-_MEASURED = {  # the keys that decide what an evaluation measures
-    "data": "source name split eval_split question answer prompt system_prompt nudge chat_template_kwargs "
-    "prompt_form max_prompt_length image image_max_pixels",
-    "answer": "form ignore_case ignore_spaces",
-    "rollout": "stop max_new_tokens temperature top_p top_k min_p",
-    "reward": "functions weights",
-    "env": "factory tools max_turns max_tool_calls max_observation_tokens on_error",
-    "eval": "samples max_new_tokens",
-}
 
 
 def config_of_runs(
@@ -62,16 +53,19 @@ def config_of_runs(
     if not files:
         return None
     found = [load_config(str(file), overrides) for file in files]
-    was, now = found[0].to_dict(), found[-1].to_dict()
-    for section, key in ((section, key) for section, keys in _MEASURED.items() for key in keys.split()):
-        one, other = show(was[section].get(key)), show(now[section].get(key))
-        if one != other:
-            raise UserError(
-                f"the runs differ in {section}.{key} ({one} in {files[0]}, {other} in {files[-1]}); --config "
-                "says what both are measured by"
-            )
+    told = [{**each.to_dict(), "rollout": _sampled(each)} for each in found]
+    measured = ("data", "answer", "rollout", "reward", "env", "eval")
+    if differ := [name for name in measured if told[0][name] != told[-1][name]]:
+        places = f"{files[0]} and {files[-1]} differ in [{'], ['.join(differ)}]"
+        raise UserError(f"the runs {places}; --config says what both are measured by")
     note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
     return found[0]
+
+
+def _sampled(config: Config) -> list[Any]:
+    """The keys of [rollout] that an evaluation takes."""
+    names = ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    return [getattr(config.rollout, name) for name in names]
 
 
 def open_model(

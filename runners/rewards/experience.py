@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -104,6 +103,7 @@ def join_experiences(parts: list[Experience]) -> Experience:
     """The groups of all parts as one experience."""
     if len(parts) == 1:
         return parts[0]
+    penalties = [part.penalty_b for part in parts if part.penalty_b is not None]
     return attrs.evolve(
         parts[0],
         rollout=g.join_rollouts([part.rollout for part in parts]),
@@ -121,14 +121,10 @@ def join_experiences(parts: list[Experience]) -> Experience:
             name: [value for part in parts for value in part.logged.get(name, ())]
             for name in dict.fromkeys(name for part in parts for name in part.logged)
         },
-        played=_joined([part.played for part in parts], lambda played: [*chain(*played)]),
-        penalty_b=_joined([part.penalty_b for part in parts], np.concatenate),
+        played=parts[0].played and [each for part in parts for each in part.played or ()],
+        penalty_b=np.concatenate(penalties) if penalties else None,
         failed={k: fault for k, fault in parts[0].failed.items() if all(k in part.failed for part in parts)},
     )
-
-
-def _joined(values: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
-    return None if any(value is None for value in values) else join(values)
 
 
 def join_stages(first: Experience, rest: Experience | None, groups: Sequence[int], size: int) -> Experience:

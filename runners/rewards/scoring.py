@@ -6,6 +6,7 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,11 +81,9 @@ def resolve_rewards(
             takes = Parameters(*found["parameters"])
             function = UserFunction(worker, name, takes, found["is_async"], found["file"])
         rewards.append(Reward(short, function, weight))
-    short_names = [reward.name for reward in rewards]
-    return tuple(
-        attrs.evolve(reward, name=full) if short_names.count(reward.name) > 1 else reward
-        for reward, full in zip(rewards, names, strict=True)
-    )
+    count = Counter(reward.name for reward in rewards)
+    both = zip(rewards, names, strict=True)
+    return tuple(attrs.evolve(each, name=full) if count[each.name] > 1 else each for each, full in both)
 
 
 def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:

@@ -10,13 +10,12 @@ from runners.answers.forms import answer_form
 from runners.rewards.builtin import (
     REWARDS,
     built_in,
-    correctness_reward_func,
-    int_reward_func,
     soft_format_reward_func,
     strict_format_reward_func,
     xmlcount_reward_func,
 )
 
+correctness_reward_func, int_reward_func = REWARDS["correctness_reward_func"], REWARDS["int_reward_func"]
 SHELL = "<reasoning>7+5=12</reasoning>\n<answer>12</answer>"
 # Texts made of the pieces that the rewards look at, so that a random draw is often almost right.
 pieces = st.sampled_from(
