@@ -15,8 +15,8 @@ from tests.support.tiny_runs import small
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(12)]
 
 
-@pytest.fixture
-def place(tmp_path):
+@pytest.fixture(autouse=True)
+def place(tmp_path, fresh_folder):
     """A fresh current folder with rows, a reward and a config of the embedded model."""
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("mine.py").write_text("def good(completions, **_):\n    return [0.0] * len(completions)\n")
@@ -32,8 +32,9 @@ def write_config(model="embedded", data="rows.jsonl"):
 
 def files():
     """Those of the place, but for what Python compiled and a run's empty lock."""
-    found = {path for path in Path().rglob("*") if path.is_file() and "__pycache__" not in str(path)}
-    return {path for path in found if path.name != ".lock"}
+    return {
+        path for path in Path().rglob("*") if path.is_file() and not path.name.endswith((".pyc", ".lock"))
+    }
 
 
 def refused(*arguments):
@@ -51,7 +52,7 @@ def refused(*arguments):
     ("text", "line"),
     [("[model\n", "train.toml: not TOML"), ("model.path = 3\n", "model.path: expected a string, found 3")],
 )
-def test_bad_configs(place, text, line):
+def test_bad_configs(text, line):
     """Each command that takes a config reads it in the same place."""
     Path("train.toml").write_text(text)
     for command in ("run", "sft", "plan", "check", "bench", "difficulty"):
@@ -71,7 +72,7 @@ LONG = "x" * 10_000_000
     ],
     ids=lambda part: str(part)[:30],
 )
-def test_bad_data(place, name, content, line):
+def test_bad_data(name, content, line):
     """The line names the file, and the row where there is one."""
     Path(name).write_text(content)
     write_config(data=name)
@@ -116,14 +117,11 @@ SPOILED = {  # more than tests/runners/models/test_loaded_model.py has for the l
     "a missing tensor": arrays_with(lambda w: w.pop(NORM)),
     "a size beyond memory": stating("config.json", hidden_size=2**40),
     "a type that leads elsewhere": stating("config.json", model_type="../../evil"),
-    "an index that climbs": containing(
-        "model.safetensors.index.json", '{"weight_map": {"a": "../x.safetensors"}}'
-    ),
+    "an index that climbs": stating("model.safetensors.index.json", weight_map={"a": "../x.safetensors"}),
     "weights that are a link out": link_out,
     "a tokenizer of bytes": containing("tokenizer.json", b"\xff\xfe"),
-    "a tokenizer with code": containing(
-        "tokenizer_config.json",
-        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}',
+    "a tokenizer with code": stating(
+        "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]}
     ),
     "own code": stating("config.json", model_file="evil.py"),
     "own code as transformers has it": stating(
@@ -138,10 +136,8 @@ def test_bad_models(place, spoil):
     """A folder that is damaged, too new or meant ill: a line of two commands, and nothing of it runs."""
     write_config(model="model")
     model = make_model_folder(place / "model")
-    (model / "evil.py").write_text(
-        f"open({str(model.parent / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = dict\n"
-    )
+    (model / "evil.py").write_text(f"open({str(place / 'ran')!r}, 'w')\nM = Evil = Model = ModelArgs = 3")
     spoil(model)
     for command in (["run", "train.toml"], ["generate", model, "hello"]):
         assert "model" in refused(*command)
-    assert not (model.parent / "ran").exists()
+    assert not (place / "ran").exists()

@@ -111,14 +111,6 @@ class Guess:
     def reset(self, **row):
         '''Begin.'''
 
-    def guess(self, number: int) -> str:
-        '''Guess it.
-
-        Args:
-            number: The guess.
-        '''
-        return ""
-
     def get_reward(self):
         return 0.0
 

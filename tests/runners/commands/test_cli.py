@@ -17,7 +17,6 @@ from grpo_fn import __version__
 from runners import cli
 from runners.config.loading import load_config
 from runners.config.reading import PRESET_FOLDER
-from runners.machine import startup
 from runners.machine.signals import Stopped
 from tests.support.processes.new_process import python
 
@@ -26,33 +25,26 @@ MODEL = 'model.path = "embedded"\n'
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
+def invoke(tmp_path):
     """Runs the command in this process, in a fresh folder that holds train.toml."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.toml").write_text(MODEL)
     return lambda *arguments, command=cli.run_command: CliRunner().invoke(command, arguments)
 
 
 @pytest.fixture
 def training(monkeypatch):
-    """Replaces the platform and the training loop; `calls` has what they were called with, in order."""
-    calls = []
-
-    def prepare(memory_limit_gb=0.0):
-        calls.append(("prepare", memory_limit_gb))
-        return startup.Platform(backend="cpu", notices=("no BLAS here",))
+    """Replaces the training loop: `calls` has how it was called, `fault` is what it raises."""
+    loop = types.SimpleNamespace(calls=[], fault=None)
 
     def run_training(config, **how):
-        calls.append(("train", config.check(), how))  # which the real one begins with
-        if calls_raise:
-            raise calls_raise[-1]
+        loop.calls.append(how)
+        if loop.fault:
+            raise loop.fault
 
-    calls_raise = []
-    monkeypatch.setattr(startup, "prepare", prepare)
     monkeypatch.setitem(
         sys.modules, "runners.training.train", types.SimpleNamespace(run_training=run_training)
     )
-    return types.SimpleNamespace(calls=calls, fail_with=calls_raise.append)
+    return loop
 
 
 ALL_HELP = """
@@ -86,7 +78,10 @@ def command_of(name):
 
 
 def test_the_group_lists_every_command(invoke):
-    """Each command of the table exists under its name and says in a line what it does."""
+    """Each exists under its name and says in a line what it does; `grpo run` is the very `grpo-run`."""
+    assert command_of("run") is cli.run_command
+    for command in (cli.main, cli.run_command):
+        assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
     text = invoke("--help", command=cli.main).output
     for name in cli.COMMANDS:
         short = command_of(name).get_short_help_str()
@@ -115,18 +110,10 @@ def test_a_commands_page_has_its_options_and_no_others(name, page, left_out, oth
     assert named == (options - set(left_out.split())) | set(others.split())
 
 
-def test_grpo_run_and_grpo_run_are_one_command(invoke):
-    """`grpo run` is the very command of `grpo-run`, and both tell the version."""
-    assert command_of("run") is cli.run_command
-    assert invoke("run", "--help", command=cli.main).exit_code == 0
-    for command in (cli.main, cli.run_command):
-        assert invoke("--version", command=command).output == f"grpo_fn, version {__version__}\n"
-
-
 def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, training, tmp_path):
     """TOML on stdout that loads to the same config, JSON in the run's folder, no training."""
     result = invoke("train.toml", "--set", "run.name=dry", "--set", "loss.preset=dapo", "--dry-run")
-    assert result.exit_code == 0 and training.calls == [("prepare", 0.0)]
+    assert result.exit_code == 0 and not training.calls
     assert result.stderr == f"written to {os.path.join('outputs', 'dry', 'config.resolved.json')}\n"
     config = load_config("train.toml", ["run.name=dry", "loss.preset=dapo"]).check()
     (tmp_path / "shown.toml").write_text(result.stdout, encoding="utf-8")
@@ -149,7 +136,7 @@ def test_a_dry_run_shows_and_writes_the_resolved_config_and_stops(invoke, traini
 def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, changes, overwrite):
     """--resume with and without a folder, --allow-config-change, --overwrite."""
     assert invoke("train.toml", *arguments).exit_code == 0
-    how = training.calls[1][2]
+    (how,) = training.calls
     assert not how.pop("signals").stopping and how.pop("ranks").is_alone
     assert how == {"resume": origin, "allow_config_change": changes, "overwrite": overwrite}
 
@@ -168,9 +155,8 @@ def test_an_interrupted_run_shows_how_to_continue(
     monkeypatch.setattr(command, "name", "grpo-run")
     stop = 'rollout.stop=["</answer>"]'
     for saved, option in ((True, "--resume"), (False, "--overwrite")):
-        stopped = Stopped(signal.SIGTERM)
-        stopped.saved = saved
-        training.fail_with(stopped)
+        training.fault = Stopped(signal.SIGTERM)
+        training.fault.saved = saved
         result = invoke("train.toml", "--overwrite", "--set", stop, command=command)
         assert result.exit_code == 143
         line = f"to continue: {program} train.toml --set '{stop}' {option}"
