@@ -33,7 +33,7 @@ OPERATIONS = {
     "row_logprobs": "(dtype): log-probs and entropies from the products with a head's matrix",
     "row_gradients": "(dtype): their gradient in these products",
     "add_at": "(array): one number added in each row",
-    "round_columns": "(): a few columns are rounded one after another, errors carried on",
+    "round_columns": "(): a block's columns are rounded one after another, errors carried on",
     "group_ranges": "(): the range of each group of weights with the least error",
     "decode_blocks": "(): a context manager (module, rows); blocks of a decoder as one kernel each",
     "kernel_steps": "(): DecodeProgram; over one copy of each prompt, rows in any order",

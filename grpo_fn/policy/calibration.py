@@ -23,6 +23,7 @@ from grpo_fn.trees import Tree, materialize
 
 WIDTH = 1536  # columns of a block, at most
 TRACED = 64  # columns that one compiled program rounds
+FACTORED = 64  # rows of a matrix that mlx factors
 DAMPING = 0.1  # share of a diagonal entry that is added to it: few tokens overstate correlations
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 PART = 2**26  # weights that are rounded at a time
@@ -35,7 +36,6 @@ class Carry:
     """How errors are carried on, from the moments of blocks. Made once; each rounding uses it again."""
 
     order_nw: mx.array  # of the columns of each block: the largest inputs first
-    inverse_nw: mx.array  # the places of the columns in this order
     share_nww: mx.array  # row k: what later columns take over of column k's error; bfloat16, in this order
     weight_nw: mx.array  # of the squared errors of a column, in the order of the weight
 
@@ -139,23 +139,33 @@ def carries_of(moments: Moments) -> Carries:
 
 def _carry_of(moments: mx.array) -> Carry:
     """The carry for a layer with these moments: of H⁻¹ = RᵀR with R upper triangular, R over its diagonal."""
-    with mx.stream(mx.cpu):
-        moments_nww = _whole(moments)
-        diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
-        damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
-        damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
-        order_nw = mx.argsort(-diagonal_nw, axis=-1)
-        inverse_nw = mx.argsort(order_nw, axis=-1)
-        ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)
-        # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
-        upper_nww = mx.linalg.cholesky(ordered_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
-        root_nww = mx.linalg.tri_inv(upper_nww, upper=True)
-        pivot_nw = mx.diagonal(root_nww, axis1=1, axis2=2)
-        weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), inverse_nw, axis=-1)
-        share_nww = (root_nww / pivot_nw[..., None]).astype(mx.bfloat16)
-        carry = Carry(order_nw, inverse_nw, share_nww, weight_nw)
-        materialize(carry)
+    moments_nww = _whole(moments)
+    diagonal_nw = mx.diagonal(moments_nww, axis1=1, axis2=2)
+    damping_nw = DAMPING * diagonal_nw + 1e-6 * diagonal_nw.mean() + 1e-12
+    damped_nww = moments_nww + damping_nw[..., None] * mx.eye(moments_nww.shape[-1])
+    order_nw = mx.argsort(-diagonal_nw, axis=-1)
+    ordered_nww = _in_order(_in_order(damped_nww, order_nw).transpose(0, 2, 1), order_nw)
+    # H = U Uᵀ with U upper triangular, by the Cholesky factor of H in reverse order; R = U⁻¹.
+    root_nww = _inverse_root(ordered_nww[:, ::-1, ::-1])[:, ::-1, ::-1]
+    pivot_nw = mx.diagonal(root_nww, axis1=1, axis2=2)
+    weight_nw = mx.take_along_axis(1 / mx.square(pivot_nw), mx.argsort(order_nw, axis=-1), axis=-1)
+    carry = Carry(order_nw, (root_nww / pivot_nw[..., None]).astype(mx.bfloat16), weight_nw)
+    materialize(carry)
     return carry
+
+
+def _inverse_root(h_nww: mx.array) -> mx.array:
+    """L⁻¹ of H = L Lᵀ, L lower triangular. By halves: mlx's own is a CPU's, and slow without a good BLAS."""
+    half = h_nww.shape[-1] // 2
+    if half < FACTORED:
+        with mx.stream(mx.cpu):
+            return mx.linalg.tri_inv(mx.linalg.cholesky(h_nww))
+    first_nhh = _inverse_root(h_nww[:, :half, :half])
+    below_noh = h_nww[:, half:, :half] @ first_nhh.transpose(0, 2, 1)
+    second_noo = _inverse_root(h_nww[:, half:, half:] - below_noh @ below_noh.transpose(0, 2, 1))
+    above_nho = mx.zeros((h_nww.shape[0], half, below_noh.shape[1]))
+    lower_now = mx.concatenate([-(second_noo @ below_noh @ first_nhh), second_noo], axis=-1)
+    return mx.concatenate([mx.concatenate([first_nhh, above_nho], axis=-1), lower_now], axis=1)
 
 
 def _in_order(x_now: mx.array, order_nw: mx.array) -> mx.array:
@@ -182,9 +192,8 @@ def round_calibrated(
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
             stack = carries[some[0]][0]
             blocks = range(shape[1] // stack.order_nw.shape[-1])
-            rows = mx.array([carries[name][1] + block for name in some for block in blocks])
-            carry = Carry(*(array[rows] for array in attrs.astuple(stack, recurse=False)))
-            packed = _packed(mx.stack([weights[name] for name in some]), carry, mode)
+            blocks_n = mx.array([carries[name][1] + block for name in some for block in blocks])
+            packed = _packed(mx.stack([weights[name] for name in some]), stack, blocks_n, mode)
             materialize(packed)
             apart = (mx.split(array.flatten(0, 1), len(some)) for array in packed)  # views
             for name, *parts in zip(some, *apart, strict=True):
@@ -192,21 +201,19 @@ def round_calibrated(
     return result
 
 
-def _packed(w_loi: mx.array, carry: Carry, mode: QuantMode) -> list[mx.array]:
+def _packed(w_loi: mx.array, carry: Carry, blocks_n: mx.array, mode: QuantMode) -> list[mx.array]:
+    """L matrices, of N blocks whose places in `carry` are `blocks_n`."""
     layers, out, columns = w_loi.shape
     width = carry.order_nw.shape[-1]
-    w_lonw = w_loi.astype(mx.float32).reshape(layers, out, columns // width, width)
+    w_lonw = w_loi.reshape(layers, out, columns // width, width)
     w_now = w_lonw.transpose(0, 2, 1, 3).reshape(-1, out, width)
     ranges = (find("group_ranges") or _ranges)(mode.bits, mode.group_size, w_loi.dtype, SHRINK)
-    scale_nog, bias_nog = ranges(w_now, carry.weight_nw)
-    few = functools.partial((find("round_columns") or _columns)(mode.bits), scale_nog, bias_nog)
-    groups_nw = carry.order_nw // mode.group_size
-    share_nww = carry.share_nww.astype(mx.float32)
-    codes_now, _ = _rounded(_in_order(w_now, carry.order_nw), groups_nw, share_nww, few)
-    arrays = _in_order(codes_now, carry.inverse_nw), scale_nog, bias_nog
+    scale_nog, bias_nog = ranges(w_now, carry.weight_nw[blocks_n])
+    codes_of = (find("round_columns") or _codes)(mode.bits, mode.group_size)
+    codes_now = codes_of(w_now, scale_nog, bias_nog, blocks_n, carry.order_nw, carry.share_nww)
     codes, *rest = (
         x_now.reshape(layers, -1, *x_now.shape[1:]).transpose(0, 2, 1, 3).reshape(layers, out, -1)
-        for x_now in arrays
+        for x_now in (codes_now, scale_nog, bias_nog)
     )
     return [pack_codes(codes, mode.bits), *(array.astype(w_loi.dtype) for array in rest)]
 
@@ -216,8 +223,11 @@ Columns = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 
 
 @functools.cache
-def _columns(bits: int) -> Callable[..., tuple[mx.array, mx.array]]:
-    """`Columns`, after scales and biases [N,O,G], as a program: thousands of small operations."""
+def _codes(bits: int, group: int) -> Callable[..., mx.array]:
+    """A function to codes [N,O,W], uint8, of w [N,O,W] and of scale and bias [N,O,G] of its groups.
+
+    Its further arguments: the place of each block, [N], in the carry's `order_nw` and `share_nww`.
+    """
 
     def one(
         scale_nog: mx.array, bias_nog: mx.array, w_no1: mx.array, groups_n1: mx.array, _: mx.array
@@ -226,11 +236,27 @@ def _columns(bits: int) -> Callable[..., tuple[mx.array, mx.array]]:
         codes_no1 = mx.clip(mx.round((w_no1 - bias_no1) / scale_no1), 0, 2**bits - 1)
         return codes_no1.astype(mx.uint8), w_no1 - (codes_no1 * scale_no1 + bias_no1)
 
-    return compiled_step(
+    few = compiled_step(  # thousands of small operations
         lambda scale, bias, w, groups, share: _rounded(
             w, groups, share, functools.partial(one, scale, bias), 1
         )
     )
+
+    def codes(
+        w_now: mx.array,
+        scale_nog: mx.array,
+        bias_nog: mx.array,
+        blocks_n: mx.array,
+        order_kw: mx.array,
+        share_kww: mx.array,
+    ) -> mx.array:
+        order_nw, share_nww = order_kw[blocks_n], share_kww[blocks_n].astype(mx.float32)
+        w_now = _in_order(w_now.astype(mx.float32), order_nw)
+        columns = functools.partial(few, scale_nog, bias_nog)
+        codes_now, _ = _rounded(w_now, order_nw // group, share_nww, columns)
+        return _in_order(codes_now, mx.argsort(order_nw, axis=-1))
+
+    return codes
 
 
 def _rounded(
@@ -259,7 +285,8 @@ def _ranges(
     most = 2**bits - 1
 
     def ranges(w_now: mx.array, weight_nw: mx.array) -> tuple[mx.array, mx.array]:
-        w_nogc, weight_n1gc = (mx.unflatten(x, -1, (-1, group)) for x in (w_now, weight_nw[:, None]))
+        parts = w_now.astype(mx.float32), weight_nw[:, None]
+        w_nogc, weight_n1gc = (mx.unflatten(x, -1, (-1, group)) for x in parts)
         low, high = w_nogc.min(axis=-1, keepdims=True), w_nogc.max(axis=-1, keepdims=True)
         best: list[mx.array] = []
         for shrink in shrinks:

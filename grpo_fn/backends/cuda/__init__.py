@@ -9,7 +9,7 @@ __all__ = ["MECHANISMS", "NUMBERS"]
 MECHANISMS = {
     "row_logprobs": ("logit_kernels", "row_logprobs", "takes_dtype"),
     "row_gradients": ("logit_kernels", "row_gradients", "takes_dtype"),
-    "round_columns": ("rounding_kernel", "round_columns", ""),
+    "round_columns": ("rounding_kernel", "round_columns", "tensor_cores"),
     "group_ranges": ("rounding_kernel", "group_ranges", ""),
     "decode_blocks": ("decoding.decode_blocks", "decode_blocks", ""),
     "kernel_steps": ("decoding.kernel_steps", "PROGRAM", ""),

@@ -1,31 +1,102 @@
-"""Calibrated rounding: a thread for each row of a few columns, or for each group of weights."""
+"""Calibrated rounding: some rows of a block of columns for each block of threads; a thread for each range."""
 
 import functools
 from collections.abc import Callable
 
 import mlx.core as mx
 
-from grpo_fn.backends.cuda.kernels import cuda_kernel, literal
+from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, literal
 
-_THREADS = 128
+_THREADS = 128  # of a block for ranges
+_TILE = 64  # rows and columns at a time, of a block of 256 threads
+# Of each tile of columns first the errors of all columns before it are carried over, as a product on tensor
+# cores. Then its columns are rounded one after another: four neighbouring threads share a row.
 _COLUMNS = """
-const long row = (long)blockIdx.x * THREADS + threadIdx.x;
-if (row >= (long)w_shape[0] * w_shape[1]) return;
-const long block = row / w_shape[1];
-const float* carried = share + block * COLUMNS * COLUMNS;
-float x[COLUMNS];
-#pragma unroll
-for (int k = 0; k < COLUMNS; k++) x[k] = w[row * COLUMNS + k];
-#pragma unroll
-for (int k = 0; k < COLUMNS; k++) {
-    const long place = row * scale_shape[2] + groups[block * COLUMNS + k];
-    const float s = scale[place], b = bias[place];
-    const float code = fminf(fmaxf(rintf((x[k] - b) / s), 0.0f), (float)MOST);
-    const float off = x[k] - (code * s + b);
-    codes[row * COLUMNS + k] = (unsigned char)code;
-    error[row * COLUMNS + k] = off;
+#define EACH (COLUMNS / 4)
+const int out = w_shape[1], width = w_shape[2], per_block = (out + ROWS - 1) / ROWS;
+const long block = blockIdx.x / per_block, place = blocks[block];
+const int first = blockIdx.x % per_block * ROWS;
+const unsigned int* order_of = order + place * width;
+const bfloat16* share_of = share + place * width * width;
+const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+const int row = threadIdx.x / 4, top = warp % 4 * 16 + group, left = warp / 4 * (COLUMNS / 2);
+const bool inside = first + row < out;
+const long at = block * out + (inside ? first + row : out - 1);
+__shared__ float carried[ROWS][COLUMNS + 4];
+__shared__ __align__(16) float buffer[ROWS * 80];
+unsigned int* a = (unsigned int*)buffer;  // errors of 32 columns, [ROWS][36]
+unsigned int* b = a + ROWS * 36;  // and their share, [32][COLUMNS + 8]
+for (int base = 0; base < width; base += COLUMNS) {
+    float sum[COLUMNS / 16][4] = {};
+    for (int k = 0; k < base; k += 32) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < ROWS * 32; i += THREADS) {
+            const int r = i / 32, c = i % 32;
+            const float x = first + r < out ? error[(block * out + first + r) * width + k + c] : 0.0f;
+            asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(a[r * 36 + c]) : "f"(x));
+        }
+        for (int i = threadIdx.x; i < 32 * COLUMNS; i += THREADS) {
+            const int r = i / COLUMNS, c = i % COLUMNS;
+            b[r * (COLUMNS + 8) + c] = __float_as_uint(share_of[(long)(k + r) * width + base + c]);
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int part = 0; part < 32; part += 8) {
+            const unsigned int *x = a + top * 36 + part + quarter, *y = b + (part + quarter) * (COLUMNS + 8);
+            #pragma unroll
+            for (int n = 0; n < COLUMNS / 16; n++) {
+                const int c = left + n * 8 + group;
+                asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                    "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                    : "+f"(sum[n][0]), "+f"(sum[n][1]), "+f"(sum[n][2]), "+f"(sum[n][3])
+                    : "r"(x[0]), "r"(x[8 * 36]), "r"(x[4]), "r"(x[8 * 36 + 4]),
+                      "r"(y[c]), "r"(y[4 * (COLUMNS + 8) + c]));
+            }
+        }
+    }
     #pragma unroll
-    for (int later = k + 1; later < COLUMNS; later++) x[later] -= off * carried[k * COLUMNS + later];
+    for (int n = 0; n < COLUMNS / 16; n++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            carried[top + i / 2 * 8][left + n * 8 + quarter * 2 + i % 2] = sum[n][i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < COLUMNS * COLUMNS; i += THREADS) {
+        const int k = i / COLUMNS, c = i % COLUMNS;  // beside one another: what a thread reads
+        buffer[k * 80 + c % 4 * 20 + c / 4] = share_of[(long)(base + k) * width + base + c];
+    }
+    float x[EACH], s[EACH], low[EACH];
+    unsigned int found[EACH / 4] = {};
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int c = quarter + 4 * i, column = order_of[base + c];
+        x[i] = (float)w[at * width + column] - carried[row][c];
+        s[i] = scale[at * scale_shape[2] + column / GROUP];
+        low[i] = bias[at * scale_shape[2] + column / GROUP];
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int k = 0; k < COLUMNS; k++) {
+        const float steps = rintf(__fdividef(x[k / 4] - low[k / 4], s[k / 4]));
+        const float code = fminf(fmaxf(steps, 0.0f), (float)MOST);
+        const float off = x[k / 4] - (code * s[k / 4] + low[k / 4]);
+        const float passed = __shfl_sync(0xffffffff, off, k % 4, 4);
+        #pragma unroll
+        for (int i = k / 16 * 4; i < EACH; i += 4) {
+            const float4 h = *(const float4*)&buffer[k * 80 + quarter * 20 + i];  // 0 left of column k
+            x[i] -= passed * h.x, x[i + 1] -= passed * h.y;
+            x[i + 2] -= passed * h.z, x[i + 3] -= passed * h.w;
+        }
+        if (quarter == k % 4) {
+            x[k / 4] = off;
+            found[k / 16] |= (unsigned int)code << k / 4 % 4 * 8;
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        if (!inside) continue;
+        codes[at * width + order_of[base + quarter + 4 * i]] = found[i / 4] >> i % 4 * 8;
+        error[at * width + base + quarter + 4 * i] = x[i];
+    }
 }
 """
 _RANGES = """
@@ -36,7 +107,7 @@ const float* heavy = weight + at / groups / w_shape[1] * w_shape[2] + at % group
 float x[GROUP], low = INFINITY, high = -INFINITY, least = INFINITY;
 #pragma unroll
 for (int k = 0; k < GROUP; k++) {
-    x[k] = w[at * GROUP + k];
+    x[k] = (float)w[at * GROUP + k];
     low = fminf(low, x[k]);
     high = fmaxf(high, x[k]);
 }
@@ -59,9 +130,14 @@ for (int n = 0; n < TRIED; n++) {
 """
 
 
-def round_columns(bits: int) -> Callable[..., tuple[mx.array, mx.array]]:
-    """As `policy.calibration._columns`."""
-    return functools.partial(_round_columns, bits)
+def tensor_cores() -> bool:
+    """Whether `round_columns` runs on this device."""
+    return compiles("sm_80")
+
+
+def round_columns(bits: int, group: int) -> Callable[..., mx.array]:
+    """As `policy.calibration._codes`."""
+    return functools.partial(_round_columns, bits, group)
 
 
 def group_ranges(
@@ -73,22 +149,27 @@ def group_ranges(
 
 def _round_columns(
     bits: int,
+    group: int,
+    w_now: mx.array,
     scale_nog: mx.array,
     bias_nog: mx.array,
-    w_now: mx.array,
-    groups_nw: mx.array,
-    share_nww: mx.array,
-) -> tuple[mx.array, mx.array]:
-    names = ("scale", "bias", "w", "groups", "share"), ("codes", "error")
-    codes_now, error_now = cuda_kernel("round_columns", *names, _COLUMNS)(
-        inputs=[scale_nog, bias_nog, w_now, groups_nw, share_nww],
-        template=[("COLUMNS", w_now.shape[-1]), ("MOST", 2**bits - 1), ("THREADS", _THREADS)],
+    blocks_n: mx.array,
+    order_kw: mx.array,
+    share_kww: mx.array,
+) -> mx.array:
+    blocks, out, width = w_now.shape
+    columns = _TILE if width % _TILE == 0 else 32
+    numbers = {"COLUMNS": columns, "ROWS": _TILE, "MOST": 2**bits - 1, "GROUP": group, "THREADS": 256}
+    names = ("w", "scale", "bias", "blocks", "order", "share"), ("codes", "error")
+    codes_now, _ = cuda_kernel("round_columns", *names, _COLUMNS)(
+        inputs=[w_now, scale_nog, bias_nog, blocks_n, order_kw, share_kww],
+        template=list(numbers.items()),
         output_shapes=[w_now.shape, w_now.shape],
         output_dtypes=[mx.uint8, mx.float32],
-        grid=_grid(w_now.shape[0] * w_now.shape[1]),
-        threadgroup=(_THREADS, 1, 1),
+        grid=(blocks * -(-out // _TILE) * 256, 1, 1),
+        threadgroup=(256, 1, 1),
     )
-    return codes_now, error_now
+    return codes_now
 
 
 def _group_ranges(
@@ -103,11 +184,7 @@ def _group_ranges(
         template=[("T", dtype), *numbers.items()],
         output_shapes=[shape, shape],
         output_dtypes=[mx.float32, mx.float32],
-        grid=_grid(w_now.size // group),
+        grid=(-(-w_now.size // group // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
     )
     return scale_nog, bias_nog
-
-
-def _grid(threads: int) -> tuple[int, int, int]:
-    return (-(-threads // _THREADS) * _THREADS, 1, 1)

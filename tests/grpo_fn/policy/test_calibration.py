@@ -43,11 +43,16 @@ def test_codes_are_packed_as_mlx_packs_them(bits):
 
 
 @pytest.mark.skipif(not has_cuda(), reason="needs CUDA")
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_the_kernel_rounds_as_the_composed_form(bits):
-    """Equal codes, but for ties and what comes after them in a row."""
-    weight, x = mx.random.normal((300, 576), key=mx.random.key(3)), skewed_inputs(576, rows=2048)
-    given = {"w": weight}, carries_of({"w": (x.T @ x)[None]}), QuantMode("affine", bits, 64)
+@pytest.mark.parametrize(
+    ("bits", "out", "columns", "group"), [(3, 300, 576, 64), (4, 64, 96, 32), (8, 7, 3072, 128)]
+)
+def test_the_kernel_rounds_as_the_composed_form(bits, out, columns, group):
+    """Equal codes, but for ties and what comes after them in a row; some rows, and one or two blocks."""
+    width = block_width(columns, group)
+    xs = [skewed_inputs(columns, rows=2048)[:, at : at + width] for at in range(0, columns, width)]
+    moments = {name: mx.stack([x.T @ x for x in xs]) for name in "vw"}
+    weights = {name: mx.random.normal((out, columns), key=mx.random.key(ord(name))) for name in "vw"}
+    given = weights, carries_of(moments), QuantMode("affine", bits, group)
     with disabled("round_columns", "group_ranges"):
         want = round_calibrated(*given)["w"]
     found = round_calibrated(*given)["w"]

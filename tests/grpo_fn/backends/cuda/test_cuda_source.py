@@ -73,9 +73,11 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
     )
     numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
-    few, groups = mx.ones((2, 3, 36)), mx.zeros((2, 36), mx.uint32)
-    rounding_kernel.round_columns(4)(few, few, few, groups, mx.ones((2, 36, 36)))
-    rounding_kernel.group_ranges(4, 64, dtype, (1.0, 0.9))(mx.ones((2, 3, 128)), mx.ones((2, 128)))
+    carry = mx.zeros((2,), mx.int32), mx.zeros((1, 96), mx.uint32), mx.ones((1, 96, 96), mx.bfloat16)
+    rounding_kernel.round_columns(4, 32)(
+        mx.ones((2, 3, 96), dtype), mx.ones((2, 3, 3)), mx.ones((2, 3, 3)), *carry
+    )
+    rounding_kernel.group_ranges(4, 64, dtype, (1.0, 0.9))(mx.ones((2, 3, 128), dtype), mx.ones((2, 128)))
     assert len(launched) == 5 and all(len(given["compiled_source"]) > 1000 for given in launched)
 
 
