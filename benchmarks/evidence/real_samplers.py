@@ -56,11 +56,11 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
             target = NEAR if form == CALIBRATED and correction != "none" else None
             below = max(100 * (full - found), 0.0)
             result.append(Figure(name=title, value=below, unit="points", at_most=target))
-    syncs = [f.value for f in figures if f", {CALIBRATED}, " in f.name and f.name.endswith(f": {SYNC}")]
+    usual = f", {CALIBRATED}, {CORRECTIONS[0]}: "
+    syncs = [f.value for f in figures if usual in f.name and f.name.endswith(f": {SYNC}")]
     if syncs:
-        title = f"{ALL_SEEDS}: {CALIBRATED}: {SYNC}"
-        note = f"wanted: at most {SYNC_SHARE:.0f} %"
-        result.append(Figure(name=title, value=max(syncs), unit="%", note=note))
+        title = f"{ALL_SEEDS}: {CALIBRATED}, {CORRECTIONS[0]}: {SYNC}, at most"
+        result.append(Figure(name=title, value=max(syncs), unit="%", at_most=SYNC_SHARE))
     return result
 
 
