@@ -1,8 +1,7 @@
-"""Safetensors files: written through to the disk, checked before MLX reads them."""
+"""Safetensors files: checked before MLX reads them."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,15 +18,13 @@ _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def save_arrays(file: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file through to the disk, names sorted so that equal arrays give equal bytes."""
+    """Writes a safetensors file, names sorted so that equal arrays give equal bytes."""
     import mlx.core as mx
 
     ordered = dict(sorted(arrays.items()))
     mx.eval(ordered)
     with open(file, "wb") as stream:
         mx.save_safetensors(stream, ordered, metadata=dict(metadata))
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

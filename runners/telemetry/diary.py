@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from runners.config.loading import Config
 from runners.errors import UserError, error_line, one_line
@@ -87,13 +87,6 @@ class Diary(Report):
     def fault(self) -> Exception | None:
         """See `Report`."""
         return self._report.fault
-
-    def __enter__(self) -> Self:
-        self._report.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._report.__exit__(*error)
 
     def _end(self, error: BaseException) -> None:
         state, text = "failed", str(error) if isinstance(error, UserError) else error_line(error)

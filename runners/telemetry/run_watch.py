@@ -90,14 +90,14 @@ def _constant_rewards(metrics: Mapping[str, float], row: str) -> Iterator[tuple[
         name = metric.removeprefix("rewards/").removesuffix("/std")
         if metric != f"rewards/{name}/std":
             continue
-        line = f"reward {name} returned None for all completions {row}; check the columns it reads"
-        if (mean := metrics.get(f"rewards/{name}/mean")) is not None:
-            line = (
-                f"reward {name} gave all completions the same value {row}, now {mean:g}, so nothing is "
-                "learned from it; look at completions.jsonl, and see with `grpo check` what it gives a right "
-                "answer"
-            )
-        yield f"constant {name}", std <= 1e-12 * abs(mean or 1), line
+        mean = metrics.get(f"rewards/{name}/mean") or 1.0
+        yield (
+            f"constant {name}",
+            std <= 1e-12 * abs(mean),
+            f"reward {name} gave all completions the same value, or none, {row}, so nothing is learned from "
+            "it; look at completions.jsonl and the columns that it reads, and see with `grpo check` what it "
+            "gives a right answer",
+        )
 
 
 def _count(counts: dict[str, int], name: str, so: bool) -> int:

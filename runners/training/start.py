@@ -72,7 +72,7 @@ def start_or_resume(
             config = attrs.evolve(config, log=silent)
             report, resume, overwrite = Report(), False, True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
-        shown = stack.enter_context(Diary(report))
+        shown = Diary(stack.enter_context(report))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         stack.enter_context(locked(folder, config.where("run.name")))
         origin, known = None, None
