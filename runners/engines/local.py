@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -43,6 +43,7 @@ class LocalEngine:
     # KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
     mismatch_limit: float = 0.0
     advance: Advance | None = None  # hears several times a second how far a rollout has come
+    note: Callable[[str], None] = lambda line: None  # takes a line when it gives something up
     ranks: Ranks = attrs.field(factory=Ranks)  # those that sample together, each its share
 
     version: int = attrs.field(default=0, init=False)  # see `Engine`
@@ -53,7 +54,6 @@ class LocalEngine:
     _params: Tree = attrs.field(default=None, init=False)  # those that it samples with
     # The tokens of the last stream, and its caches.
     _kept: tuple[list[int], Any] | None = attrs.field(default=None, init=False)
-    _events: list[str] = attrs.field(factory=list, init=False)
 
     @property
     def quantization(self) -> str:
@@ -155,15 +155,10 @@ class LocalEngine:
             f"rollout.mismatch_limit = {self.mismatch_limit:g}"
         )
         if finer := FINER.get(self.format):
-            self._events.append(f"sampling continues in {finer}: {self.format} has {reason}")
+            self.note(f"sampling continues in {finer}: {self.format} has {reason}")
             self.round_as(finer, self.moments)
         else:
             self._give_up(reason)
-
-    def events(self) -> list[str]:
-        """What has happened since the last call, a line each."""
-        events, self._events = self._events, []
-        return events
 
     def metrics(self) -> dict[str, str]:
         """Metrics of an engine whose weights are or were quantized."""
@@ -188,7 +183,7 @@ class LocalEngine:
             mx.clear_cache()  # outside the handler the failed rollout's arrays are free
             together = group * max(together // group // 2, 1)
             self.decoding = attrs.evolve(self.decoding, max_batch=together)
-            self._events.append(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
+            self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
 
     def _sampled(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
@@ -226,7 +221,7 @@ class LocalEngine:
             return end.value
 
     def _give_up(self, reason: str) -> None:
-        self._events.append(f"sampling continues in full precision: {self.format}: {reason}")
+        self.note(f"sampling continues in full precision: {self.format}: {reason}")
         self.fallback, self._params = reason, None
 
     def _caches_for(self, policy: g.Policy, prompt: Sequence[int]) -> tuple[Any, int]:

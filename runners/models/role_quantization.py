@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import mlx.core as mx
 
@@ -27,8 +27,6 @@ from runners.errors import UserError
 CALIBRATED_BITS = 6  # rounding to nearest is near enough with more
 SLICE_TOKENS, CALIBRATION_TOKENS = 4096, 16_384  # tokens of a pass for the moments, and of all
 BUDGET_TOKENS = 1024  # whose logits are computed at once, for the effects of rounding
-Calibration = Callable[[Tree, g.Batch], Moments]
-Budget = Callable[[Tree, g.Batch, Moments], dict[str, str]]
 
 
 def make_quantized_role(
@@ -64,48 +62,35 @@ def is_calibrated(config: Config, name: str) -> bool:
     return few and config.rollout.calibration == "activations" and not config.data.image
 
 
-def calibration_of(policy: g.Policy, role: QuantizedRole) -> Calibration:
-    """The function that gives the moments of a role's layers over rows of a batch, as many as are needed."""
-    group = next(iter(role.modes.values())).group_size
-
-    def moments(params: Tree, batch: g.Batch) -> Moments:
-        lengths_b = _lengths(batch)
-        rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
-        found: dict[str, mx.array] = {}
-        tokens = 0
-        for start in range(0, lengths_b.shape[0], rows):
-            part = slice(start, start + rows)
-            some = input_moments(policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group)
-            found = added(found, some)
-            tokens += int(lengths_b[part].sum())
-            if tokens >= CALIBRATION_TOKENS:
-                break
-        return folded(found)
-
-    return moments
+def measured_moments(policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch) -> Moments:
+    """The moments of a role's layers over rows of a batch, as many as are needed."""
+    group, lengths_b = next(iter(role.modes.values())).group_size, _lengths(batch)
+    rows = max(1, SLICE_TOKENS // batch.tokens_bl.shape[1])
+    found: dict[str, mx.array] = {}
+    tokens = 0
+    for start in range(0, lengths_b.shape[0], rows):
+        part = slice(start, start + rows)
+        some = input_moments(policy, params, batch.tokens_bl[part], lengths_b[part], role.names, group)
+        found = added(found, some)
+        tokens += int(lengths_b[part].sum())
+        if tokens >= CALIBRATION_TOKENS:
+            break
+    return folded(found)
 
 
-def budget_of(config: Config, policy: g.Policy, role: QuantizedRole) -> Budget:
-    """The function that gives the formats within rollout.bits_budget, from a batch and its moments."""
-    name, budget = config.rollout.quantization, config.rollout.bits_budget
-
-    def formats(params: Tree, batch: g.Batch, moments: Moments) -> dict[str, str]:
-        rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
-        mode = next(iter(role.modes.values()))
-        plain = role.remade(name, moments, storage="dequantized")
-        effects = rounding_effects(
-            policy,
-            params,
-            plain,
-            batch.tokens_bl[:rows],
-            _lengths(batch)[:rows],
-            mx.random.key(config.run.seed),
-        )
-        leaves = named_leaves(params) | named_leaves(policy.frozen)
-        sizes = {each: leaves[each].size for each in effects}
-        return formats_within(effects, sizes, mode.bits, mode.group_size, budget)
-
-    return formats
+def budgeted_formats(
+    config: Config, policy: g.Policy, role: QuantizedRole, params: Tree, batch: g.Batch, moments: Moments
+) -> dict[str, str]:
+    """The sampler's formats within rollout.bits_budget, from a batch and its moments."""
+    rows = max(1, BUDGET_TOKENS // batch.tokens_bl.shape[1])
+    mode = next(iter(role.modes.values()))
+    plain = role.remade(config.rollout.quantization, moments, storage="dequantized")
+    tokens_bl, lengths_b = batch.tokens_bl[:rows], _lengths(batch)[:rows]
+    key = mx.random.key(config.run.seed)
+    effects = rounding_effects(policy, params, plain, tokens_bl, lengths_b, key)
+    leaves = named_leaves(params) | named_leaves(policy.frozen)
+    sizes = {each: leaves[each].size for each in effects}
+    return formats_within(effects, sizes, mode.bits, mode.group_size, config.rollout.bits_budget)
 
 
 def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, params: Tree) -> str:

@@ -11,13 +11,14 @@ import mlx.core as mx
 import grpo_fn as g
 from runners.data.prompts import Example
 from runners.engines.engine import DEFAULT_ROWS
+from runners.engines.local import LocalEngine
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
 from runners.rewards.calls import TrainerState
 from runners.telemetry.events import Evaluated
 from runners.telemetry.records import evaluation_records
+from runners.training.rollout import gold_experience
 from runners.training.session import Session
-from runners.training.supervised import gold_experience
 
 
 def evaluate_if_due(session: Session) -> None:
@@ -64,7 +65,8 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     """The problems, and the answers to them."""
     config, run, state = session.config, session.run, session.state
-    engine, problems = run.learner.evaluator, run.data.evaluation
+    problems, sampler = run.data.evaluation, run.learner.engine
+    engine = LocalEngine(run.learner.policy, sampler.decoding, advance=sampler.advance, note=sampler.note)
     engine.load(state.train.params, state.update)
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
     evaluator = Evaluator(
@@ -87,11 +89,10 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         seconds += part.seconds
         completions += part.completions
         lines += part.problems
-    engine.load(None, state.update)
     result = EvalResult(seconds, tuple(completions), tuple(lines))
     first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
     notice = evaluator.notice(result.completions, problems, limit) if first else ""
-    for line in (*engine.events(), *dict.fromkeys(result.problems), *filter(None, [notice])):
+    for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result
 

@@ -44,10 +44,10 @@ class MicroBatches:
         def act(steps: Sequence[Pieces]) -> tuple[g.TrainState, list[g.LossStats]]:
             state, found = start, []
             own = [pieces_of_rank(pieces, self.ranks.number, self.ranks.count) for pieces in steps]
-            count = _Count(self.advance, sum(map(len, own)))
+            submitted = self._reported(sum(map(len, own)))
             for pieces in own:
                 # The state is rebound before anything is computed, so that nothing keeps the old sums.
-                state, stats = self.grad_step(state, pieces, submitted=count.submitted)
+                state, stats = self.grad_step(state, pieces, submitted=submitted)
                 g.materialize(state.accum_grads, state.accum_weight, stats)
                 found.append(stats)
             return state, found
@@ -80,6 +80,19 @@ class MicroBatches:
             for number, piece in enumerate(pieces)
         ]
         return pieces, budget
+
+    def _reported(self, total: int) -> Callable[[mx.array], None]:
+        """Reports how many micro-batches are computed; the device stays one ahead of the reports."""
+        waiting: list[mx.array] = []
+        self.advance("micro-batches", 0, total)
+
+        def submitted(computed: mx.array) -> None:
+            if waiting:
+                mx.eval(waiting[-1])
+                self.advance("micro-batches", len(waiting), total)
+            waiting.append(computed)
+
+        return submitted
 
     def _merged(self, found: Sequence[g.LossStats]) -> list[g.LossStats]:
         """Each step's statistics over all ranks' parts, the same on every rank."""
@@ -153,22 +166,6 @@ class MicroBatches:
                 break
             pieces = [half for p in pieces for half in (halve_batch(p) if id(p) in large else [p])]
         return pieces
-
-
-class _Count:
-    """Reports how many micro-batches are computed; the device stays one ahead of the reports."""
-
-    def __init__(self, advance: Advance, total: int) -> None:
-        self._advance, self._total, self._done = advance, total, 0
-        advance("micro-batches", 0, total)
-        self._last: mx.array | None = None
-
-    def submitted(self, computed: mx.array) -> None:
-        self._last, before = computed, self._last
-        if before is not None:
-            mx.eval(before)
-            self._done += 1
-            self._advance("micro-batches", self._done, self._total)
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -20,14 +20,7 @@ from runners.machine.startup import Platform
 from runners.memory.sizes import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_check import check_model
-from runners.models.role_quantization import (
-    Budget,
-    Calibration,
-    budget_of,
-    calibration_of,
-    is_calibrated,
-    make_quantized_role,
-)
+from runners.models.role_quantization import is_calibrated, make_quantized_role
 from runners.ranks.ranks import Ranks
 from runners.training.teacher import Grader, make_grader
 
@@ -40,10 +33,7 @@ class Learner:
 
     policy: g.Policy
     engine: LocalEngine  # it samples; the loop loads its weights
-    evaluator: LocalEngine  # it answers the held-out problems, in full precision; the same
     reference: QuantizedRole | None  # of the KL term; None: the learner's own function
-    calibration: Calibration | None  # gives the moments for the roles; None: they are rounded to nearest
-    budget: Budget | None  # gives the formats within rollout.bits_budget; None: all weights have the same
     spec: g.LossSpec
     grad_step: g.GradStep
     update_step: UpdateStep
@@ -66,6 +56,7 @@ def build_learner(
     prompts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
     advance: Advance | None = None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Learner:
     """Policies, steps and the first state; the loaded module is emptied of its trainable weights.
 
@@ -100,8 +91,6 @@ def build_learner(
             quantized = attrs.evolve(quantized, policy=checked.policy)
             notices += checked.notices
     reference = make_quantized_role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
-    chosen = ((quantized, rollout.quantization), (reference, config.loss.ref_quantization))
-    calibrated = next((role for role, name in chosen if role and is_calibrated(config, name)), None)
     policy = policy.without_weights()
     share_prompts = share_prompts and "share_prompts" not in found.given_up
     shares = {"share_prompts": share_prompts, "compile": compile_steps}
@@ -125,15 +114,13 @@ def build_learner(
             decoding_of(config),
             quantized=quantized,
             name=rollout.quantization,
-            calibrates=calibrated is not None and calibrated is quantized,
+            calibrates=quantized is not None and is_calibrated(config, rollout.quantization),
             mismatch_limit=rollout.mismatch_limit,
             advance=advance,
+            note=note,
             ranks=ranks or Ranks(),
         ),
-        evaluator=LocalEngine(policy, decoding_of(config), advance=advance),
         reference=reference,
-        calibration=None if calibrated is None else calibration_of(policy, calibrated),
-        budget=budget_of(config, policy, quantized) if rollout.bits_budget and quantized else None,
         spec=spec,
         grad_step=g.make_grad_step(
             policy,
@@ -194,16 +181,12 @@ def _check_routers(config: Config, loaded: LoadedModel) -> None:
     ):
         if not getattr(config.loss, key):
             continue
-        where = config.where(f"loss.{key}")
-        if config.system.grad_checkpoint:
-            raise UserError(
-                f"{where}: checkpointed blocks do not return their routers' decisions; expected {off}, or "
-                "system.grad_checkpoint = false"
-            )
         try:
+            if config.system.grad_checkpoint:
+                raise ValueError("with system.grad_checkpoint blocks do not return their routers' decisions")
             check(loaded.module)
         except ValueError as error:
-            raise UserError(f"{where}: {error}; expected {off}") from error
+            raise UserError(f"{config.where(f'loss.{key}')}: {error}; expected {off}") from error
 
 
 def _shares_prompts(config: Config, loaded: LoadedModel, platform: Platform) -> bool:

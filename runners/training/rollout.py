@@ -215,6 +215,23 @@ class Collector:
         return np.array(rewards_b, np.float64).reshape(-1, size)
 
 
+def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
+    """Gold completions as a batch step: groups of one with an advantage of 1, and without rewards."""
+    rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
+    images = vision.see(examples) if vision else None
+    rows = len(examples)
+    return Experience(
+        rollout=rollout if images is None else attrs.evolve(rollout, images=tuple(images)),
+        examples=tuple(examples),
+        texts=("",) * rows,
+        values_kb=np.zeros((0, rows)),
+        rewards_pg=np.full((rows, 1), np.nan),
+        advantages_pg=mx.ones((rows, 1)),
+        sampled_tokens=sum(len(each.gold) for each in examples),
+        seconds={"rollout": 0.0, "reward": 0.0},
+    )
+
+
 def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience | None) -> Experience:
     """The whole experience of these examples of all ranks, from every rank's part; the same on all ranks.
 

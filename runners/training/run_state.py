@@ -5,7 +5,6 @@ It is saved and restored as a whole, and all ranks start from the same one.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -90,14 +89,11 @@ class RunState(Counters):
         return {name: _plain(getattr(self, name)) for name in names}
 
     def trees(self) -> dict[str, Any]:
-        """What belongs to the TrainState, as dicts, lists, arrays and integers."""
+        """What belongs to the TrainState, as dicts, lists, arrays and plain values."""
+        names = ("tallies", "waiting", "curriculum")
         return {
-            "tallies": [_tally_tree(tally) for tally in self.tallies],
-            "waiting": [
-                [[_piece_tree(piece) for piece in pieces] for pieces in parts] for parts in self.waiting
-            ],
+            **{name: _tree(getattr(self, name)) for name in names},
             "shapes": [list(shape) for shape in sorted(self.shapes)],
-            "curriculum": self.curriculum and {n: mx.array(a) for n, a in _fields(self.curriculum).items()},
             "moments": dict(self.moments or {}),
             "formats": dict(self.formats or {}),
         }
@@ -125,9 +121,6 @@ def restore_state(
         raise UserError(f"{where}: not what a run saved: {error}") from error
 
 
-_FLOATS = ("rewards_pg", "values_kb")
-
-
 def _plain(value: Any) -> Any:
     return attrs.asdict(value) if attrs.has(type(value)) else value
 
@@ -136,9 +129,17 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
 
 
-def _piece_tree(piece: g.Batch) -> dict[str, Any]:
-    fields = _fields(piece)
-    return fields if piece.images is None else {**fields, "images": _fields(piece.images)}
+def _tree(value: Any) -> Any:
+    """Values of attrs as dicts, NumPy's arrays as MLX's."""
+    if attrs.has(type(value)):
+        value = _fields(value)
+    if isinstance(value, dict):
+        return {name: _tree(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_tree, value))
+    if isinstance(value, np.ndarray):  # MLX has float64 only on the CPU: they are pairs of integers
+        return mx.array(np.ascontiguousarray(value).view(np.uint32) if value.dtype == np.float64 else value)
+    return value
 
 
 def _piece_of(tree: Mapping[str, Any]) -> g.Batch:
@@ -146,21 +147,11 @@ def _piece_of(tree: Mapping[str, Any]) -> g.Batch:
     return g.Batch(**{**tree, "images": None if images is None else ImageRows(**images)})
 
 
-def _tally_tree(tally: Tally) -> dict[str, Any]:
-    # MLX has float64 only on the CPU, so the numbers are saved as pairs of integers.
-    bits = {name: mx.array(np.ascontiguousarray(getattr(tally, name)).view(np.uint32)) for name in _FLOATS}
-    return {
-        **_fields(tally),
-        **bits,
-        "lengths_b": mx.array(tally.lengths_b),
-        "finished_b": mx.array(tally.finished_b),
-    }
-
-
 def _tally_of(tree: Mapping[str, Any]) -> Tally:
-    floats = {name: np.array(tree[name]).view(np.float64) for name in _FLOATS}
-    counts = {name: np.array(tree[name]) for name in ("lengths_b", "finished_b")}
-    return Tally(**{**tree, **floats, **counts})
+    arrays = {name: np.array(array) for name, array in tree.items() if isinstance(array, mx.array)}
+    floats = {name: arrays[name].view(np.float64) for name in ("rewards_pg", "values_kb")}
+    counts = {name: np.array(array) for name, array in tree["counts"].items()}
+    return Tally(**{**tree, **arrays, **floats, "counts": counts})
 
 
 _ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")  # of the sampler
@@ -218,14 +209,12 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
     """
     if ranks.is_alone:
         return
-    state = run.learner.state
+    state, config = run.learner.state, run.config.to_dict()
     assert state is not None
-    config = run.config.to_dict()
-    sections = ("rollout", "loss", "optim", "sft", "eval")
     own = {
-        **{f"the config's [{name}]": _digest(config[name]) for name in sections},
+        **{f"the config's [{name}]": config[name] for name in ("rollout", "loss", "optim", "sft", "eval")},
         "the training data": data_digest(run.data.train),
-        "the pass rates of data.difficulty": run.curriculum and _digest(run.curriculum.first_n.tolist()),
+        "the pass rates of data.difficulty": run.curriculum and run.curriculum.first_n.tolist(),
         **inputs,
         "the model's weights": _weights(state.params),
         "the version of mlx": installed_version("mlx"),
@@ -238,19 +227,10 @@ def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
                 raise UserError(f"{name}: {ranks.name(rank)} and {ranks.name(0)} differ; expected the same")
 
 
-def _digest(value: Any) -> str:
-    """A short digest of a plain value."""
-    return hashlib.sha256(repr(value).encode("utf-8", "backslashreplace")).hexdigest()
-
-
 def _weights(params: Any) -> list[int]:
     """A sum over the bits of each leaf: cheap, and almost always different for other weights."""
-    bits = [
-        mx.contiguous(leaf).reshape(-1).view(mx.uint16 if leaf.dtype.size == 2 else mx.uint32)
-        for leaf in named_leaves(params).values()
-    ]
-    sums = mx.stack([(leaf.astype(mx.uint32) * (mx.arange(leaf.size) % 65521 + 1)).sum() for leaf in bits])
-    return [int(number) for number in on_host(sums)]
+    leaves = [mx.contiguous(leaf).reshape(-1).view(mx.uint16) for leaf in named_leaves(params).values()]
+    return [int(number) for number in on_host(mx.stack([leaf.astype(mx.uint32).sum() for leaf in leaves]))]
 
 
 def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> RunState:

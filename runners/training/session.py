@@ -18,7 +18,6 @@ from runners.files.durable import disk_errors, flush
 from runners.machine.memory_readings import swap_used
 from runners.machine.terminal import OutputLost
 from runners.models.model_writer import save_model
-from runners.ranks.messages import RankError
 from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.run_watch import Watch
@@ -47,7 +46,6 @@ class Session:
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
-        self._saving = 0.0  # seconds that checkpoints took
         self._lost: str | None = None  # why rank 0's display has no reader
         self._swap = swap_used() or 0 if self.config.system.swap_limit_gb else 0  # at the start
         self._started = time.perf_counter()
@@ -91,7 +89,7 @@ class Session:
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
-        with self.ranks.committing("the checkpoint"):
+        with self.steps.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
                 self._write(why, strict)
             if strict:
@@ -120,18 +118,14 @@ class Session:
             # The disk may be full. A checkpoint may be smaller, or there may be space again.
             try:
                 self.save_to_stop("the final model could not be saved, but the training state is: ")
-            except RankError:  # the ranks are no longer together
-                if fault is None:
-                    raise
-            except UserError as error:
-                self.shown.note(str(error))
-        if fault is not None:
-            raise fault
+            finally:
+                if fault is not None:
+                    raise fault
         return final
 
     def _write(self, why: str, strict: bool) -> None:
         """Writes the complete state of the run, once its logs are on the disk up to here."""
-        started, folder, keep = time.perf_counter(), self.run.folder, self.config.checkpoint
+        folder, keep = self.run.folder, self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         try:
             facts = {
@@ -160,18 +154,12 @@ class Session:
         else:
             self._saved = (state.batch_step, state.update)
             self.shown.note(f"{why}saved {path}")
-        self._saving += time.perf_counter() - started
 
     def failed(self, error: UserError, strict: bool = False) -> None:
         """Reports the error and continues, or raises it, as checkpoint.on_error says."""
         if strict or self.config.checkpoint.on_error == "stop":
             raise error
         self.shown.note(f"{error}; the run goes on (checkpoint.on_error)")
-
-    def saving_seconds(self) -> float:
-        """Seconds that checkpoints have taken since the last call."""
-        seconds, self._saving = self._saving, 0.0
-        return seconds
 
     # ends
 

@@ -86,6 +86,7 @@ class SetUp:
     ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
     worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
     advance: Advance | None = attrs.field(default=None, kw_only=True)
+    note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
     def build(self) -> Run:
         """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any fault."""
@@ -139,7 +140,8 @@ class SetUp:
         rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
         stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
         first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-        learner = build_learner(config, spec, loaded, length, platform, ranks, first, self.say, self.advance)
+        how = {"say": self.say, "advance": self.advance, "note": self.note}
+        learner = build_learner(config, spec, loaded, length, platform, ranks, first, **how)
         if learner.grader is not None:
             prompts = [example.tokens for example in (*data.train, *data.gold)]
             limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
@@ -220,11 +222,6 @@ class SetUp:
                 check_prompts(where, whole, 0, vocabulary, positions)
                 gold[name == "eval"], notices = found, [*notices, *lines]
         notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
-        if config.data.answer and config.answer_form is None:
-            notices.append(
-                "answer.form is not set, and all rewards are your own: they alone measure; a form such as "
-                '"last_number" adds exact match'
-            )
         samples = config.eval.samples
         return Data(
             built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices)
@@ -236,16 +233,10 @@ def _setting_warnings(config: Config, learner: Learner) -> list[str]:
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     rounded = bool(learner.engine.metrics()) and learner.engine.fallback is None
-    warnings = []
-    if rounded and rollout.storage == "dequantized":
-        warnings.append(
-            'rollout.storage = "dequantized" saves neither memory nor time: rounded weights have full size; '
-            '"packed" saves memory, and on Metal time'
-        )
-    if (truncated or rounded) and spec.correction == "none":
-        cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
-        warnings.append(
-            f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
-            'difference, or set loss.correction = "token_truncate"'
-        )
-    return warnings
+    if not (truncated or rounded) or spec.correction != "none":
+        return []
+    cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"
+    return [
+        f"{cause} draws from another distribution than the learner's; watch sampling/sampling_logp_"
+        'difference, or set loss.correction = "token_truncate"'
+    ]

@@ -25,7 +25,7 @@ from runners.checkpoints.resume import (
     earlier_decisions,
     find_origin,
 )
-from runners.checkpoints.run_folder import checkpoint_folders, clear, locked, set_aside
+from runners.checkpoints.run_folder import clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
@@ -85,7 +85,7 @@ def start_or_resume(
         if origin is not None:
             compare_config(config, origin, shown.note, allowed=allow_config_change)
             known = earlier_decisions(config, origin)
-        how = {"ranks": ranks, "worker": worker, "advance": shown.advanced}
+        how = {"ranks": ranks, "worker": worker, "advance": shown.advanced, "note": shown.note}
         run = SetUp(config, machine, shown.status, known, **how).build()
         data, rewards = run.data, run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
@@ -131,10 +131,7 @@ def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
     # Every parameter, unpacked, in the dtype of the source's files.
     final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
-    free = shutil.disk_usage(folder).free
-    if origin is None:  # these are removed
-        old = [*checkpoint_folders(folder).values(), folder / "final"]
-        free += sum(file.stat().st_size for each in old for file in each.rglob("*") if file.is_file())
+    free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
     if free < final:
         raise UserError(
             f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and the disk "

@@ -6,11 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import grpo_fn as g
 from runners.data.stream import gold_batch
-from runners.evaluation.completions import form_notice
 from runners.files.run_files import METRICS
 from runners.machine.memory_readings import memory_metrics
 from runners.report.page import REPORT
@@ -19,7 +16,9 @@ from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records
 from runners.telemetry.run_statistics import loss_metrics, rollout_metrics
 from runners.training.session import Session
-from runners.training.supervised import gold_stream, gold_update_metrics
+
+# The metrics of an update that say nothing of gold completions begin so.
+_OF_SAMPLES = "reward frac_reward length_penalty ratio/ clip_ cispo_ sampling/ kl tokens_per groups/"
 
 
 def show_start(session: Session) -> None:
@@ -37,12 +36,6 @@ def show_start(session: Session) -> None:
         prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
         each = f"{prompts} prompts × {config.rollout.num_generations} completions, {config.loss.preset}"
         header["each update"] = each
-    overlong, limit = config.loss.overlong, config.rollout.max_new_tokens
-    if overlong is not None and overlong.buffer:
-        header["length penalty"] = (
-            f"0 up to {limit - overlong.buffer:,} tokens, then down to -{overlong.penalty:g} at {limit:,} "
-            "(loss.overlong)"
-        )
     header["writes to"] = str(run.folder)
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
@@ -77,24 +70,10 @@ def log_batch_step(session: Session, experience: Experience) -> None:
     """The problems of a batch step, and its completions, if they are not gold ones."""
     if session.steps.supervised(session.state):
         return
-    for line in (*experience.problems, *_form_notice(session, experience)):
+    for line in experience.problems:
         session.shown.note(line)
     records = completion_records(experience, session.state.batch_step, session.state.update + 1)
     session.shown.handle(Completions(records))
-
-
-def _form_notice(session: Session, experience: Experience) -> list[str]:
-    """A line on the first batch step of a run that has no evaluation before; see `form_notice`."""
-    if session.state.batch_step > 1 or session.state.evaluated_at >= 0 or experience.played is not None:
-        return []
-    size, limit = experience.rollout.num_generations, session.config.rollout.max_new_tokens
-    drawn = np.flatnonzero(experience.drawn_b)
-    texts = [experience.texts[row] for row in drawn]
-    golds = [experience.examples[row // size].answer for row in drawn]
-    cut = (~np.array(experience.rollout.finished_b)[drawn]).tolist()
-    lengths = experience.sampled_lengths[drawn].tolist()
-    line = form_notice(session.config.answer_form, texts, golds, cut, lengths, limit)
-    return [line] if line else []
 
 
 def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:
@@ -102,14 +81,24 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
     metrics = update_metrics(session, stats, update)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
-    reward = metrics.get("reward", math.nan)
-    lines = _count_bad_update(session, metrics)
-    seen, warnings = session.watch.see(metrics, session.state.seen)
-    session.change(reward=reward if reward == reward else None, seen=seen)
-    last = session.state.update == session.run.length.updates or seen.reached
+    state, reward = session.state, metrics.get("reward", math.nan)
+    skipped = bool(metrics.get("update_skipped"))
+    if bad := state.bad_updates + skipped:
+        metrics["bad_updates"] = bad
+    seen, warnings = session.watch.see(metrics, state.seen)
+    session.change(
+        reward=reward if reward == reward else None,
+        seen=seen,
+        bad_updates=bad,
+        bad_updates_in_a_row=state.bad_updates_in_a_row + 1 if skipped else 0,
+    )
+    last = state.update == session.run.length.updates or seen.reached
     due = session.state.update % session.config.log.every == 0 or bool(last)
     session.shown.handle(Updated(metrics, logged=due))
-    for line in (*lines, *warnings):
+    if skipped:
+        why = f"its loss is {metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
+        session.shown.note(f"update {state.update} skipped: the new weights would not be finite; {why}")
+    for line in warnings:
         session.shown.note(line)
 
 
@@ -121,11 +110,10 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     sampled = sum(tally.sampled_tokens for tally in state.tallies)
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
     experts = steps.expert_metrics(state)  # its time counts for the step
-    steps.times.add("checkpoint", session.saving_seconds())
     times = steps.times.take()
     metrics = {
         **session.place(),
-        "epoch": round((gold_stream(run, state) if gold else run.stream).epoch, 4),
+        "epoch": round((steps.gold_stream(state) if gold else run.stream).epoch, 4),
         **rollout_metrics(state.tallies, rewards, session.config),
         **loss_metrics(
             stats,
@@ -144,7 +132,9 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
         "time/elapsed": session.elapsed(),
         **memory_metrics(),
     }
-    return gold_update_metrics(metrics) if gold else metrics
+    if not gold:
+        return metrics
+    return {name: value for name, value in metrics.items() if not name.startswith(tuple(_OF_SAMPLES.split()))}
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
@@ -165,23 +155,3 @@ def _rank_metrics(session: Session) -> dict[str, Any]:
         "ranks/rollout_skew": max(spent) - min(spent),
         "ranks/slowest": spent.index(max(spent)),
     }
-
-
-def _count_bad_update(session: Session, metrics: dict[str, Any]) -> list[str]:
-    """Counts an update that was skipped; returns the lines to show.
-
-    `metrics` are the update's; "bad_updates", the run's count so far, is added if it is not 0.
-    """
-    state, skipped = session.state, bool(metrics.get("update_skipped"))
-    in_a_row = state.bad_updates_in_a_row + 1 if skipped else 0
-    session.change(bad_updates=state.bad_updates + skipped, bad_updates_in_a_row=in_a_row)
-    if session.state.bad_updates:
-        metrics["bad_updates"] = session.state.bad_updates
-    if not skipped:
-        return []
-    why = "the new weights would not be finite"
-    if not math.isfinite(metrics["loss"]):
-        why = f"its loss is {metrics['loss']}"
-    elif not math.isfinite(metrics["grad_norm"]):
-        why = f"the norm of its gradient is {metrics['grad_norm']}"
-    return [f"update {metrics['update']} skipped: {why}; the weights are unchanged"]

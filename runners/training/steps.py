@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import mlx.core as mx
+from mlx.utils import tree_map
 
 import grpo_fn as g
 from grpo_fn.backends import number
@@ -26,17 +27,22 @@ from grpo_fn.policy import Moments, QuantizedRole, has_routers
 from grpo_fn.prng import ROLLOUTS, fold_in
 from grpo_fn.trees import on_host
 from runners.data.curriculum import updated
-from runners.data.stream import gold_batch
+from runners.data.stream import PromptStream, gold_batch
 from runners.machine.metal_faults import LONGEST
-from runners.models.role_quantization import formats_line, is_calibrated
+from runners.models.role_quantization import (
+    budgeted_formats,
+    formats_line,
+    is_calibrated,
+    measured_moments,
+)
 from runners.rewards.calls import TrainerState
 from runners.rewards.experience import Experience
 from runners.telemetry.diary import Diary
 from runners.telemetry.run_statistics import PartTimes, Tally
 from runners.training.gradients import MicroBatches
+from runners.training.rollout import gold_experience
 from runners.training.run_state import Pieces, RunState
 from runners.training.setup import Run
-from runners.training.supervised import begin_grpo, gold_experience, gold_stream
 
 _ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
@@ -73,6 +79,11 @@ class TrainSteps:
         """Whether the last batch step was one of gold completions."""
         return state.batch_step <= self.run.length.supervised
 
+    def gold_stream(self, state: RunState) -> PromptStream:
+        """The gold completions where this batch step begins."""
+        position = state.batch_step * gold_batch(self.config)
+        return PromptStream(self.run.data.gold, self.config.run.seed, position)
+
     def update_due(self, state: RunState) -> bool:
         """Whether there are enough batch steps for an update."""
         enough = state.batch_step % self.config.optim.gradient_accumulation_steps == 0
@@ -84,15 +95,12 @@ class TrainSteps:
         """The rollout of the next batch step, scored; or gold completions."""
         length, stream = self.run.length, self.run.stream
         if state.batch_step < length.supervised:
-            taken = gold_stream(self.run, state).take(gold_batch(self.config))
+            taken = self.gold_stream(state).take(gold_batch(self.config))
             return gold_experience(taken, self.run.loaded.vision)
         key = fold_in(state.train.key, ROLLOUTS, state.batch_step)
         progress = TrainerState(state.update, length.updates, stream.epoch, self.config.optim.num_epochs)
-        try:
-            take = stream.taking(state.curriculum, state.batch_step, self.config)
-            experience = self.run.collector.collect(take, key, progress)
-        finally:
-            self._report_events()
+        take = stream.taking(state.curriculum, state.batch_step, self.config)
+        experience = self.run.collector.collect(take, key, progress)
         for part in ("rollout", "reward"):
             self.times.add(part, experience.seconds[part])
         return experience
@@ -196,7 +204,6 @@ class TrainSteps:
             return attrs.evolve(state, reused=state.reused + 1)
         rest = {"reused": 0, "tallies": (), "waiting": (), "experiences": ()}
         state = attrs.evolve(state, **rest, stale=not syncs, **self._of_engine())
-        self._report_events()
         if syncs:
             with self.times.timing("sync"):
                 train = g.sync_old(state.train)
@@ -210,23 +217,30 @@ class TrainSteps:
             train = g.sync_ref(state.train, loss.ref_mixup, reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
         if state.batch_step == self.run.length.supervised < self.run.length.batch_steps:
-            train = begin_grpo(state.train, self._reference(state.moments))
+            # GRPO begins: with new moments, and a reference at these weights, rounded if it is.
+            train = attrs.evolve(state.train, opt_state=tree_map(mx.zeros_like, state.train.opt_state))
+            if train.ref_params is not None:
+                reference = self._reference(state.moments)
+                train = g.sync_ref(train, transform=reference and reference.transform)
             state = attrs.evolve(state, train=train, ref_synced_at=state.batch_step)
         return state
 
     def _calibrated(self, state: RunState, experience: Experience) -> RunState:
         """After the first rollout with tokens: its layers' moments, with which the roles are rounded from now
         on."""
-        learner, length = self.run.learner, self.run.length
-        gold = state.batch_step < length.supervised
-        if learner.calibration is None or state.moments is not None or gold or not experience.rollout.prompts:
+        learner, length, quantized = self.run.learner, self.run.length, self.engine.quantized
+        names = self.config.rollout.quantization, self.config.loss.ref_quantization
+        roles = zip(names, (quantized, learner.reference), strict=True)
+        calibrated = [role for name, role in roles if role and is_calibrated(self.config, name)]
+        gold, params = state.batch_step < length.supervised, state.train.old_params
+        if not calibrated or state.moments is not None or gold or not experience.rollout.prompts:
             return state
         with self.times.timing("sync"):
-            batch = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape))
-            moments = learner.calibration(state.train.old_params, batch)
-            formats = learner.budget and learner.budget(state.train.old_params, batch, moments)
-            if formats:
-                self.shown.note(formats_line(self.config, formats, learner.policy, state.train.old_params))
+            batch, formats = g.make_batch(experience.rollout, mx.zeros(experience.rewards_pg.shape)), None
+            moments = measured_moments(learner.policy, calibrated[0], params, batch)
+            if self.config.rollout.bits_budget and quantized:
+                formats = budgeted_formats(self.config, learner.policy, quantized, params, batch, moments)
+                self.shown.note(formats_line(self.config, formats, learner.policy, params))
             self.engine.round_as("", moments, formats)
             _ = self.engine.sampler
             state = attrs.evolve(state, moments=moments, formats=formats)
@@ -267,20 +281,14 @@ class TrainSteps:
         counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
         if not counted:
             return {}
-        width = batch.tokens_bl.shape[1]
-        few = min(len(counted), max(1, min(_ROUTED_TOKENS, state.micro_batch_tokens) // width))
-        rows = [counted[n * len(counted) // few] for n in range(few)]
-        stats = routing_stats(policy, state.train.params, take_rows(batch, rows))
+        fit = max(1, min(_ROUTED_TOKENS, state.micro_batch_tokens) // batch.tokens_bl.shape[1])  # rows
+        every = -(-len(counted) // fit)
+        stats = routing_stats(policy, state.train.params, take_rows(batch, counted[::every]))
         return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
 
     def _syncs(self, state: RunState) -> bool:
         """Whether the sampler takes the learner's weights after this update."""
         return self.supervised(state) or state.batch_step - state.synced_at >= self.config.loss.sync_every
-
-    def _report_events(self) -> None:
-        """Reports that the engine has given up its quantized weights."""
-        for line in self.engine.events():
-            self.shown.note(line)
 
     def _with_experts(self, piece: g.Batch) -> g.Batch:
         """A micro-batch with the sampler's choice of experts for its tokens; takes one more forward pass."""

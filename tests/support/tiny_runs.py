@@ -8,7 +8,7 @@ import attrs
 
 from runners.config.loading import load_config
 from runners.errors import spell_tables
-from runners.telemetry.events import Note, Started
+from runners.telemetry.events import Note
 from runners.telemetry.report import Quiet
 from runners.training.train import RunResult, run_training
 from tests.support.tiny_models import make_model_folder
@@ -35,19 +35,16 @@ def letters(completions, **_):
 
 
 class Notes(Quiet):
-    """Keeps the header, and the lines worth reading."""
+    """Keeps the lines worth reading."""
 
     def __init__(self):
         """None yet."""
-        self.lines, self.header = [], {}
+        self.lines = []
 
     def handle(self, event):
         """Keeps what it is for."""
-        match event:
-            case Started():
-                self.header = dict(event.header)
-            case Note(text):
-                self.lines.append(text)
+        if isinstance(event, Note):
+            self.lines.append(event.text)
 
 
 def small(**tables: dict) -> str:

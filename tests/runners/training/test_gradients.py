@@ -1,13 +1,15 @@
-"""Running out of memory in the learner: smaller micro-batches, the same sums, and a line that says so."""
+"""Micro-batches: smaller ones where memory runs out, with the same sums; the price of a new shape."""
 
 import attrs
-import mlx.core as mx
+import numpy as np
 import pytest
 
 import grpo_fn as g
+from grpo_fn.backends import cpu, cuda
 from runners.errors import UserError, is_out_of_memory
 from runners.ranks.ranks import Ranks
 from runners.training.gradients import MicroBatches
+from runners.training.steps import new_shape_tokens
 from tests.support.closeness import assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import same_tree, tiny_policy
@@ -88,12 +90,12 @@ def test_old_log_probs_are_taken_again_in_halves(policy):
     """The pass before the gradient may fail as well: the halves have the log-probs of the whole."""
     fakes, notes = Steps(policy, [0]), []
     piece = max(g.split_batch(make_batch(), max_tokens=1000), key=lambda piece: piece.tokens_bl.size)
-    steps = micro_batches(fakes, 1000, notes.append)
-    (one, two), _ = steps.with_old_logp(policy.params, [piece], 1000)
+    halves, _ = micro_batches(fakes, 1000, notes.append).with_old_logp(policy.params, [piece], 1000)
     want_bt = fakes.real_logprobs(policy.params, piece)
-    together_bt = mx.concatenate([one.old_logp_bt, two.old_logp_bt])
-    assert mx.allclose(together_bt, want_bt, atol=1e-5).item() and len(notes) == 1
-    assert same_tree(one.targets_bt, piece.targets_bt[: one.targets_bt.shape[0]])
+    got_bt = np.concatenate([np.array(half.old_logp_bt) for half in halves])
+    np.testing.assert_allclose(got_bt, np.array(want_bt), atol=1e-5)
+    one, two = (half.targets_bt for half in halves)
+    assert len(notes) == 1 and same_tree(one, piece.targets_bt[: one.shape[0]]) and two.shape[0]
 
 
 def test_a_single_completion_cannot_be_halved(policy):
@@ -131,3 +133,19 @@ def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrink
     again, _, smaller = steps.gradients(make_state(policy), pieces, budget)
     assert (smaller < 200) == shrinks == bool(notes)
     assert_same_gradients(first.accum_grads, again.accum_grads)
+
+
+@pytest.mark.parametrize(
+    "numbers, parameters, tokens, later",
+    [
+        (cpu.NUMBERS, 500_000, 1_000, 1_000_000),
+        (cpu.NUMBERS, 2_500_000, 1_000, 1_000_000),
+        (cpu.NUMBERS, 500_000_000, 5, 1_000_000),
+        (cuda.NUMBERS, 500_000_000, 9_000, 9_000),
+    ],
+)
+def test_a_new_shape_costs_less_with_more_parameters(numbers, parameters, tokens, later, monkeypatch):
+    """Below a bound models compute no faster. After an epoch a CPU accepts hardly a new shape."""
+    monkeypatch.setattr("runners.training.steps.number", ({"launch": 0} | numbers).__getitem__)
+    assert new_shape_tokens(parameters, epoch=0) == tokens
+    assert new_shape_tokens(parameters, epoch=1) == later

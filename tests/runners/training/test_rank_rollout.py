@@ -77,21 +77,16 @@ def write(tmp_path, monkeypatch):
     path = tmp_path / "train.toml"
 
     def make(factory: str) -> Path:
-        shipped = "embedded-tools" if factory == "calculate" else "embedded"
         for split in ("train", "valid"):  # a few rows: all are made into prompts
-            rows = (DATA[shipped] / "train.jsonl").read_text().splitlines(keepends=True)
+            rows = (DATA["embedded"] / "train.jsonl").read_text().splitlines(keepends=True)
             (tmp_path / f"{split}.jsonl").write_text("".join(rows[:PROMPTS]))
-        code: dict = {"factory": factory}
-        if factory == "calculate":
-            code = {"tools": ["runners.environments.calculator:calculate"]}
         path.write_text(
             small(
-                model={"path": shipped},
                 data={"source": str(tmp_path), "nudge": ""},
-                env={"max_turns": 3, "workers": 1, **code},
+                env={"max_turns": 3, "workers": 1, "factory": factory},
                 rollout={
                     "num_generations": SIZE, "max_new_tokens": 28, "temperature": 2.0, "launch": "eval",
-                    "stop": [] if factory == "calculate" else list("e1=37"), "max_batch": 64,
+                    "stop": list("e1=37"), "max_batch": 64,
                 },
                 reward={"functions": ["correctness_reward_func"]},
                 optim={"batch_size": PROMPTS},
@@ -130,8 +125,7 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("factory", "numbers"),
-    [("calculate", [2]), ("echo.py:Echo", [3]), ("echo.py:Many", [2, 6]), ("echo.py:Turns", [2])],
+    ("factory", "numbers"), [("echo.py:Echo", [3]), ("echo.py:Many", [6]), ("echo.py:Turns", [2])]
 )
 def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     """Prompts after `reset`, tokens, messages, counts, faults and rewards, in the order of one rank, on all.
@@ -143,9 +137,7 @@ def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
     want, want_bt = collected(path, Ranks())
     assert sum(counts["calls"] for counts in want["counts"]) > 0
     assert (np.ndim(want["advantages"]) == 3) == (factory == "echo.py:Turns")
-    if factory != "calculate":
-        assert any(want["faults"]) and not all(want["faults"])
-        assert want["added"]
+    assert any(want["faults"]) and not all(want["faults"]) and want["added"]
     for number in numbers:
         for found, logp_bt in on_ranks(number, lambda own: collected(path, as_run_ranks(own))):
             assert found == want

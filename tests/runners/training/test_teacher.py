@@ -58,8 +58,7 @@ def logged(path: Path, **options) -> list[dict]:
     return ran(path.parent, text=path.read_text(), **options).updates
 
 
-@pytest.mark.parametrize("form", ["reward", "loss"])
-@pytest.mark.parametrize("task", [0.0, 1.0])
+@pytest.mark.parametrize(("form", "task"), [("reward", 1.0), ("loss", 0.0)])
 def test_a_student_approaches_its_teacher(write, form, task):
     """Alone, and added to the task's reward."""
     optim = {"learning_rate": 5e-3, "batch_size": 8, "max_steps": 24, "warmup_ratio": 0.0}
