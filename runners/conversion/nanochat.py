@@ -3,7 +3,7 @@
 model_*.pt with meta_*.json become mlx-lm's weights and config. The tensors keep their names: mlx-lm uses
 nanochat's. This needs PyTorch (extra `torch`). The file is mapped, not read, and unpickled with
 `weights_only`. tokenizer.pkl is a pickled `tiktoken.Encoding`: its reader admits only the opcodes that hold
-texts, bytes, numbers and tables, and one name, tiktoken's Encoding, for which a stand-in only keeps the data.
+texts, bytes, numbers and tables, and one name, that of Encoding, in whose place it makes an empty object.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pickletools
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from runners.errors import UserError, error_line, first_line, listed, show
@@ -57,8 +58,6 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
         raise UserError(f"{folder}: no step {step}; found {', '.join(map(str, sorted(steps)))}")
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
-    if not meta.is_file():
-        raise UserError(f"{folder}: {meta.name} is missing beside {model.name}; it has the model's sizes")
     places = [folder, *folder.resolve().parents[:2]]
     found = next((file for place in places if (file := find_pickle(place))), None)
     if found is None:
@@ -142,43 +141,32 @@ def read_encoding(file: Path) -> tiktoken.Encoding:
         content = file.read_bytes()
         for opcode, _, _ in pickletools.genops(content):
             if opcode.name not in _ADMITTED:
-                raise UserError(
-                    f"expected a pickled vocabulary, found the opcode {opcode.name}; nothing was run"
-                )
-        found = _Reader(io.BytesIO(content)).load()
-        return tiktoken.Encoding(**_checked(vars(found)["state"]))
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+                raise UserError(f"found the opcode {opcode.name}; nothing was run")
+        return tiktoken.Encoding(**_checked(vars(_Reader(io.BytesIO(content)).load())))
     except Exception as error:  # a broken pickle, or pattern, can fail with any error
-        raise UserError(f"{file}: no pickle of tiktoken's Encoding: {error_line(error)}") from error
-
-
-class _StandIn:
-    """Keeps the state that the pickle gives an Encoding."""
-
-    def __setstate__(self, state: object) -> None:
-        self.__dict__["state"] = state
+        why = str(error) if isinstance(error, UserError) else error_line(error)
+        raise UserError(f"{file}: no pickle of tiktoken's Encoding: {why}") from error
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The stand-in for Encoding; UserError for every other name, before anything is imported."""
+        """In place of Encoding what keeps its state; UserError for every other name: nothing is imported."""
         name = f"{module_name}.{global_name}"
         if name != "tiktoken.core.Encoding":
-            raise UserError(f"the pickle asks for {show(name)}, not for tiktoken's Encoding; nothing was run")
-        return _StandIn
+            raise UserError(f"it asks for {show(name)}; nothing was run")
+        return SimpleNamespace
 
 
-def _checked(state: Any) -> dict[str, Any]:
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
     """The state, if it is a valid vocabulary; tiktoken itself accepts some that crash it later."""
-    if type(state) is not dict or any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
-        raise UserError("the Encoding has no vocabulary of its own")
+    if any(type(state.get(key)) is not kind for key, kind in _FIELDS.items()):
+        raise UserError("it has no vocabulary of its own")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
     if {*map(type, ranks)} - {bytes} or {*map(type, special)} - {str} or {*map(type, ids)} - {int}:
-        raise UserError("the Encoding's vocabulary is no table from bytes and names to numbers")
+        raise UserError("its vocabulary is no table from bytes and names to numbers")
     if len(set(ids)) != len(ids) or not all(0 <= number < 2**31 for number in ids):
-        raise UserError("the Encoding's ids are not different numbers from 0 to 2^31 - 1")
+        raise UserError("its ids are not different numbers from 0 to 2^31 - 1")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise UserError("the Encoding has no token for some byte, so not every text has tokens")
+        raise UserError("it has no token for some byte, so not every text has tokens")
     return {key: state[key] for key in _FIELDS}

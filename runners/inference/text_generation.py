@@ -19,7 +19,6 @@ from runners.data.rendering import NO_KWARGS
 from runners.engines.engine import (
     DEFAULT_ROWS,
     Cancelled,
-    Requests,
     Samples,
     ShouldStop,
     Token,
@@ -68,48 +67,37 @@ def sample_batches(
     """Completions of all examples, in order; completion g of example n draws from (key, n, g).
 
     They do not depend on how many `rows` are sampled at a time (0: 256). `environments` answer turns; None:
-    each completion is one turn. `should_stop` ends the present batch, which is given as it is. `numbered` are
-    the n of the examples; None: 0, 1, 2, …
+    each completion is one turn. `should_stop` ends the present batch, which is given as it is, without
+    conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
-    sampler, how = _KeepsPartial(engine), {"key": key, "should_stop": should_stop}
+    how, cut = {"key": key, "should_stop": should_stop}, False
     for start in range(0, len(examples), together):
         began, part = time.perf_counter(), examples[start : start + together]
         numbers, played = (numbered or range(len(examples)))[start : start + len(part)], None
-        if environments is None:
-            rollout = sampler.generate(requests_of(part, numbers, vision), sampling, **how)
+        try:
+            if environments is None:
+                rollout = engine.generate(requests_of(part, numbers, vision), sampling, **how)
+            else:
+                rollout, played = environments.play(engine, part, sampling, numbers=numbers, **how)
+        except Cancelled as cancelled:
+            if environments is not None:
+                return
+            rollout, cut = cancelled.rollout, True
+        if played is None:
             sampled = rollout.completions()
             texts = [nudge + decoder.decode(tokens) for tokens in sampled]
         else:
-            rollout, played = environments.play(sampler, part, sampling, numbers=numbers, **how)
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
         finish = []
         for finished, length in zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True):
-            # A conversation that is cut may have ended a turn, not itself.
-            whole = finished and not (sampler.cut and played is not None)
-            cut = sampler.cut and length < sampling.max_new_tokens
-            finish.append(STOP if whole else INTERRUPTED if cut else LENGTH)
+            full = not cut or length == sampling.max_new_tokens
+            finish.append(STOP if finished else LENGTH if full else INTERRUPTED)
         spent = time.perf_counter() - began
         yield Batch(part, rollout, texts, list(map(len, sampled)), finish, spent, played)
-        if sampler.cut:
+        if cut:
             return
-
-
-class _KeepsPartial:
-    """An engine whose interrupted rollouts count as they are."""
-
-    def __init__(self, engine: Samples) -> None:
-        self._engine, self.cut = engine, False
-
-    def generate(
-        self, requests: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
-    ) -> g.Rollout:
-        try:
-            return self._engine.generate(requests, sampling, key=key, should_stop=should_stop)
-        except Cancelled as cancelled:
-            self.cut = True
-            return cancelled.rollout
 
 
 @attrs.define
