@@ -59,11 +59,8 @@ def run_facts(model: Path) -> RunFacts | None:
         loop = read_json(model / "trainer_state.json").get("loop")
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0
         lines = [line for line in lines if whole_number(line.get("update")) <= last]
-    return RunFacts(
-        config=shareable(recorded),
-        evaluations=[line for line in lines if line.keys() & _MEASURED.keys()],
-        updates=[line for line in lines if not line.keys() & _MEASURED.keys()],
-    )
+    evaluations = [line for line in lines if line.keys() & _MEASURED.keys()]
+    return RunFacts(shareable(recorded), evaluations, [line for line in lines if line not in evaluations])
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -81,6 +78,16 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
     }
 
 
+def _name(text: str) -> str:
+    """The last part of a path, with a file's function; a Hub name or a module's function as it is."""
+    place, colon, function = text.rpartition(":")
+    if colon and place.endswith(".py"):
+        return f"{PurePath(place).name}:{function}"
+    if colon or (HUB_NAME.fullmatch(text) and not Path(text).exists()):
+        return text
+    return PurePath(text).name
+
+
 def model_card(
     title: str,
     facts: RunFacts | None,
@@ -88,7 +95,7 @@ def model_card(
     *,
     quantized: str,
     base: str,
-    licence: Mapping[str, str],
+    licence: Mapping[str, Any],
 ) -> str:
     """The card as Markdown.
 
@@ -100,29 +107,10 @@ def model_card(
         base: the Hub name of the trained model; "" if it has none.
         licence: license, license_name and license_link of the base model's card, as far as they are known.
     """
-    parts = [_front_matter(facts, base, licence), f"# {title}\n", _origin(facts, base, quantized)]
-    parts += _results(facts) if facts else []
-    parts += _prompt(prompt) if prompt else []
-    if facts is not None:
-        parts.append(f"## Config\n\n{_fenced(spell_tables(facts.config).strip(), 'toml')}")
-    return "\n".join([*parts, _use(title, prompt)])
-
-
-def _name(text: str) -> str:
-    """The last part of a path, with a file's function; a Hub name or a module's function as it is."""
-    place, colon, function = text.rpartition(":")
-    if colon and place.endswith(".py"):
-        return f"{PurePath(place).name}:{function}"
-    if colon or (HUB_NAME.fullmatch(text) and not Path(text).exists()):
-        return text
-    return PurePath(text).name
-
-
-def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, Any]) -> str:
     from huggingface_hub import ModelCardData
 
     source = facts.config["data"]["source"] if facts else ""
-    card = ModelCardData(
+    front = ModelCardData(
         library_name="mlx",
         pipeline_tag="text-generation",
         tags=["mlx", "grpo"] if facts else ["mlx"],
@@ -130,88 +118,83 @@ def _front_matter(facts: RunFacts | None, base: str, licence: Mapping[str, Any])
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    return f"---\n{card.to_yaml()}\n---\n"
-
-
-def _origin(facts: RunFacts | None, base: str, quantized: str) -> str:
-    written = f"grpo_fn {grpo_fn.__version__}"
-    packed = f"\nThe weights are quantized: {quantized}." if quantized else ""
+    lines = ["---", front.to_yaml(), "---", "", f"# {title}", ""]
+    written, packed = f"by grpo_fn {grpo_fn.__version__}", f"The weights are quantized: {quantized}."
     if facts is None:
-        return f"Written by {written}{f' from {base}' if base else ''}.\n" + (f"{packed}\n" if packed else "")
-    model, data, loss = (facts.config[name] for name in ("model", "data", "loss"))
-    source, problems = (
-        "what ships with grpo_fn" if name in SHIPPED else name
-        for name in (base or model["path"], data["source"])
-    )
-    lines = [f"Trained with GRPO ({loss['preset']}, {_TUNED[model['tune']]}) by {written}.\n"]
-    lines += [f"- Model: {source}", f"- Data: {problems}"]
-    lines += [f"{packed} The results are those of full precision."] if packed else []
-    return "\n".join([*lines, ""])
-
-
-def _figure(line: Mapping[str, Any], key: str) -> str:
-    """A measured mean with its 95 % interval, if the line has what it takes."""
-    mean, count = float(line[key]), whole_number(line.get("em_subset"))
-    spread = finite_number(line.get("eval/reward_std"))
-    if key == "em":
-        right = round(mean * count)
-        interval = wilson(right, count) if count and 0 <= right <= count else None
-        return f"{mean:.1%}" + (f" [{interval.low:.1%}, {interval.high:.1%}]" if interval else "")
-    if not count or spread is None:
-        return f"{mean:.4g}"
-    half = 1.96 * spread / count**0.5
-    return f"{mean:.4g} [{mean - half:.4g}, {mean + half:.4g}]"
+        lines += [f"Written {written}{f' from {base}' if base else ''}.", ""]
+    else:
+        model, preset = facts.config["model"], facts.config["loss"]["preset"]
+        lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
+        for what, name in (("Model", base or model["path"]), ("Data", source)):
+            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else name}")
+        lines.append("")
+        packed += " The results are those of full precision."
+    lines += [packed, ""] if quantized else []
+    lines += _results(facts) if facts else []
+    lines += _prompt(prompt) if prompt else []
+    if facts is not None:
+        lines += ["## Config", "", *_fenced(spell_tables(facts.config).strip(), "toml")]
+    lines += ["## Use", ""]
+    if prompt is not None:
+        lines += _fenced(f'grpo generate {title} "…"', "sh")
+        lines += [
+            f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that file; it "
+            "takes the system message as `--system-prompt` and the first words as `--prefill-response`:",
+            "",
+        ]
+    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {title} --prompt "…"', "sh")])
 
 
 def _results(facts: RunFacts) -> list[str]:
-    rows = ["| | before | after |", "|---|---|---|"]
+    lines = ["## Results", "", "| | before | after |", "|---|---|---|"]
     for key, name in _MEASURED.items():
         if measured := [line for line in facts.evaluations if finite_number(line.get(key)) is not None]:
             first, last = measured[0], measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
             count = whole_number(last.get("em_subset")) or ""
-            rows.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
+            lines.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
     many = max(len(facts.updates) // _SHARE, 1)
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
         if values := [value for value in found if value is not None]:
-            rows.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
+            lines.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
         what = "training reward and length are means over the first and the last"
-        rows += ["", f"{updates} updates; {what} {many}."]
-    return ["## Results\n", *rows, ""]
+        lines += ["", f"{updates} updates; {what} {many}."]
+    return [*lines, ""]
+
+
+def _figure(line: Mapping[str, Any], key: str) -> str:
+    """A measured mean with its 95 % interval, if the line has what it takes."""
+    mean, count = float(line[key]), whole_number(line.get("em_subset"))
+    spread, form = finite_number(line.get("eval/reward_std")), ".1%" if key == "em" else ".4g"
+    interval: tuple[float, float] | None = None
+    if key == "em" and count and 0 <= mean <= 1:
+        interval = wilson(round(mean * count), count)
+    elif key != "em" and count and spread is not None:
+        half = 1.96 * spread / count**0.5
+        interval = (mean - half, mean + half)
+    return f"{mean:{form}}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
 
 
 def _prompt(prompt: PromptSettings) -> list[str]:
-    kwargs = spell(prompt.chat_template_kwargs) if prompt.chat_template_kwargs else ""
+    kwargs = prompt.chat_template_kwargs
     shown = {
         "System message:": prompt.system_prompt.strip(),
         "First words of the reply, given to it:": prompt.nudge,
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
-        "The chat template got, besides the messages:": kwargs,
+        "The chat template got, besides the messages:": spell(kwargs) if kwargs else "",
     }
     return [
-        "## Prompt\n",
-        *(f"{what}\n\n{_fenced(text)}" for what, text in shown.items() if text),
-        f"A reply had at most {prompt.max_new_tokens:,} tokens.\n",
+        "## Prompt",
+        "",
+        *(line for what, text in shown.items() if text for line in (what, "", *_fenced(text))),
+        f"A reply had at most {prompt.max_new_tokens:,} tokens.",
+        "",
     ]
 
 
-def _use(title: str, prompt: PromptSettings | None) -> str:
-    """The commands to use the model, and how each takes the prompt settings."""
-    theirs = f'```sh\nmlx_lm.generate --model {title} --prompt "…"\n```\n'
-    if prompt is None:
-        return f"## Use\n\n{theirs}"
-    return (
-        f'## Use\n\n```sh\ngrpo generate {title} "…"\n```\n\nIt takes the prompt settings above from '
-        f"`{PROMPT_FILE}`. mlx-lm does not read that file; it takes the system message as `--system-prompt` "
-        f"and the first words as `--prefill-response`:\n\n{theirs}"
-    )
-
-
-def _fenced(text: str, language: str = "text") -> str:
-    ticks = "```"
-    while ticks in text:
-        ticks += "`"
-    return f"{ticks}{language}\n{text}\n{ticks}\n"
+def _fenced(text: str, language: str = "text") -> list[str]:
+    ticks = "`" * (5 if "```" in text else 3)
+    return [f"{ticks}{language}", text, ticks, ""]
