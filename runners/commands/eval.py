@@ -100,7 +100,7 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
     """
     from runners.config.loading import load_config
     from runners.evaluation.measurement import config_of_runs
-    from runners.inference.inference_model import model_prompt_settings
+    from runners.inference.inference_model import find_model, prompt_settings_of
 
     overrides, note = _overrides(values), partial(echo, err=True)
     if values["config"]:
@@ -110,7 +110,8 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
     if found := config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"])):
         return found
     config = load_config(None, overrides)
-    prompts = {name: model_prompt_settings(name, loader=config.model.loader) for name in models}
+    own = bool(config.model.loader)
+    prompts = {name: prompt_settings_of(*find_model(name, custom_loader=own)) for name in models}
     asked = {name: prompt for name, prompt in prompts.items() if prompt}
     if len(set(asked.values())) > 1:
         raise UserError(

@@ -59,7 +59,6 @@ def export_command(
     from runners.conversion.export import export_folder, export_gguf, export_peft, open_source, upload
     from runners.conversion.gguf.writing import check_gguf
 
-    quantization.check()
     if gguf is not None:
         check_gguf(values["kind"])
     force, note, kind = values["force"], partial(echo, err=True), values["kind"]

@@ -14,7 +14,6 @@ from runners.conversion.nanochat import (
     convert_checkpoint,
     find_checkpoint,
     find_pickle,
-    is_checkpoint,
     read_encoding,
 )
 from runners.conversion.packing import NOT_PACKED, QuantizationOptions, moments_from, repack
@@ -59,18 +58,15 @@ def convert(
 
     Raises UserError for missing or unknown inputs, and for a target that cannot be written.
     """
-    quantization.check()
     if calibrate and not quantization.affine:
         raise UserError("--calibrate goes with --bits or --recipe: affine formats are rounded so")
     if calibrate and quantization.bits == 5:
         raise UserError("--calibrate with --bits 5: expected 2, 3, 4, 6 or 8")
     check_target(target, force)
     path = Path(source).expanduser()
-    checkpoint = find_checkpoint(path, step) if is_checkpoint(path) else None
+    checkpoint = find_checkpoint(path, step)
     is_gguf = path.suffix == ".gguf"
     pickled = find_pickle(path) if path.is_dir() and not has_tokenizer(path) else None
-    if step is not None and checkpoint is None:
-        raise UserError(f"--step {step}: {source} is no folder of nanochat's checkpoints")
     if not (checkpoint or is_gguf):
         path = resolve_model(source, "SOURCE", tokenizer=pickled is None)
         if has_vision(read_json(path / "config.json")) and not text_only:

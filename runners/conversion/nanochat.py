@@ -41,21 +41,19 @@ _ADMITTED = {
 _FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds nanochat's checkpoints."""
-    return folder.is_dir() and any(_MODEL.fullmatch(file.name) for file in folder.iterdir())
-
-
-def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path]:
-    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one.
+def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, Path] | None:
+    """model_*.pt, meta_*.json and tokenizer.pkl of the last step in a folder, or of the given one; None if it
+    has no checkpoints.
 
     nanochat's own layout is BASE/chatsft_checkpoints/d20/model_000650.pt and BASE/tokenizer/tokenizer.pkl,
-    but the tokenizer may lie in the folder.
-    Raises UserError if a file is missing.
+    but the tokenizer may lie in the folder. Raises UserError if that step or the tokenizer is missing.
     """
-    steps = {int(m[1]): file for file in folder.iterdir() if (m := _MODEL.fullmatch(file.name))}
+    files = folder.iterdir() if folder.is_dir() else ()
+    steps = {int(m[1]): file for file in files if (m := _MODEL.fullmatch(file.name))}
     if step is not None and step not in steps:
-        raise UserError(f"{folder}: no step {step}; found {', '.join(map(str, sorted(steps)))}")
+        raise UserError(f"{folder}: no step {step}; found {listed([*map(str, sorted(steps))])}")
+    if not steps:
+        return None
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]

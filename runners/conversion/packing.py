@@ -43,7 +43,7 @@ class QuantizationOptions:
         """Whether the weights get the one mode that has calibration and recipes."""
         return self.wanted and self.mode in ("", "affine")
 
-    def check(self) -> None:
+    def __attrs_post_init__(self) -> None:
         """Raises UserError for options that exclude each other."""
         if self.group_size and not self.wanted:
             raise UserError("--group-size without --bits, --mode or --recipe: nothing would be quantized")

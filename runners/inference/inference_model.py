@@ -125,7 +125,7 @@ def load_inference(
     notes: list[str] = []
     function = custom_loader(loader, folders, "--loader")
     path, adapters = find_model(model, adapter, notes.append, custom_loader=function is not None)
-    prompt = _prompt(path, adapters) if with_prompt else None
+    prompt = prompt_settings_of(path, adapters) if with_prompt else None
     if images:
         family = check_family(read_json(path / "config.json"), path)
         mlx_vlm_module(f"models.{family}")  # before minutes of reading
@@ -161,16 +161,12 @@ def load_inference(
     )
 
 
-def model_prompt_settings(model: str, *, loader: str = "") -> PromptSettings | None:
-    """How a model, named as for `load_inference`, was asked in training; None: not known.
-
-    The model is found, or downloaded, but not loaded. Raises UserError as `load_inference` does.
-    """
-    return _prompt(*find_model(model, "", lambda line: None, custom_loader=bool(loader)))
-
-
 def find_model(
-    model: str, adapter: str, note: Callable[[str], None], *, custom_loader: bool = False
+    model: str,
+    adapter: str = "",
+    note: Callable[[str], None] = lambda line: None,
+    *,
+    custom_loader: bool = False,
 ) -> tuple[Path, Path | None]:
     """The folder of a model, named as for `load_inference`, and that of its adapters, if any."""
     named = Path(model_of_run(model, note)).expanduser()
@@ -185,6 +181,6 @@ def find_model(
     return folder, adapters
 
 
-def _prompt(path: Path, adapters: Path | None) -> PromptSettings | None:
-    """The settings of the adapters, which were trained last, else the model's."""
+def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:
+    """How a model was asked in training: the settings of its adapters, trained last, else its own."""
     return (read_prompt(adapters) if adapters is not None else None) or read_prompt(path)

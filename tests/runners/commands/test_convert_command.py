@@ -124,7 +124,7 @@ def test_an_existing_folder_is_replaced_by_force_only(source, tmp_path):
         (["model", "out", "--group-size", "32"], "nothing would be quantized"),
         (["model", "out", "--bits", "4", "--group-size", "48"], "nothing was quantized"),
         (["model", "out", "--recipe", "mixed_2_6", "--bits", "4"], "--recipe chooses the bits itself"),
-        (["model", "out", "--step", "3"], "no folder of nanochat's checkpoints"),
+        (["model", "out", "--step", "3"], "model: no step 3; found none"),
         (["model", "out", "--bits", "4", "--calibrate", "p.txt"], "p.txt: cannot be read as text"),
         (["model", "out", "--bits", "7"], "Invalid value for '--bits'"),
     ],
