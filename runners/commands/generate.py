@@ -137,11 +137,12 @@ def _rows(
     from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.chat.schemas if environments else ()
-    how = values["nudge"], values["template_kwargs"], tools, values["row"], (), values["max_tokens"]
-    system, raw = values["system"], values["raw"]
+    how: dict[str, Any] = {name: values[name] for name in ("nudge", "template_kwargs", "raw")}
+    how |= {"tools": tools, "columns": values["row"], "most": values["max_tokens"]}
+    system = values["system"]
     found = sample_batches(
         model.engine,
-        [model.example(conversation(each, system), *how, raw=raw) for each in conversations],
+        [model.example(conversation(each, system), **how) for each in conversations],
         attrs.evolve(sampling_of(values, model), num_generations=num),
         key=generation_key(values["seed"]),
         decoder=model.decoder,

@@ -23,14 +23,7 @@ from runners.files.durable import check_target, new_folder, save_text
 from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.inference.inference_model import find_model
-from runners.models.adapters import (
-    ADAPTER_CONFIG,
-    adapter_files,
-    base_of,
-    fused_layers,
-    read_adapters,
-    read_folder,
-)
+from runners.models.adapters import ADAPTER_CONFIG, base_of, fused_layers, read_adapters, read_folder
 from runners.models.folders import HUB_NAME, copy_companions
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
@@ -113,13 +106,8 @@ def export_folder(
 
     Raises UserError for a quantization that does not fit, and if the disk refuses.
     """
-    module, config = repack(
-        opened.module,
-        opened.config,
-        quantization,
-        dtype,
-        dequantize=quantization.wanted and "quantization" in opened.config,
-    )
+    again = quantization.wanted
+    module, config = repack(opened.module, opened.config, quantization, dtype, dequantize=again)
     with new_folder(target, replace=force) as temporary:
         write_weights(temporary, module, config)
         copy_companions(opened.model, temporary)
@@ -144,9 +132,7 @@ def export_gguf(opened: Opened, file: Path, kind: str, *, force: bool = False) -
     ollama = file.parent / "Modelfile"
     check_target(ollama, force)
     text = modelfile(file.name, opened.tokenizer, opened.prompt)
-    module, config = repack(
-        opened.module, opened.config, NOT_PACKED, dequantize="quantization" in opened.config
-    )
+    module, config = repack(opened.module, opened.config, NOT_PACKED, dequantize=True)
     name = opened.folder.resolve()
     title = name.parent.name if opened.facts else name.name
     write_gguf(file, module, config, opened.tokenizer, kind, name=title, force=force)
@@ -161,8 +147,6 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     """
     check_target(target, force)
     folder = Path(model_of_run(name, note)).expanduser()
-    if not adapter_files(folder)[1].is_file():
-        raise UserError(f"{folder}: expected adapters for PEFT, found none; --out writes whole models")
     check_apart(target, folder)
     settings, tensors = read_folder(folder)
     config, theirs = to_peft(settings, tensors)
@@ -217,10 +201,7 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
 
 
 def _packing(config: dict[str, Any]) -> str:
-    packed = config.get("quantization")
-    if not packed:
-        return ""
-    mode = packed.get("mode", "affine")
-    return f"{packed['bits']} bits, groups of {packed['group_size']}" + (
-        "" if mode == "affine" else f", {mode}"
-    )
+    """How the weights are packed, in words; "" if they are not."""
+    packed = config.get("quantization") or {}
+    form = f", {packed['mode']}" if packed.get("mode", "affine") != "affine" else ""
+    return f"{packed['bits']} bits, groups of {packed['group_size']}{form}" if packed else ""

@@ -161,10 +161,9 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
         raise UserError("it has no vocabulary of its own")
     ranks, special = state["mergeable_ranks"], state["special_tokens"]
     ids = [*ranks.values(), *special.values()]
-    if {*map(type, ranks)} - {bytes} or {*map(type, special)} - {str} or {*map(type, ids)} - {int}:
-        raise UserError("its vocabulary is no table from bytes and names to numbers")
-    if len(set(ids)) != len(ids) or not all(0 <= number < 2**31 for number in ids):
-        raise UserError("its ids are not different numbers from 0 to 2^31 - 1")
+    kinds = {*map(type, ranks)} <= {bytes}, {*map(type, special)} <= {str}, {*map(type, ids)} <= {int}
+    if not all(kinds) or len(set(ids)) != len(ids) or not all(0 <= number < 2**31 for number in ids):
+        raise UserError("its vocabulary is no table from bytes and names to different numbers below 2^31")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise UserError("it has no token for some byte, so not every text has tokens")
     return {key: state[key] for key in _FIELDS}

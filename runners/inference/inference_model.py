@@ -71,28 +71,16 @@ class InferenceModel:
     def example(
         self,
         messages: Sequence[Message],
-        nudge: str = "",
-        template_kwargs: Mapping[str, Any] = NO_KWARGS,
-        tools: Sequence[dict[str, Any]] = (),
+        *,
         columns: Mapping[str, Any] = NO_KWARGS,
         images: Sequence[ImageFile] = (),
         most: int = 1,
-        raw: bool = False,
+        **how: Any,
     ) -> Example:
-        """A prompt; see `render`. `columns` are for an environment; at most `most` tokens follow it.
-
-        Raises UserError as `check` does.
-        """
-        text, tokens = render(
-            self.tokenizer,
-            messages,
-            nudge,
-            tools=tools,
-            template_kwargs=template_kwargs,
-            images=images,
-            processor=self.vision.processor if self.vision else None,
-            raw=raw,
-        )
+        """A prompt, rendered as `how` tells `render`. `columns` are for an environment; at most `most` tokens
+        follow it. Raises UserError as `check` does."""
+        processor = self.vision.processor if self.vision else None
+        text, tokens = render(self.tokenizer, messages, images=images, processor=processor, **how)
         self.check([tokens], most)
         return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images))
 

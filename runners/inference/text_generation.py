@@ -174,8 +174,8 @@ class Conversation:
         the conversation does not change.
         """
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        how = {"images": images, "most": self.sampling.max_new_tokens, "raw": self.raw}
-        prompt = self.model.example(messages, self.nudge, self.template_kwargs, **how)
+        how = {"nudge": self.nudge, "template_kwargs": self.template_kwargs, "raw": self.raw}
+        prompt = self.model.example(messages, images=images, most=self.sampling.max_new_tokens, **how)
         request = requests_of([prompt], [self.turns], self.model.vision)
         how = {"key": self.key, "should_stop": should_stop}
         stream, tokens, times = TextStream(self.model.decoder), list[Token](), [time.perf_counter()]

@@ -158,13 +158,12 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
     }
     defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
-        unknown = -1 if kind is int else -1.0
-        found = metadata(f"{arch}.{key}", kind, None if needed else unknown)
-        found = defaults.get(name, unknown) if found == unknown else found
+        found = metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
+        if found is None:
+            continue
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
-        if found != unknown:
-            config[name] = found if kind is int else float(str(np.float32(found)))
+        config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)
     if min(heads, config["num_key_value_heads"], config["hidden_size"]) < 1:

@@ -43,10 +43,10 @@ class GGUF:
     metadata: Mapping[str, Any]  # lists of numbers as NumPy arrays
     tensors: Mapping[str, Tensor]
 
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
+    def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """A value of the metadata. Raises UserError for another type, and for none without a default."""
         found = self.metadata.get(key, default)
-        if found is default and default is not None:
+        if found is default is not ...:
             return default
         if not isinstance(found, kind) or (kind is not bool and isinstance(found, bool)):
             raise UserError(f"{key}: expected {kind.__name__}, found {show(found)}")

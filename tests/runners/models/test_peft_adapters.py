@@ -179,5 +179,5 @@ def test_a_model_without_adapters_is_a_line(tmp_path):
     """Nothing is written."""
     folder = make_model_folder(tmp_path / "m")
     done = grpo("export", folder, "--peft", tmp_path / "out", code=2)
-    assert "expected adapters for PEFT" in done.stderr
+    assert "adapter_config.json is missing; expected a folder of adapters" in done.stderr
     assert not (tmp_path / "out").exists()
