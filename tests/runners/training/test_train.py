@@ -175,7 +175,7 @@ def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from runners.environments import episodes
 
     def hear(self: Any, episode: Any, tokens: Any) -> tuple:
-        episode.messages.append({"role": "assistant", "content": self._chat.text(tokens)})
+        episode.messages.append({"role": "assistant", "content": self._home.chat.text(tokens)})
         episode.counts["turns"] += 1
         return (episodes.ToolCall("check", {"text": "again"}),)
 

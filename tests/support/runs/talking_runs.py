@@ -40,7 +40,7 @@ def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None =
     def hear(self: Any, episode: Any, tokens: Any) -> tuple:
         arguments = {"text": "<b>again</b>"}
         call = {"type": "function", "function": {"name": "check", "arguments": arguments}}
-        content = self._chat.text(tokens)
+        content = self._home.chat.text(tokens)
         episode.messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
         episode.counts["turns"] += 1
         return (episodes.ToolCall("check", arguments),)
