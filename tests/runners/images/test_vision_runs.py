@@ -3,8 +3,10 @@
 What is compared with is mlx-vlm itself: its processor and its own forward of each row alone.
 """
 
+import importlib
 import json
 import shutil
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +16,7 @@ import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.engines.engine import requests_of
+from runners.files.tensor_files import load_arrays
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
 from runners.models.model_reader import load_module
@@ -30,6 +33,11 @@ from tests.support.vision_runs import write_vision_run
 
 CPU = Platform(backend="cpu")
 pytestmark = [needs_mlx_vlm, pytest.mark.filterwarnings("ignore")]
+
+
+def vlm() -> Any:
+    """mlx-vlm, which only these tests import."""
+    return importlib.import_module("mlx_vlm")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -56,9 +64,7 @@ def finished(folder):
 @pytest.fixture(scope="module")
 def theirs(folder):
     """mlx-vlm's own model and processor of the folder."""
-    import mlx_vlm
-
-    return mlx_vlm.load(str(folder / "model"))
+    return vlm().load(str(folder / "model"))
 
 
 def inputs_of(example, processor):
@@ -168,10 +174,8 @@ def test_a_resumed_vision_run_is_bit_identical(folder, name, optim, what, count)
 
 def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
     """mlx-vlm's own `load` of final/ gives the trained policy's log-probs; the tower's weights stay."""
-    import mlx_vlm
-
     result, _ = finished
-    module, processor = mlx_vlm.load(str(result.folder / "final"))
+    module, processor = vlm().load(str(result.folder / "final"))
     example = next(example for example in run.data.train if len(example.images) == 2)
     ids, images = inputs_of(example, processor)
     vision = run.loaded.vision.see([example])
@@ -188,8 +192,8 @@ def test_final_is_a_model_of_mlx_vlm(finished, folder, run):
         wanted = logprobs(module, ids, completion, images)
         np.testing.assert_allclose(np.array(rollout.logp_bt)[row, : len(completion)], wanted, atol=1e-4)
     assert not mx.array_equal(rollout.logp_bt[:, 0], untrained.logp_bt[:2, 0])  # training changed something
-    before = mx.load(str(folder / "model" / "model.safetensors"))
-    after = mx.load(str(result.folder / "final" / "model.safetensors"))
+    before, _ = load_arrays(folder / "model" / "model.safetensors")
+    after, _ = load_arrays(result.folder / "final" / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(mx.array_equal(before[key], after[key]) for key in before if key.startswith("vision_tower"))
     from mlx_lm.utils import load_model as mlx_lm_load
@@ -216,12 +220,10 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
 
     mlx-vlm does not read such a folder, but what is saved of it.
     """
-    import mlx_vlm
-
     source = folder / "model"
     other = tmp_path / "model"
     shutil.copytree(source, other)
-    weights = dict(mx.load(str(source / "model.safetensors")))
+    weights, _ = load_arrays(source / "model.safetensors")
     patches = "vision_tower.patch_embed.proj.weight"
     weights[patches] = mx.contiguous(weights[patches].transpose(0, 4, 1, 2, 3))
     renamed = {
@@ -240,19 +242,20 @@ def test_a_folder_of_transformers_is_the_same_model(folder, run, tmp_path):
     whole = {"model_type": stated["model_type"], **outer, "text_config": text}
     (other / "config.json").write_text(json.dumps(whole))
     config = load_config(str(write_vision_run(folder, run={"name": "renamed"})), [f"model.path={other}"])
-    found = SetUp(config.check(), CPU).build()
+    found: Any = SetUp(config.check(), CPU).build()
     examples = run.data.train[:3]
     both = [sampled(each, examples, 1) for each in (run, found)]
     assert mx.array_equal(both[0].tokens_bt, both[1].tokens_bt)
     assert mx.array_equal(both[0].logp_bt, both[1].logp_bt)
     final = save_model(tmp_path / "final", found.learner.state.params, found.loaded)
-    module, processor = mlx_vlm.load(str(final))
+    module, processor = vlm().load(str(final))
     ids, images = inputs_of(examples[0], processor)
     completion = both[0].completions()[0]
     wanted = logprobs(module, ids, completion, images)
     np.testing.assert_allclose(np.array(both[0].logp_bt)[0, : len(completion)], wanted, atol=1e-4)
-    again = prepare_vision(load_module(final, False)[0], final, mx.float32)
-    assert mx.array_equal(again.see(examples)[0].features_fd, run.loaded.vision.see(examples)[0].features_fd)
+    again: Any = prepare_vision(load_module(final, False)[0], final, mx.float32)
+    (seen, *_), (before, *_) = again.see(examples), run.loaded.vision.see(examples)
+    assert mx.array_equal(seen.features_fd, before.features_fd)
 
 
 def test_the_plan_counts_the_tower(folder, run):
@@ -268,8 +271,6 @@ def test_the_plan_counts_the_tower(folder, run):
 
 def test_the_processor_s_template_is_used(folder, run, tmp_path):
     """chat_template.json, where the tokenizer's own template shows no images or is missing."""
-    import mlx_vlm.utils
-
     for name, own in (("other", "{{ messages[0]['content'] }}"), ("missing", None)):
         model = tmp_path / name
         shutil.copytree(folder / "model", model)
@@ -280,42 +281,7 @@ def test_the_processor_s_template_is_used(folder, run, tmp_path):
         (model / "tokenizer_config.json").write_text(json.dumps(settings))
         config = load_config(str(folder / "seeing.toml"), [f"model.path={model}"])
         found = SetUp(config.check(), CPU).build()
-        processor = mlx_vlm.utils.load_processor(model)
+        processor = vlm().utils.load_processor(model)
         for example, before in zip(found.data.train, run.data.train, strict=True):
             assert list(example.tokens) == inputs_of(example, processor)[0]
             assert example.text.endswith("painter\n") and example.tokens != before.tokens
-
-
-UPPER_HALF = '''
-def half(completion_ids, seen, completions, **_):
-    """1 where the first id is in the upper half for a bright image, in the lower half for a dark one."""
-    return [float((ids[0] >= 162) == bool(bright)) for ids, bright in zip(completion_ids, seen)]
-'''
-
-
-def test_it_learns_from_what_it_sees(folder, tmp_path):
-    """All questions are the same: whoever does not see is right half of the time. 30 updates of adapters."""
-    from PIL import Image
-
-    draws, rows = np.random.default_rng(0), []
-    for number in range(40):
-        bright = number % 2
-        pixels = draws.integers(0, 60, (24, 24, 3), np.uint8) + np.uint8(180 * bright)
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-        row = {"question": "Is it bright?", "answer": str(bright), "image": f"{number}.png"}
-        rows.append(row | {"seen": bright})
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "half.py").write_text(UPPER_HALF)
-    path = write_vision_run(
-        tmp_path,
-        model={"path": str(folder / "model")},
-        rollout={"num_generations": 8, "max_new_tokens": 1},
-        reward={"functions": ["half.py:half"]},
-        loss={"preset": "dr_grpo"},
-        optim={"batch_size": 8, "max_steps": 30, "schedule": "constant", "warmup_ratio": 0.0},
-        eval={"at_start": False},
-        checkpoint={"every": 0},
-    )
-    result = run_training(load_config(str(path)), report=Quiet())
-    rewards = [line["reward"] for line in updates_of(result.folder)]
-    assert np.mean(rewards[:2]) < 0.75 and np.mean(rewards[-10:]) > 0.95

@@ -13,11 +13,9 @@ from runners.engines.local import LocalEngine
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.machine.startup import Platform
-from runners.telemetry.report import Quiet
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings, read_prompt, write_prompt
-from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_runs import BY_LETTERS, LETTERS, small, train
+from tests.support.tiny_runs import BY_LETTERS, ran, small, train
 
 CPU = Platform(backend="cpu")
 SETTINGS = PromptSettings(
@@ -175,17 +173,14 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
     base = make_model_folder(tmp_path / "base")
     (base / "chat_template.jinja").write_text(template)
     (tmp_path / "rows.jsonl").write_text('{"question": "7+5", "answer": "12"}\n' * 2)
-    (tmp_path / "letters.py").write_text(LETTERS)
-    kwargs = {"chat_template_kwargs": {"enable_thinking": False, "depth": 7}}
+    kwargs = {"enable_thinking": False, "depth": 7}
     config = small(
-        run={"name": "thought", "output_dir": str(tmp_path / "outputs")},
         model={"path": str(base)},
-        data={"source": "rows.jsonl", "nudge": "", **kwargs},
+        data={"source": "rows.jsonl", "nudge": "", "chat_template_kwargs": kwargs},
         optim={"max_steps": 1, "batch_size": 1},
         eval={"samples": 1},
         reward=BY_LETTERS,
     )
-    (tmp_path / "train.toml").write_text(config)
     asked = []
 
     def watched(real):
@@ -197,7 +192,7 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
 
     for name in ("generate", "stream"):
         monkeypatch.setattr(LocalEngine, name, watched(getattr(LocalEngine, name)))
-    run = run_training(load_config("train.toml"), report=Quiet()).folder
+    run = ran(tmp_path, text=config).result.folder
     spelled = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n7+7=7"
     wanted = tuple(load_inference(str(base), CPU).tokenizer.encode(spelled))
     assert wanted in asked, "beside what is measured before the first step"
