@@ -7,7 +7,6 @@ import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import grpo_fn as g
@@ -22,6 +21,7 @@ from runners.rewards.scoring import Reward, Scorer, resolve_rewards
 from runners.tokenization.text import TextDecoder
 from runners.user_code.worker import Worker
 from tests.support.processes.waiting import HANGS
+from tests.support.tiny_models import make_tokenizer
 
 # Templates by the formats that Qwen 2.5 and Llama 3 document, and one that knows neither system nor tools.
 QWEN = (
@@ -55,30 +55,21 @@ PLAIN = (
 )
 
 
-def make_tokenizer(template):
-    """A tokenizer of bytes with two special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|im_start|>": 0, "<|im_end|>": 1} | {c: i + 2 for i, c in enumerate(alphabet)}
-    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    found.chat_template = template
-    return Wrapped(found)
+END = 2  # the id of <|im_end|>
 
 
-class Wrapped:
-    """What mlx-lm's wrapper adds."""
+class Wrapped(PreTrainedTokenizerFast):
+    """With what mlx-lm's wrapper adds."""
 
-    def __init__(self, tokenizer):
-        """Around a tokenizer of transformers."""
-        self._inner, self.eos_token_ids = tokenizer, {tokenizer.eos_token_id}
-        self.has_chat_template = tokenizer.chat_template is not None
+    eos_token_ids = frozenset({END})
 
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
+
+def tokenizer_with(template):
+    """A tokenizer with a chat template."""
+    names = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    found = Wrapped(tokenizer_object=make_tokenizer(), **names)
+    found.chat_template, found.has_chat_template = template, template is not None
+    return found
 
 
 def call(name, **arguments):
@@ -87,11 +78,11 @@ def call(name, **arguments):
 
 
 class Scripted:
-    """In place of a model: row i's n-th turn is `script(i)[n]`, ended by the end token."""
+    """In place of a model: the n-th turn of each row is `turns[n]`, ended by the end token."""
 
-    def __init__(self, tokenizer, script, limit=100_000):
-        """`limit`: tokens of a conversation."""
-        self.tokenizer, self.script, self.limit = tokenizer, script, limit
+    def __init__(self, tokenizer, *turns):
+        """With the texts of the turns."""
+        self.turns = [[*tokenizer.encode(turn, add_special_tokens=False), END] for turn in turns]
 
     def generate(self, requests, sampling, *, key, should_stop=None):
         """As `Engine`."""
@@ -99,17 +90,13 @@ class Scripted:
         self.prompts = prompts
         rows = len(prompts) * num_generations
         tokens, sampled, waiting = [[] for _ in range(rows)], [[] for _ in range(rows)], list(range(rows))
-        number = [0] * rows
+        turns = iter(self.turns)
         while waiting:
-            begun = []
+            turn = next(turns)
             for row in waiting:
-                turn = [*self.tokenizer.encode(self.script(row)[number[row]], add_special_tokens=False), 1]
-                number[row] += 1
                 tokens[row] += turn
                 sampled[row] += [True] * len(turn)
-                if replies.begin(row, turn):
-                    begun.append(row)
-            found = {}
+            begun, found = [row for row in waiting if replies.begin(row, turn)], {}
             while len(found) < len(begun):
                 found |= replies.collect(1)
             waiting = [row for row, given in found.items() if given is not None]
@@ -239,10 +226,10 @@ def built(tmp_path, worker):
     (tmp_path / "shop.py").write_text(SOURCE)
 
     def build(template=QWEN, **env):
-        tokenizer: Any = make_tokenizer(template)
+        tokenizer: Any = tokenizer_with(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
         decoder, data = TextDecoder(tokenizer), DataConfig(nudge="")
-        return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [1], [tmp_path], worker)
+        return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [END], [tmp_path], worker)
 
     return build
 
@@ -262,7 +249,7 @@ def played_by(environments, script, rows, generations=1):
 
 def play(environments, *turns, rows=1, **columns):
     """One conversation a row with these turns of the model."""
-    script = Scripted(environments.chat.tokenizer, lambda row: turns)
+    script = Scripted(environments.chat.tokenizer, *turns)
     rollout, played = played_by(environments, script, examples(environments, rows, **columns))
     return rollout, played, script
 
@@ -284,24 +271,26 @@ def test_a_conversation_with_calls(built, template):
     prompt = environments.chat.tokenizer.decode(list(script.prompts[0]))
     assert "price" in prompt and "later" in prompt and "_hidden" not in prompt and "reset" not in prompt
     tokens, sampled = rollout.completions()[0], rollout.sampled()[0]
-    given = script.tokenizer.decode([t for t, mine in zip(tokens, sampled, strict=True) if not mine])
+    given = environments.chat.tokenizer.decode(
+        [t for t, mine in zip(tokens, sampled, strict=True) if not mine]
+    )
     assert "6" in given and "It is" not in given and "Let me" not in given
     assert given.rstrip().endswith(("assistant", "Assistant:"))
 
 
 def test_the_given_tokens_are_those_of_the_whole_template():
     """Turn by turn the tokens spell what the template makes of the whole conversation at once."""
-    tokenizer = make_tokenizer(QWEN)
-    chat = ChatTurns(tokenizer, [], {}, frozenset({1}))
+    tokenizer = tokenizer_with(QWEN)
+    chat = ChatTurns(tokenizer, [], {}, frozenset({END}))
     question = {"role": "user", "content": "q"}
     observations = [
         {"role": "tool", "name": "f", "content": "one\nline"},
         {"role": "tool", "name": "g", "content": "2"},
     ]
     start = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-    unthinking = ChatTurns(tokenizer, [], {"enable_thinking": False}, frozenset({1}))
-    assert tokenizer.decode(list(unthinking.follow([1], observations))).endswith("<think>\n\n</think>\n\n")
-    for end in ([1], []):  # a turn that ended by itself, and one cut by a stop string
+    unthinking = ChatTurns(tokenizer, [], {"enable_thinking": False}, frozenset({END}))
+    assert tokenizer.decode(list(unthinking.follow([END], observations))).endswith("<think>\n\n</think>\n\n")
+    for end in ([END], []):  # a turn that ended by itself, and one cut by a stop string
         turn = [*tokenizer.encode("I ask"), *end]
         given = chat.follow(turn, observations)
         got = [*tokenizer.encode(start), *turn, *given]
@@ -386,7 +375,7 @@ def test_texts_of_reset_extend_the_prompts(built):
     _, _, script = play(environments, "Hello.", greeting=" Welcome!")
     assert " Welcome!<|im_end|>" in environments.chat.tokenizer.decode(list(script.prompts[0]))
     environments = built(factory="shop.py:Greeter")
-    script = Scripted(environments.chat.tokenizer, lambda row: ["Hello."])
+    script = Scripted(environments.chat.tokenizer, "Hello.")
     rollout, played = played_by(environments, script, examples(environments, 2), 2)
     assert len(rollout.prompts) == 2 and rollout.num_generations == 2
     for row, (tokens, mine) in enumerate(zip(rollout.completions(), ("A", "A", "B", "BB"), strict=True)):
@@ -394,13 +383,13 @@ def test_texts_of_reset_extend_the_prompts(built):
         assert f"cost? {mine}<|im_end|>" in spelled
     assert {tuple(m["content"] for m in each.messages) for each in played} == {("Hello.",)}
     batch = g.make_batch(rollout, mx.ones((2, 2)))
-    assert batch.num_tokens.item() == 4 * 7, "six letters and the end of each"
+    assert batch.num_tokens.item() == 4 * len(script.turns[0]), "the greetings are given"
 
 
 def test_a_reset_that_fails_costs_the_reward(built):
     """Nothing else ends."""
     environments = built()
-    script = Scripted(environments.chat.tokenizer, lambda row: ["Hello."])
+    script = Scripted(environments.chat.tokenizer, "Hello.")
     rows = examples(environments, 2)
     del rows[0].columns["answer"]
     _, played = played_by(environments, script, rows)
