@@ -73,9 +73,6 @@ class _Paths:
 
     found: Settings
 
-    def fault(self, key: str, message: str) -> None:
-        self.found.fault(tuple(key.split(".")), message)
-
     def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
         """The three sections with what belongs to the form of answers, where the config does not set it.
 
@@ -95,10 +92,12 @@ class _Paths:
         try:
             form = answer_form(answer.form)
         except ValueError as error:
-            self.fault("answer.form", f"expected {error}")
+            self.found.fault("answer.form", f"expected {error}")
             return {}
         if form is not None and not data.answer:
-            self.fault("answer.form", f'expected "{NONE}" with data.answer = "", found {show(answer.form)}')
+            self.found.fault(
+                "answer.form", f'expected "{NONE}" with data.answer = "", found {show(answer.form)}'
+            )
         if not given("reward.functions") and data.source.startswith(TASKS):
             functions = (TASK_SCORE,)
         elif not given("reward.functions") and answer.form != "xml":
@@ -113,9 +112,6 @@ class _Paths:
             "data": attrs.evolve(data, name=data.name or usual, **prompt),
             "reward": attrs.evolve(reward, functions=functions),
         }
-
-    def output(self, name: str, key: str) -> str:
-        return os.path.expanduser(name)
 
     def model(self, name: str, key: str) -> str:
         return name if name == SELF else self.source(name, key, EXPECTED_MODEL, (".safetensors",))
@@ -151,7 +147,7 @@ class _Paths:
         if not name:
             return name
         if not function.isidentifier() or not (is_file or all(map(str.isidentifier, module.split(".")))):
-            self.fault(key, f"expected {expected}, found {show(name)}{hint}")
+            self.found.fault(key, f"expected {expected}, found {show(name)}{hint}")
             return name
         return f"{self.file(module, key)}:{function}" if is_file else name
 
@@ -159,11 +155,8 @@ class _Paths:
         """The path of a file, or of a folder, that has to exist; empty: none."""
         path = self.existing(name) if name else ""
         if path is None or (path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)):
-            self.fault(key, f"no such {kind}: {show(name)}")
+            self.found.fault(key, f"no such {kind}: {show(name)}")
         return path or name
-
-    def folder(self, name: str, key: str) -> str:
-        return self.file(name, key, "folder")
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
         """The path of a model or of data; a shipped name and a possible name on the Hub stay as they are."""
@@ -173,9 +166,9 @@ class _Paths:
             return path
         is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
         if is_path or "\\" in name:
-            self.fault(key, f"no such file or folder: {show(name)}")
+            self.found.fault(key, f"no such file or folder: {show(name)}")
         elif not _HUB_NAME.fullmatch(name):
-            self.fault(key, f"expected {expected}, found {show(name)}")
+            self.found.fault(key, f"expected {expected}, found {show(name)}")
         return name
 
     def existing(self, path: str) -> str | None:
@@ -186,12 +179,12 @@ class _Paths:
 
 
 _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
-    "run.output_dir": _Paths.output,
+    "run.output_dir": lambda _, name, key: os.path.expanduser(name),
     "model.path": _Paths.model,
-    "model.adapters": _Paths.folder,
+    "model.adapters": functools.partial(_Paths.file, kind="folder"),
     "model.loader": _Paths.function,
     "data.source": _Paths.data,
-    "data.image_folder": _Paths.folder,
+    "data.image_folder": functools.partial(_Paths.file, kind="folder"),
     "data.chat_template": _Paths.file,
     "data.difficulty": _Paths.file,
     "data.transform": _Paths.function,
@@ -214,7 +207,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     def expect(key: str, expected: str) -> None:
         if key not in named:
             named.add(key)
-            found.fault(tuple(key.split(".")), f"expected {expected}, found {show(value(key))}")
+            found.fault(key, f"expected {expected}, found {show(value(key))}")
 
     def holds(cause: str, only: str) -> bool:
         return value(cause) == only if only else bool(value(cause))
@@ -281,4 +274,4 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             expect(key, expected)
     for text in built["stop"].when:
         if fault := condition_fault(text, rewards):
-            found.fault(("stop", "when"), fault)
+            found.fault("stop.when", fault)

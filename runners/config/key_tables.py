@@ -31,15 +31,12 @@ def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
     """Type, default, range and meaning of a key, in Markdown."""
     choices, within = rules.choices_of(field), field.metadata["range"]
     kind = "choice" if choices else rules.words(field.type).removeprefix("an ").removeprefix("a ")
-    if choices:
-        limits = ", ".join(f"`{choice}`" for choice in choices)
-    elif within:
-        limits = f"`{within}`" if within[0] in "<>-0123456789" or within[-1].isdigit() else within
-    else:
-        limits = "–" if kind == "true or false" else "any"
+    limits = ", ".join(f"`{choice}`" for choice in choices) or within
+    if within and (within[0] in "<>-0123456789" or within[-1].isdigit()):
+        limits = f"`{within}`"
+    limits = limits or ("–" if kind == "true or false" else "any")
     default = field.default
+    shown = "below" if isinstance(default, str) and "\n" in default else f"`{spell(default)}`"
     if default is attrs.NOTHING or default is None:
         shown = "required" if default is attrs.NOTHING else "preset's"
-    else:
-        shown = "below" if isinstance(default, str) and "\n" in default else f"`{spell(default)}`"
     return kind, shown, limits, field.metadata["meaning"]

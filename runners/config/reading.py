@@ -53,8 +53,9 @@ class Settings:
         origin = next((self.origins[part] for part in parts if part in self.origins), self.label)
         return f"{origin}: {'.'.join(path)}"
 
-    def fault(self, path: KeyPath, message: str) -> None:
-        """Adds the line of a fault."""
+    def fault(self, path: KeyPath | str, message: str) -> None:
+        """Adds the line of a fault at a key, such as "rollout.top_p"."""
+        path = tuple(path.split(".")) if isinstance(path, str) else path
         self.problems.append(f"{self.where(path)}: {message}")
 
 

@@ -57,12 +57,12 @@ def make_plan(
     rows = [["phase", "in all", *Phase._fields, ""]]
     for name, each in phases.items():
         rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
+    formats = "chosen after the first rollout: grpo bench CONFIG shows them"
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
-        "formats": "chosen after the first rollout: grpo bench CONFIG shows them"
-        * bool(config.rollout.bits_budget),
+        "formats": formats if config.rollout.bits_budget else "",
         "ranks": f"{ranks}; the figures are for one of them" * (ranks > 1),
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and says how long the run will take",
