@@ -64,7 +64,7 @@ class Wrapped(PreTrainedTokenizerFast):
     eos_token_ids = frozenset({END})
 
 
-def tokenizer_with(template):
+def tokenizer_with(template) -> Any:
     """A tokenizer with a chat template."""
     names = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     found = Wrapped(tokenizer_object=make_tokenizer(), **names)
