@@ -86,8 +86,8 @@ def survey_data(source: str) -> DataSurvey:
 
     Raises UserError if there are none, or no column holds a question.
     """
-    eval_split, found = _rows(source)
-    rows = [row for row in found[:LOOKED] if not row.fault]
+    eval_split, train = _rows(source)
+    rows = [row for row in train[:LOOKED] if not row.fault]
     if not rows:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
@@ -106,10 +106,8 @@ def survey_data(source: str) -> DataSurvey:
     others = [name for name in having(gold_answer) if name not in (question, *talks)]
     coded = _named(having(_has_tests, others), _ANSWERS)
     answer = coded or _named(having(lambda value: not isinstance(value, list | dict), others), _ANSWERS)
-    values = [
-        (gold_answer(value) or "") if isinstance(value, bool) else value_text(value)  # true, not True
-        for value in (columns[answer] if answer else ())
-    ]
+    found = columns[answer] if answer else []
+    values = [str(gold_answer(value)) if isinstance(value, bool) else value_text(value) for value in found]
     form, why = ("code", "tests of a program") if coded else _form(values)
     labels = ", ".join(sorted(set(values))) if why == _LABELS else ""
     return DataSurvey(eval_split, question, talks[0] if talks else "", answer, form, why, labels)
@@ -148,11 +146,6 @@ def _named(columns: Sequence[str], known: Sequence[str]) -> str:
     return next((spelled[name] for name in known if name in spelled), "")
 
 
-def _is_number(text: str) -> bool:
-    """Also one behind ####, which a model that does not write #### has, too."""
-    return parse_number(text.rpartition("####")[2].strip()) is not None
-
-
 def _form(answers: Sequence[str]) -> tuple[str, str]:
     """The form that nearly all answers have, as `answer.form`, and what was found."""
     texts = [answer.strip() for answer in answers]
@@ -162,7 +155,8 @@ def _form(answers: Sequence[str]) -> tuple[str, str]:
 
     if not texts:
         return "none", "no column of answers"
-    if most(_is_number):
+    # Also those behind ####, which a model that does not write #### has, too.
+    if most(lambda text: parse_number(text.rpartition("####")[2].strip()) is not None):
         return "last_number", "numbers"
     if most(lambda text: "####" in text):
         return "gsm8k", "answers behind ####"

@@ -63,9 +63,8 @@ def _show(checked: RewardCheck, sample: int) -> None:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
         echo("mean rewards")
-        rows = [("", *checked.kinds)]
-        for name, values_an in zip(checked.rewards, checked.values_kan, strict=True):
-            rows.append((name, *map(_mean, values_an)))
+        named = zip(checked.rewards, checked.values_kan, strict=True)
+        rows = [("", *checked.kinds), *((name, *map(_mean, values_an)) for name, values_an in named)]
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
@@ -144,7 +143,6 @@ def difficulty_command(
         low = high
     kinds["always passed"] = sum(rate == 1 for rate in rates)
     echo(f"{len(rates):,} prompts; {sum(rates) / len(rates):.1%} of the completions passed")
-    rows = [(name, f"{count:,}", f"{count / len(rates):.0%}") for name, count in kinds.items()]
-    for line in aligned(rows, right=(1, 2)):
-        echo(f"  {line}")
+    rows = [("", name, f"{count:,}", f"{count / len(rates):.0%}") for name, count in kinds.items()]
+    echo("\n".join(aligned(rows, right=(2, 3))))
     echo(f"data.difficulty = {path}")

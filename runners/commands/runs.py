@@ -51,9 +51,5 @@ def runs_command(folder: str, as_json: bool) -> None:
         measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         rows.append((run.folder, run.state, str(run.update), measured, number_text(run.reward), when))
-    head, *lines = aligned(rows)
-    echo(head)
-    for run, line in zip(runs, lines, strict=True):
-        echo(line)
-        if run.go_on:
-            echo(f"  {run.go_on}")
+    for line, go_on in zip(aligned(rows), ["", *(run.go_on for run in runs)], strict=True):
+        echo(f"{line}\n  {go_on}" if go_on else line)

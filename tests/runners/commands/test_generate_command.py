@@ -45,14 +45,10 @@ def test_many_prompts_give_a_json_line_each(tmp_path):
     ("arguments", "message"),
     [
         (["embedded"], "expected either PROMPT or --prompts FILE"),
-        (["embedded", "x", "--prompts", "y"], "expected either PROMPT or --prompts FILE"),
         (["embedded", "  "], "the prompt is empty"),
         (["nope/nope/nope", "x"], 'MODEL = "nope/nope/nope": there is no such folder'),
         (["embedded", "--prompts", "p.txt"], "--prompts p.txt: cannot be read as text"),
-        (
-            ["embedded", "x", "--num", "2", "--out", "no/such/folder"],
-            "refused by the system: FileNotFoundError: [Errno 2] No such file or directory: 'no/such/folder'",
-        ),
+        (["embedded", "x", "--out", "no/x"], "refused by the system: FileNotFoundError: [Errno 2] No such"),
         (["embedded", "x", "--top-p", "0"], "Invalid value for '--top-p'"),
         (["embedded", "x", "--temprature", "0"], "--temperature"),
     ],

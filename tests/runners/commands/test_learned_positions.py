@@ -44,14 +44,12 @@ def command(tmp_path):
 def test_only_what_fits_is_sampled(command):
     """The limit of 64 or 512 tokens, with the prompt, is at most the last position."""
     evaluate = ("eval", "model", "--config", "train.toml")
-    for words in (
-        *(("run", "train.toml"), ("generate", "model", "7 + 7?"), ("chat", "model")),
-        (*evaluate, "--max-tokens", "64"),
-    ):
+    generate = ("generate", "model", "7 + 7?")
+    for words in (("run", "train.toml"), generate, ("chat", "model"), (*evaluate, "--max-tokens", "64")):
         line = command(*words, code=2)
         assert "expected at most 64 positions, which the model has learned, found " in line
         assert "a prompt of " in line
-    command("generate", "model", "7 + 7?", "--max-tokens", "20", code=0)
+    command(*generate, "--max-tokens", "20", code=0)
     command(*evaluate, code=0)
 
 

@@ -40,12 +40,8 @@ def outputs(tmp_path_factory):
 def test_every_run_is_listed_with_its_state(outputs):
     """Once, those in folders below too; exact match and updates are the log's."""
     found = {os.path.relpath(run.folder, outputs): run for run in find_runs(outputs)}
-    assert {name: run.state for name, run in found.items()} == {
-        "done": "finished",
-        "deep/cut": "interrupted",
-        "early": "stopped",
-        "broken": "stopped",
-    }
+    states = {"done": "finished", "deep/cut": "interrupted", "early": "stopped", "broken": "stopped"}
+    assert {name: run.state for name, run in found.items()} == states
     done, broken = found["done"], found["broken"]
     assert done.update == 2 and done.em is not None and done.reward is not None
     assert (broken.update, broken.reward, broken.em) == (3, 0.5, None)
