@@ -15,7 +15,7 @@ from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
 from runners.checkpoints.checkpoint import load_trees
 from runners.engines import local
-from runners.engines.engine import Requests, Restart
+from runners.engines.engine import Requests
 from runners.engines.local import LocalEngine
 from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
@@ -37,20 +37,6 @@ def engine_of(policy, **options):
 @pytest.fixture(name="policy")
 def _policy():
     return tiny_policy("llama-untied", hidden_size=64, intermediate_size=64)
-
-
-def test_weights_are_rounded_at_their_first_use(policy):
-    """Not where none are drawn from, as between supervised steps; once however often they are used."""
-    rounded, role = [], quantized_role(policy, "affine-4", group_size=32)
-    counting = attrs.evolve(role, transform=lambda tree: rounded.append(tree) or role.transform(tree))
-    engine = LocalEngine(policy, quantized=counting, name="affine-4")
-    for version in range(3):
-        engine.load(policy.params, version)
-    assert rounded == []
-    assert same_tree(engine.sampler[1], role.transform(policy.params)) and engine.sampler[1] is not None
-    assert len(rounded) == 1
-    engine.load(None, 3)
-    assert engine.sampler[1] is None
 
 
 @pytest.fixture
@@ -152,17 +138,6 @@ def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, d
     assert calls[2] == (policy, policy.params)
 
 
-def test_a_fallback_restarts_conversations(policy, drawn):
-    """Replies that have been given belong to the turns that failed."""
-    sound = tiny_rollout()
-    engine = engine_of(policy)
-    drawn(attrs.evolve(sound, logp_bt=sound.logp_bt + mx.nan), sound)
-    requests = attrs.evolve(REQUESTS, replies=object())
-    with pytest.raises(Restart):
-        engine.generate(requests, SAMPLING, key=KEY)
-    assert engine.generate(requests, SAMPLING, key=KEY).tokens_bt is sound.tokens_bt
-
-
 def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
     """It falls back with it, though its own numbers are sound."""
     others = [True]
@@ -206,18 +181,10 @@ def run(tmp_path: Path, *overrides: str, **how):
     return found.updates, found.notes, found.result
 
 
-@pytest.fixture(scope="module")
-def unquantized(tmp_path_factory):
-    """The settings of such a model, and its run without a quantized sampler: its log's updates and lines."""
-    place = tmp_path_factory.mktemp("unquantized")
-    model = [f"model.path={overflowing_folder(place / 'model')}", "model.dtype=float16"]
-    return model, *run(place, *model)[:2]
-
-
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, storage):
+def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
     """NaN logits in the sampler: no crash, no endless loop; the first rollout already is a good one."""
-    model, full, full_lines = unquantized
+    model = [f"model.path={overflowing_folder(tmp_path / 'model')}", "model.dtype=float16"]
     rounding = ["rollout.quantization=affine-3", f"rollout.storage={storage}", "rollout.calibration=none"]
     log, lines, result = run(tmp_path, *model, *rounding)
     assert len(log) == 3
@@ -228,11 +195,9 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, unquantized, 
     assert sum("sampled again" in line for line in lines) == 1
     (saved,) = result.folder.glob("checkpoint-*/trainer_state.json")
     assert "not finite" in json.loads(saved.read_text())["loop"]["fallback"]
-    assert [line["reward"] for line in full] == [line["reward"] for line in log]
-    assert "rollout/quantization" not in full[0] and not any("sampled again" in line for line in full_lines)
 
 
-@pytest.mark.parametrize("more", [[], ["loss.sync_every=2"], ["rollout.storage=packed"]])
+@pytest.mark.parametrize("more", [["loss.sync_every=2"], ["rollout.storage=packed"]])
 def test_a_run_past_the_limit_goes_on_in_a_finer_format(tmp_path, more):
     """The update that shows the mismatch says so, and the next rollout is already finer."""
     folder = make_model_folder(tmp_path / "model", "llama")

@@ -1,6 +1,5 @@
 """The training loop from config to final model, on the embedded model and on random ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from runners.config.loading import load_config
 from runners.engines.local import LocalEngine
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
+from tests.support.resuming import lines_of
 from tests.support.runs.talking_runs import talking_run
-from tests.support.tiny_runs import Ran, ran, small
+from tests.support.tiny_runs import Ran, ran, small, updates_of
 
 # So hot that completions differ early, and each earns something else: every group has a gradient.
 CONFIG = small(
@@ -48,30 +48,19 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
     found = run(tmp_path, SCORED, "checkpoint.every=2")
     result, log = found.result, found.log
     names = {path.name for path in result.folder.iterdir()}
-    assert {
-        "config.resolved.json",
-        "training_log.jsonl",
-        "completions.jsonl",
-        "checkpoint-2",
-        "final",
-    } <= names
+    assert {"config.resolved.json", "training_log.jsonl", "completions.jsonl", "checkpoint-2"} <= names
     wanted = {
-        "update", "batch_step", "reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm",
-        "learning_rate", "loss", "num_tokens", "step_time", "completions/mean_length",
-        "completions/min_length", "completions/max_length", "completions/clipped_ratio",
-        "rewards/correctness_reward_func/mean", "rewards/correctness_reward_func/std",
-        "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
-        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
-        "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/mean",
-        "sampling/importance_sampling_ratio/max",
+        "batch_step", "reward", "entropy", "grad_norm", "learning_rate", "loss", "step_time",
+        "completions/mean_length", "rewards/correctness_reward_func/mean", "clip_ratio/region_mean",
+        "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/min",
     }  # fmt: skip
     first, last = found.updates
     assert wanted <= set(first)
     assert (first["update"], last["update"], last["batch_step"]) == (1, 2, 2)
     assert log[-1]["em"] == result.last_em and log[-1]["em_subset"] == 2
-    completions = (result.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    completions = lines_of(result.folder / "completions.jsonl")
     assert len(completions) == 2 * 2 * 4
-    assert sum(json.loads(line)["tokens"] for line in completions) == last["num_tokens"]
+    assert sum(line["tokens"] for line in completions) == last["num_tokens"]
     model, tokenizer = load(str(result.folder / "final"))  # type: ignore[misc]
     trained = named_leaves(result.state.params)["model.norm.weight"]
     assert mx.array_equal(named_leaves(model.parameters())["model.norm.weight"], trained)
@@ -79,7 +68,7 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
 
 
 def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every batch step and round of dynamic sampling of seeds 0, 1 and 3 has a random key of its own."""
+    """Every batch step and round of dynamic sampling of seeds 0 and 3 has a random key of its own."""
     keys, generate = [], LocalEngine.generate
 
     def watched(self: Any, requests: Any, sampling: g.Sampling, *, key: mx.array, **options: Any) -> Any:
@@ -90,9 +79,9 @@ def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalEngine, "generate", watched)
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     short = ['reward.functions=["mine.py:same"]', "rollout.max_new_tokens=2", "rollout.launch=eval"]
-    for seed in (0, 1, 3):
+    for seed in (0, 3):
         run(tmp_path, f"run.seed={seed}", "loss.dynamic_sampling=true", "eval.samples=1", *short)
-    assert len(keys) > 3 * 2, "or no group was replaced"
+    assert len(keys) > 2 * 2, "or no group was replaced"
     assert len(set(keys)) == len(keys)
 
 
@@ -137,74 +126,18 @@ def test_a_quantized_reference_is_kept_and_moves(tmp_path: Path, storage: str) -
     assert mx.array_equal(rounded, want)
 
 
-TALKS = '''"""An environment that greets each row, and a reward of its own."""
-
-
-class Talks:
-    """Asks once more."""
-
-    def reset(self, answer, **row):
-        """Begin."""
-        self.answer = answer
-        return " Say it twice."
-
-    def check(self, text: str) -> str:
-        """
-        Look at a text.
-
-        Args:
-            text: The text.
-        """
-        return text
-
-    def get_reward(self):
-        """By the answer's length."""
-        return float(len(self.answer))
-
-
-def by_length(completions, environments, **_):
-    return [float(len(c[-1]["content"])) + e.get_reward() for c, e in zip(completions, environments)]
-'''
-
-
 def test_a_run_with_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts have what reset says, the log its metrics, a run resumed amid an update the same weights.
-
-    Turns end at every eighth token or so, and each is answered by tokens: conversations of several turns.
-    """
-    from runners.environments import episodes
-
-    def hear(self: Any, episode: Any, tokens: Any) -> tuple:
-        episode.messages.append({"role": "assistant", "content": self._home.chat.text(tokens)})
-        episode.counts["turns"] += 1
-        return (episodes.ToolCall("check", {"text": "again"}),)
-
-    monkeypatch.setattr(episodes.Session, "_read", hear)
-    (tmp_path / "talks.py").write_text(TALKS, encoding="utf-8")
-    text = small(
-        rollout={"max_new_tokens": 40, "stop": ["1", "2", "e", "="]},
-        optim={"batch_size": 2, "max_steps": 2, "gradient_accumulation_steps": 2},
-        reward={"functions": ["talks.py:by_length"]},
-        env={"factory": "talks.py:Talks", "max_turns": 3},
-        checkpoint={"every": 1},
-        eval={"samples": 2, "at_start": False},
-    )
-    found = run(tmp_path, text=text)
-    whole, (update,) = found.result, found.updates
-    assert update["turns/max"] > 1 and update["tools/call_frequency"] > 0
-    assert {"rewards/by_length/mean", "rewards/Talks/mean", "tools/failure_frequency"} <= set(update)
-    lines = (whole.folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
-    assert any(message["role"] == "tool" for line in lines for message in json.loads(line)["messages"])
-
-    folder = tmp_path / "again"
-    folder.mkdir()
-    (folder / "talks.py").write_text(TALKS, encoding="utf-8")
-    config = load_config(str(tmp_path / "train.toml"), [f"run.output_dir={folder}"])
-    again = run_training(config, report=Quiet(), resume=whole.folder / "checkpoint-1")
-    for (name, one), (_, other) in zip(
-        named_leaves(whole.state.params).items(), named_leaves(again.state.params).items(), strict=True
-    ):
-        assert mx.array_equal(one, other).item(), name
+    """Turns are answered by tokens; the log counts them, a run resumed amid an update has the same end."""
+    settings = ["optim.gradient_accumulation_steps=2", "checkpoint.every=1"]
+    whole = talking_run(tmp_path, monkeypatch, *settings)
+    (update,) = updates_of(whole)
+    assert update["turns/max"] > 1 and update["tools/call_frequency"] > 0 <= update["tools/failure_frequency"]
+    lines = lines_of(whole / "completions.jsonl")
+    assert any(message["role"] == "tool" for line in lines for message in line["messages"])
+    config = load_config(str(tmp_path / "train.toml"), [*settings, f"run.output_dir={tmp_path / 'again'}"])
+    again = run_training(config, report=Quiet(), resume=whole / "checkpoint-1").folder
+    one, other = (folder / "final" / "model.safetensors" for folder in (whole, again))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_conversations_that_are_drawn_again_begin_anew(
@@ -219,10 +152,8 @@ def test_conversations_that_are_drawn_again_begin_anew(
 
     monkeypatch.setattr(LocalEngine, "_fitting", first_fails)
     folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8", "max_new_tokens": 40})
-    lines = (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines()
-    turns = [
-        sum(message["role"] == "assistant" for message in json.loads(line)["messages"]) for line in lines
-    ]
+    lines = lines_of(folder / "completions.jsonl")
+    turns = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
     assert not spoil and 1 < max(turns) <= 3
 
 

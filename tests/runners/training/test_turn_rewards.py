@@ -122,12 +122,6 @@ def test_rewards_of_turns_are_normalised_together(run, outcome, discount):
     assert all("rewards/Walk_turns/mean" in line for line in logged if "loss" in line)
 
 
-def test_a_sampler_is_calibrated_on_conversations_whose_turns_have_advantages(run):
-    """The first rollout gives the moments, whatever shape its advantages have."""
-    _, logged, _ = run(quantization="affine-4")
-    assert next(line["rollout/quantization"] for line in logged if "loss" in line) == "affine-4"
-
-
 def test_gigpo_compares_turns_after_one_observation(run):
     """A = A^E + A^S: the states are what the environment said last, the prompt's is the first turn's."""
     records, _, _ = run(baseline="turn", discount=0.9)
@@ -157,7 +151,9 @@ def test_gigpo_compares_turns_after_one_observation(run):
 
 def test_more_rewards_than_turns_are_no_reward(run):
     """A line says so; the rows still have their other rewards."""
-    records, _, lines = run(factory="walk.py:Talks")
+    records, logged, lines = run(factory="walk.py:Talks", quantization="affine-4")
+    quantization = [line["rollout/quantization"] for line in logged if "loss" in line]
+    assert quantization[0] == "affine-4", "calibrated on turns with advantages of their own"
     assert any("get_turn_rewards: expected at most" in line for line in lines)
     without = [record for record in records if record["extra"]["turn_rewards"] is None]
     assert without and len(without) < len(records)

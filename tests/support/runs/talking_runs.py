@@ -31,8 +31,10 @@ def turns(completions, **_):
 '''
 
 
-def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None = None, **log: Any) -> Path:
-    """The folder of a run of two updates; its turns end at every eighth token or so.
+def talking_run(
+    folder: Path, monkeypatch: Any, *settings: str, rollout: dict[str, Any] | None = None, **log: Any
+) -> Path:
+    """The folder of a run of two batch steps; its turns end at every eighth token or so.
 
     `rollout`, `log`: keys of these sections.
     """
@@ -59,4 +61,4 @@ def talking_run(folder: Path, monkeypatch: Any, rollout: dict[str, Any] | None =
         ),
         encoding="utf-8",
     )
-    return run_training(load_config(str(folder / "train.toml")), report=Quiet()).folder
+    return run_training(load_config(str(folder / "train.toml"), settings), report=Quiet()).folder
