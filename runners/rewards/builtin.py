@@ -98,6 +98,8 @@ def xmlcount_reward_func(completions: Completions, **_: Any) -> list[float | Non
 
 REWARDS = built_in()
 """Those for ``xml``."""
+correctness_reward_func, int_reward_func = REWARDS["correctness_reward_func"], REWARDS["int_reward_func"]
+"""Those of answers in tags, to import like the three above."""
 
 
 def _texts(completions: Completions) -> list[str]:
