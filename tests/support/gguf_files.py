@@ -54,9 +54,9 @@ def value(of) -> bytes:
     )
 
 
-def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(), size=None) -> Path:
-    """A file of float32 zeros; `offsets` and `counts` (tensors, metadata) replace true ones; `size` cuts it,
-    or makes it longer by a hole."""
+def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(), size=None, kind=0) -> Path:
+    """A file of zeros, float32 or of another `kind`; `offsets` and `counts` (tensors, metadata) replace true
+    ones; `size` cuts it, or makes it longer by a hole."""
     entries, place = [], 0
     for name, shape in tensors.items():
         number = 4
@@ -68,7 +68,7 @@ def write(path: Path, metadata=LLAMA, tensors=TENSORS, *, offsets=None, counts=(
     head = b"GGUF" + struct.pack("<IQQ", 3, tensor_count, count)
     head += b"".join(text(key) + value(each) for key, each in metadata.items())
     for name, shape, offset in entries:
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, offset)
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
     whole = head + bytes(-len(head) % 32) + bytes(min(place, 1 << 20))
     path.write_bytes(whole[:size])
     if size is not None:
@@ -88,11 +88,9 @@ def cut_words(backend: Tokenizer, name: str) -> Tokenizer:
 
 def ask(modelfile: str, messages) -> str:
     """What Ollama makes of a conversation by a Modelfile, of whose language this knows a little."""
-    template = re.search(r'TEMPLATE """(.*?)"""', modelfile, re.S)[1]
-    body = re.fullmatch(
-        r"\{\{ range \$i, \$m := \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*)", template, re.S
-    )
-    branches = re.split(r"\{\{ ((?:else )?(?:if [^}]*)|else) \}\}", body[1])[1:]
+    loop = r"\{\{ range \$i, \$m := \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*?)"
+    ((body, rest),) = re.findall(f'TEMPLATE """{loop}"""', modelfile, re.S)
+    branches = re.split(r"\{\{ ((?:else )?(?:if [^}]*)|else) \}\}", body)[1:]
     pairs = list(zip(branches[::2], branches[1::2], strict=True))
     has_system = messages[0]["role"] == "system"
 
@@ -111,4 +109,4 @@ def ask(modelfile: str, messages) -> str:
         )
         for i, message in enumerate(messages)
     ]
-    return ("".join(shown) + body[2]).replace('{{ "{{" }}', "{{")
+    return ("".join(shown) + rest).replace('{{ "{{" }}', "{{")

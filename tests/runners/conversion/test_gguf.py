@@ -2,10 +2,11 @@
 
 import json
 import os
-import struct
 from pathlib import Path
+from typing import Any
 
 import attrs
+import gguf
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -16,11 +17,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
 from runners.conversion.gguf import tokenizers
 from runners.conversion.gguf.families import FAMILIES, config_of, metadata_of
-from runners.conversion.gguf.header import GGUF, read_header
+from runners.conversion.gguf.header import GGUF
+from runners.conversion.gguf.writing import TYPES
 from runners.conversion.modelfile import modelfile
 from runners.data.rendering import render
 from runners.errors import UserError
@@ -37,7 +38,7 @@ SENTENCES = ["Anna bakes 48 rolls, and it's half as many.", "  two  spaces\n\nan
 
 
 def logits_of(folder):
-    module, _ = mlx_lm.load(str(folder))[:2]
+    module: Any = mlx_lm.load(str(folder))[0]
     return np.array(module(mx.array([TOKENS])).astype(mx.float32)), module
 
 
@@ -45,14 +46,11 @@ def folder_of(tmp_path, arch, **more):
     """A tiny model whose norms are not all one, which a wrong offset would not change."""
     folder = make_model_folder(tmp_path / arch, arch, **more)
     file = folder / "model.safetensors"
-    weights = mx.load(str(file))
-    noise = {
-        name: mx.random.normal(w.shape, key=mx.random.key(i)) for i, (name, w) in enumerate(weights.items())
-    }
+    weights: Any = mx.load(str(file))
+    for i, (name, weight) in enumerate(weights.items()):
+        noise = 0.2 * mx.random.normal(weight.shape, key=mx.random.key(i)).astype(weight.dtype)
+        weights[name] = weight + noise if weight.ndim == 1 else weight
     mx.eval(weights)
-    weights = {
-        name: w + 0.2 * noise[name].astype(w.dtype) if w.ndim == 1 else w for name, w in weights.items()
-    }
     mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
     return folder
 
@@ -73,7 +71,6 @@ def test_every_family_goes_there_and_back(tmp_path_factory, arch):
 
     A gemma's norms stand in GGUF with one added: they come back to the rounding of that sum.
     """
-    pytest.importorskip("gguf")
 
     @settings(max_examples=examples(5))
     @given(SHAPES, st.sampled_from([*KINDS]), st.booleans(), st.booleans())
@@ -89,8 +86,9 @@ def test_every_family_goes_there_and_back(tmp_path_factory, arch):
         grpo("convert", place / "m.gguf", "--out", place / "back")
         config = json.loads((place / "back" / "config.json").read_text())
         assert sizes.items() <= config.items()
-        back = mx.load(str(place / "back" / "model.safetensors"))
-        for name, weight in mx.load(str(folder / "model.safetensors")).items():
+        read: Any = mx.load
+        back, ours = (read(str(at / "model.safetensors")) for at in (place / "back", folder))
+        for name, weight in ours.items():
             found = back.pop(name.removeprefix("language_model."))
             want = weight.astype(KINDS[kind])
             if gemma and "norm" in name:
@@ -107,7 +105,6 @@ def test_every_family_goes_there_and_back(tmp_path_factory, arch):
 
 def test_a_tokenizer_goes_there_and_back(tmp_path):
     """Its tokens, texts, ends and template."""
-    pytest.importorskip("gguf")
     folder = make_model_folder(tmp_path / "m")
     grpo("export", folder, "--gguf", tmp_path / "m.gguf")
     grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
@@ -119,51 +116,43 @@ def test_a_tokenizer_goes_there_and_back(tmp_path):
         assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text))
 
 
+def numbers_of(file, name="blk.1.ffn_up.weight"):
+    """What the gguf package reads."""
+    (stored,) = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == name]
+    return gguf.quants.dequantize(stored.data, stored.tensor_type)
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("q8_0", 8), ("q4_0", 4), ("q4_1", 4)])
 def test_few_bits_stay_as_they_are(tmp_path, kind, bits):
     """Packed layers hold exactly the numbers that the gguf package reads, and --dequantize unpacks them."""
-    gguf = pytest.importorskip("gguf")
-    folder = folder_of(tmp_path, "llama", tie=False)
     file = tmp_path / "m.gguf"
-    grpo("export", folder, "--gguf", file, "--type", kind)
+    grpo("export", folder_of(tmp_path, "llama", tie=False), "--gguf", file, "--type", kind)
     grpo("convert", file, "--out", tmp_path / "packed")
     grpo("convert", file, "--out", tmp_path / "plain", "--dequantize", "--dtype", "float32")
-    module = logits_of(tmp_path / "packed")[1]
+    logits, module = logits_of(tmp_path / "packed")
     layer = module.model.layers[1].mlp.up_proj
     assert (layer.bits, layer.group_size) == (bits, 32) and module.model.embed_tokens.bits == 8
-    (stored,) = [t for t in gguf.GGUFReader(file).tensors if t.name == "blk.1.ffn_up.weight"]
-    want = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    want = numbers_of(file)
     scales, biases = (layer[name].astype(mx.float32) for name in ("scales", "biases"))
     found = mx.dequantize(layer.weight, scales, biases, group_size=32, bits=bits)
     assert np.array_equal(np.array(found), want)
-    plain = dict(named_leaves(logits_of(tmp_path / "plain")[1].parameters()))
-    weight = np.array(plain["model.layers.1.mlp.up_proj.weight"])
-    assert np.abs(weight - want).max() < 1e-3 * np.abs(want).max()
-    assert np.abs(logits_of(tmp_path / "plain")[0] - logits_of(tmp_path / "packed")[0]).max() < 0.05
+    plain, module = logits_of(tmp_path / "plain")
+    weight = np.array(module.model.layers[1].mlp.up_proj.weight)
+    assert np.abs(weight - want).max() < 1e-3 * np.abs(want).max() and np.abs(plain - logits).max() < 0.05
     grpo("export", tmp_path / "packed", "--gguf", tmp_path / "again.gguf", "--type", kind, "--force")
-    (again,) = [t for t in gguf.GGUFReader(tmp_path / "again.gguf").tensors if t.name == stored.name]
-    found = gguf.quants.dequantize(again.data, again.tensor_type)
+    found = numbers_of(tmp_path / "again.gguf")
     assert np.abs(found - want).max() < 2e-3 * np.abs(want).max()
     assert kind != "q4_0" or np.array_equal(found, want)
 
 
-def test_k_quants_are_unpacked(tmp_path):
+def test_other_quants_are_unpacked(tmp_path, monkeypatch):
     """A kind that MLX does not have becomes numbers, by the gguf package."""
-    gguf = pytest.importorskip("gguf")
-    rows = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)
-    packed = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q5_1)
-    file = gguf_files.write(tmp_path / "m.gguf")
-    header = read_header(file)
-    place = header.tensors["token_embd.weight"]
-    content = bytearray(file.read_bytes())
-    at = content.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 16
-    content[at : at + 4] = struct.pack("<I", 7)
-    content[place.start : place.start + packed.nbytes] = packed.tobytes()
-    file.write_bytes(content)
+    monkeypatch.setitem(TYPES, "q5_1", 9)
+    file = tmp_path / "m.gguf"
+    grpo("export", folder_of(tmp_path, "llama"), "--gguf", file, "--type", "q5_1")
     grpo("convert", file, "--out", tmp_path / "out")
-    found = mx.load(str(tmp_path / "out" / "model.safetensors"))["model.embed_tokens.weight"]
-    want = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q5_1)
-    assert np.abs(np.array(found.astype(mx.float32)) - want).max() < 2e-3
+    weight = np.array(logits_of(tmp_path / "out")[1].model.layers[1].mlp.up_proj.weight.astype(mx.float32))
+    assert np.abs(weight - numbers_of(file)).max() < 2e-3
 
 
 ROPES = [
@@ -285,7 +274,6 @@ def test_transformers_reads_the_same(tmp_path, arch):
     It takes a qwen3's heads to be 128 wide, whatever the file says; these are not.
     """
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -45,6 +45,8 @@ HOSTILE = {  # what is wrong -> what `write` gets, and what the line says
     "not a number": (
         llama("llama.attention.layer_norm_rms_epsilon", float("nan")), "expected a finite number, found nan"
     ),
+    "a type without numbers": ({"kind": 24}, "Dequantization for I8"),
+    "an unknown type": ({"kind": 99}, "99 is not a valid"),
     "a name with ../": ({"tensors": {"../../x.weight": (32,), **TENSORS}}, "no tensor"),
     "another architecture": (llama("general.architecture", "mamba"), 'found "mamba"'),
     "a missing tensor": (
