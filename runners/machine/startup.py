@@ -117,9 +117,11 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     if backend == "cuda":
         keep_programs(installed_version("mlx") or "", str(info.get("architecture", "")))
     device = str(info.get("device_name", "")) or backend
-    programs = config and compile_ahead(config, backend, total_memory(), _cores())
+    mac = sys.platform == "darwin"  # where a process cannot be bound to cores
+    cores = (os.cpu_count() or 1) if mac else len(os.sched_getaffinity(0))
+    programs = config and compile_ahead(config, backend, total_memory(), cores)
     import_transformers_without_torch()
-    return Platform(backend, found.library, device, _cores(), notices, programs)
+    return Platform(backend, found.library, device, cores, notices, programs)
 
 
 def import_transformers_without_torch() -> None:
@@ -141,12 +143,6 @@ def import_transformers_without_torch() -> None:
         is_torch_available()  # remembers its answer
     finally:
         del sys.modules["torch"]
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_notices(found: Blas) -> tuple[str, ...]:

@@ -194,22 +194,17 @@ class PartTimes:
         self._seconds[part] += seconds
 
     @contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        """Adds the time of the `with` block to one of PARTS."""
+    def timing(self, part: str | None) -> Iterator[None]:
+        """Adds the time of the `with` block to one of PARTS; None: it counts for no step."""
         started = self._clock()
         try:
             yield
         finally:
-            self.add(part, self._clock() - started)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """The time of the `with` block counts for no step."""
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self._started += self._clock() - started
+            seconds = self._clock() - started
+            if part is None:
+                self._started += seconds
+            else:
+                self.add(part, seconds)
 
     def take(self) -> dict[str, float]:
         """`step_time`, `time/PART` of each part and `time/rest` in seconds; counting restarts at 0."""

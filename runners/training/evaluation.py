@@ -32,7 +32,7 @@ def evaluate_if_due(session: Session) -> None:
 
 def evaluate(session: Session, name: str) -> None:
     """Measures exact match and the run's own rewards."""
-    with session.steps.times.stopped():
+    with session.steps.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
         collector, form = session.run.collector, session.config.answer_form
