@@ -131,12 +131,9 @@ class LossSpec:
     )
 
     def __attrs_post_init__(self) -> None:
-        _check(
-            self.correction_floor < self.correction_cap,
-            "correction_floor",
-            self.correction_floor,
-            f"0 <= correction_floor < correction_cap = {self.correction_cap}",
-        )
+        floor, cap = self.correction_floor, self.correction_cap
+        wanted = f"0 <= correction_floor < correction_cap = {cap}"
+        _check(floor < cap, "correction_floor", floor, wanted)
         self._check_surrogate()
         self._check_correction()
 
@@ -172,9 +169,8 @@ class LossSpec:
                     f"delta = {self.delta} bounds the ratio of the surrogates clip and dual_clip; found "
                     f"surrogate = {self.surrogate!r}"
                 )
-            _check(
-                self.delta > 1 + self.upper_epsilon, "delta", self.delta, "delta > 1 + epsilon_high, the clip"
-            )
+            wanted = "delta > 1 + epsilon_high, the clip"
+            _check(self.delta > 1 + self.upper_epsilon, "delta", self.delta, wanted)
         if (self.surrogate == "dual_clip") != (self.dual_clip is not None):
             raise ValueError(
                 f"surrogate = {self.surrogate!r} with dual_clip = {self.dual_clip}: the constant belongs to "

@@ -184,15 +184,13 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
     if not 1 <= number <= rows:
         raise ValueError(f"number = {number}: expected 1 <= number <= {rows}, the rows of the batch")
     bounds = [rows * i // number for i in range(number + 1)]
-    parts = [take_rows(batch, range(low, high)) for low, high in pairwise(bounds)]
-    return [
-        attrs.evolve(
-            part,
-            num_sequences=mx.array(float(part.mask_bt.shape[0])),
-            num_tokens=part.mask_bt.sum().astype(mx.float32),
-        )
-        for part in parts
-    ]
+    return [counted_alone(take_rows(batch, range(low, high))) for low, high in pairwise(bounds)]
+
+
+def counted_alone(batch: Batch) -> Batch:
+    """The batch with the counts of its own rows and tokens alone."""
+    sequences, tokens = mx.array(float(batch.mask_bt.shape[0])), batch.mask_bt.sum().astype(mx.float32)
+    return attrs.evolve(batch, num_sequences=sequences, num_tokens=tokens)
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:

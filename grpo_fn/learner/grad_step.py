@@ -82,13 +82,9 @@ class GradStep:
                     f"beta = {self.spec.beta} needs a reference: init_state(..., ref_params=params)"
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
-                part_stats = empty_stats(
-                    AGGREGATIONS[self.spec.aggregation].denominator(
-                        part.num_sequences, part.num_tokens, self.max_completion_length
-                    )
-                )
-                accum = accum[0], accum[1] + part_stats.denominator
-                stats.append(part_stats)
+                counts = part.num_sequences, part.num_tokens, self.max_completion_length
+                stats.append(empty_stats(AGGREGATIONS[self.spec.aggregation].denominator(*counts)))
+                accum = accum[0], accum[1] + stats[-1].denominator
                 continue
             ref = state.ref_params if self.spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
@@ -105,8 +101,7 @@ class GradStep:
                 mx.async_eval(list(arrays_of((accum, part_stats))))
                 if submitted is not None:
                     submitted(weight)
-        accum_grads, accum_weight = accum
-        state = attrs.evolve(state, accum_grads=accum_grads, accum_weight=accum_weight, step=state.step + 1)
+        state = attrs.evolve(state, accum_grads=accum[0], accum_weight=accum[1], step=state.step + 1)
         return state, merge_stats(stats)
 
 
@@ -151,9 +146,8 @@ def make_grad_step(
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
-        teacher_bte = completion_hidden(
-            teacher.policy, *trees, as_teacher_reads(batch, teacher.policy.vocabulary)
-        )
+        read = as_teacher_reads(batch, teacher.policy.vocabulary)
+        teacher_bte = completion_hidden(teacher.policy, *trees, read)
         heads = policy.head(params, frozen), teacher.policy.head(*trees)
         return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 

@@ -32,9 +32,8 @@ class Shape(NamedTuple):
     @property
     def tokens(self) -> int:
         """Positions that go through the model's blocks."""
-        return (
-            self.prompts * self.length + self.rows * self.width if self.prompts else self.rows * self.length
-        )
+        shared = self.prompts * self.length + self.rows * self.width
+        return shared if self.prompts else self.rows * self.length
 
     def covers(self, other: "Shape") -> bool:
         """Whether a batch of the other shape fits in by padding."""
@@ -158,12 +157,8 @@ class Packer:
         if wanted not in self.chosen:
             extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
-            if extra:
-                choices += [
-                    (self._cost(shape), shape)
-                    for shape in self.known
-                    if shape.covers(wanted) and shape.tokens <= self.max_tokens
-                ]
+            covering = [shape for shape in self.known if shape.covers(wanted)] if extra else []
+            choices += [(self._cost(each), each) for each in covering if each.tokens <= self.max_tokens]
             self.chosen[wanted] = min(choices)
         return self.chosen[wanted]
 
@@ -280,15 +275,8 @@ def _packed(batch: Batch, run: PackedRun) -> Batch:
     """The run's rows in its shape; with shared prompts, each distinct prompt of them once."""
     numbers, shape = [row.number for row in run.rows], run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}
-    part = take_part(
-        batch,
-        numbers,
-        list(first.values()) or numbers,
-        b=shape.rows,
-        t=shape.width,
-        p=shape.prompts or shape.rows,
-        l=shape.length,
-    )
+    sizes = {"b": shape.rows, "t": shape.width, "p": shape.prompts or shape.rows, "l": shape.length}
+    part = take_part(batch, numbers, list(first.values()) or numbers, **sizes)
     if first:
         places = {group: place for place, group in enumerate(first)}
         index_b = mx.array([places[row.group] for row in run.rows], mx.int32)

@@ -130,9 +130,8 @@ def quantized_role(
         if storage == "packed":
             module = _packed_module(policy.module, modes, dtypes)
             role = attrs.evolve(role, module=module, split=_packed_split(policy.split, modes))
-        return QuantizedRole(
-            role, transform, modes, tuple(each for each in widths if each not in modes), made
-        )
+        unfit = tuple(each for each in widths if each not in modes)
+        return QuantizedRole(role, transform, modes, unfit, made)
 
     return made(name, moments, formats)
 
@@ -182,22 +181,16 @@ def _packed_module(
         structure = copy.deepcopy(module)
     parts = dict(structure.named_modules())
     paths = {name: name.removesuffix(".weight") for name in modes}
-    structure.update_modules(
-        tree_unflatten(
-            [(path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()]
-        )
-    )
+    packed = [(path, packed_layer(parts[path], modes[name], dtypes[name])) for name, path in paths.items()]
+    structure.update_modules(tree_unflatten(packed))
     return structure
 
 
 def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit:
     """The split for packed weights: a packed head's matrix is several leaves and no plain product."""
-    trainable = tuple(
-        leaf
-        for name in split.trainable
-        for leaf in (packed_names(name, modes[name]) if name in modes else [name])
-    )
-    return attrs.evolve(split, trainable=trainable, weight=None if split.weight in modes else split.weight)
+    names = [packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable]
+    weight = None if split.weight in modes else split.weight
+    return attrs.evolve(split, trainable=tuple(leaf for each in names for leaf in each), weight=weight)
 
 
 def _transformed(
@@ -260,12 +253,8 @@ def rounding_effects(
     for probe in mx.random.split(key, PROBES):
         signs_bt = mx.where(mx.random.bernoulli(0.5, counts_bt.shape, key=probe), 1.0, -1.0) * counts_bt
         gradients = mx.grad(signed)(weights, signs_bt)
-        found = {
-            name: mx.square(
-                ((rounded[name] - weights[name]) * gradient).astype(mx.float32).sum(axis=-1)
-            ).sum()
-            for name, gradient in gradients.items()
-        }
+        changes = {name: (rounded[name] - weights[name]) * gradients[name] for name in weights}
+        found = {n: mx.square(change.astype(mx.float32).sum(axis=-1)).sum() for n, change in changes.items()}
         materialize(found)
         for name, effect in found.items():
             sums[name] += float(effect) / (PROBES * float(counts_bt.sum()))

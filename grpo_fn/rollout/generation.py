@@ -176,9 +176,8 @@ def decode_after(
     """
     check_process()
     _check(policy, [prompt], [number], sampling.max_new_tokens)
-    bits_n1w = draw_bits(
-        completion_keys(key, mx.array([number]), mx.array([0])), drawn, sampling.max_new_tokens
-    )
+    keys_12 = completion_keys(key, mx.array([number]), mx.array([0]))
+    bits_n1w = draw_bits(keys_12, drawn, sampling.max_new_tokens)
     with policy.sampling(params) as model:
         logits_1v, caches = yield from prefill(model, [prompt[held:]], caches)
         penalizes = sampling.repetition_penalty != 1
@@ -242,9 +241,8 @@ def _check_images(
 def _parts(prompts: Sequence[Sequence[int]], together: int, takes_ragged: bool) -> list[list[int]]:
     """Indices of the prompts that are decoded together."""
     # Similar lengths together, for less padding and for parts without padding.
-    order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
-    if together >= len(prompts):
-        order = list(range(len(prompts)))
+    whole = together >= len(prompts)
+    order = sorted(range(len(prompts)), key=lambda p: 0 if whole else len(prompts[p]))
     parts = [order[start : start + together] for start in range(0, len(order), together)]
     if not takes_ragged:
         equal: dict[tuple[int, int], list[int]] = {}

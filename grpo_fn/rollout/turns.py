@@ -113,9 +113,8 @@ class Transcript:
         def array(columns: Sequence[Sequence[float]], dtype: mx.Dtype) -> mx.array:
             return mx.array([[*row, *[0] * (width - len(row))] for row in columns], dtype)
 
-        drawn = {
-            name: array([talk.drawn[name] for talk in self.rows], mx.float32) for name in self.rows[0].drawn
-        }
+        names = self.rows[0].drawn
+        drawn = {name: array([talk.drawn[name] for talk in self.rows], mx.float32) for name in names}
         return Rollout(
             prompts=tuple(tuple(prompt) for prompt in prompts),
             num_generations=num_generations,
@@ -182,14 +181,14 @@ class Turns:
             talk = self.transcript.rows[row]
             if tokens is None:
                 self.extender.drop(row)
-            elif len(talk.tokens) + len(tokens) >= self.limit:
-                talk.finished = False  # no room for an answer to it
+                continue
+            talk.finished = False
+            if len(talk.tokens) + len(tokens) >= self.limit:  # no room for an answer to it
                 self.extender.drop(row)
-            else:
-                check_token_ids([tokens], self.vocabulary)
-                given[row] = [talk.tokens[-1], *tokens]
-                talk.give(tokens)
-                talk.finished = False
+                continue
+            check_token_ids([tokens], self.vocabulary)
+            given[row] = [talk.tokens[-1], *tokens]
+            talk.give(tokens)
         if not given:
             return []
         batches = []

@@ -13,10 +13,10 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import number
-from grpo_fn.learner.batch import Batch, take_part, take_rows
+from grpo_fn.learner.batch import Batch, counted_alone, take_part, take_rows
 from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
-from grpo_fn.trees import Tree, arrays_of, map_arrays, materialize, on_host
+from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
@@ -45,14 +45,11 @@ def deal(batch: Batch, number: int) -> list[Batch]:
         own = [row for group in groups_of_part for row in members[group]]
         if parts and not own:
             continue
-        part = take_rows(batch, sorted(own))
-        tokens = float(sum(counted[row] for row in own))
-        parts.append(attrs.evolve(part, num_sequences=mx.array(float(len(own))), num_tokens=mx.array(tokens)))
-    left_out = {
-        "num_sequences": batch.num_sequences - rows,
-        "num_tokens": batch.num_tokens - float(sum(counted)),
+        parts.append(counted_alone(take_rows(batch, sorted(own))))
+    first = {
+        "num_sequences": parts[0].num_sequences + (batch.num_sequences - rows),
+        "num_tokens": parts[0].num_tokens + (batch.num_tokens - float(sum(counted))),
     }
-    first = {name: getattr(parts[0], name) + rest for name, rest in left_out.items()}
     return [attrs.evolve(parts[0], **first), *parts[1:]]
 
 
@@ -73,10 +70,7 @@ def pieces_of_rank(pieces: Sequence[Batch], rank: int, size: int) -> list[Batch]
         cutting[widest : widest + 1] = halves
     cost = {place: max(shape_of(piece).tokens, 1) for place, piece in enumerate(cutting)}
     mine = [cutting[place] for place in sorted(_dealt(cost, size)[rank])]
-    if not mine:  # a micro-batch without rows that counts nothing
-        none = take_part(cutting[0], [], [])
-        mine = [attrs.evolve(none, num_sequences=mx.array(0.0), num_tokens=mx.array(0.0))]
-    return mine
+    return mine or [counted_alone(take_part(cutting[0], [], []))]  # without rows it counts nothing
 
 
 def _dealt(cost: Mapping[int, int], number: int) -> list[list[int]]:
@@ -174,16 +168,9 @@ def all_reduce(state: TrainState, group: "mx.distributed.Group | Collectives") -
     ranks = collectives(group)
     if ranks.size() == 1:
         return state
-    leaves = list(arrays_of(state.accum_grads))
-    sums: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves]):
-        sums += _summed(leaves[low:high], ranks)
-        mx.eval(sums[low:])
+    grads = _by_buckets(state.accum_grads, lambda part: _summed(part, ranks))
     weight = ranks.all_sum(state.accum_weight.reshape(1)).reshape(())
-    remaining = iter(sums)
-    return attrs.evolve(
-        state, accum_grads=map_arrays(lambda _: next(remaining), state.accum_grads), accum_weight=weight
-    )
+    return attrs.evolve(state, accum_grads=grads, accum_weight=weight)
 
 
 def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
@@ -191,18 +178,27 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
     ranks = collectives(group)
     if ranks.size() == 1:
         return tree
-    leaves = list(arrays_of(tree))
-    shared: list[mx.array] = []
-    for low, high in buckets([leaf.nbytes for leaf in leaves]):
-        part = leaves[low:high]
+
+    def shared(part: Sequence[mx.array]) -> list[mx.array]:
         # Bytes as 32-bit integers: a sum with zeros changes none of them, whatever their meaning.
         words = [_words(leaf) for leaf in part]
         sums = _summed(words if ranks.rank() == 0 else [mx.zeros_like(each) for each in words], ranks)
+        found = []
         for leaf, total in zip(part, sums, strict=True):
-            found = mx.contiguous(total.view(mx.uint8)[: leaf.nbytes])
-            shared.append(found.view(leaf.dtype).reshape(leaf.shape))
-        materialize(shared[low:])  # so that only one bucket is in memory twice
-    remaining = iter(shared)
+            own = mx.contiguous(total.view(mx.uint8)[: leaf.nbytes])
+            found.append(own.view(leaf.dtype).reshape(leaf.shape))
+        return found
+
+    return _by_buckets(tree, shared)
+
+
+def _by_buckets(tree: Tree, act: Callable[[Sequence[mx.array]], list[mx.array]]) -> Tree:
+    """The tree with the leaves that `act` makes of each bucket's; only one bucket is in memory twice."""
+    leaves, made = list(arrays_of(tree)), []
+    for low, high in buckets([leaf.nbytes for leaf in leaves]):
+        made += act(leaves[low:high])
+        mx.eval(made[low:])
+    remaining = iter(made)
     return map_arrays(lambda _: next(remaining), tree)
 
 

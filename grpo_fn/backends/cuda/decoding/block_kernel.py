@@ -51,12 +51,8 @@ class BlockShape:
 
     def fault(self) -> str | None:
         """Why the kernel does not support this shape; None: it does."""
-        sizes = {
-            "width": self.width,
-            "queries": self.heads * self.head_width,
-            "keys": self.shared * self.head_width,
-            "hidden": self.hidden,
-        }
+        queries, keys = (number * self.head_width for number in (self.heads, self.shared))
+        sizes = {"width": self.width, "queries": queries, "keys": keys, "hidden": self.hidden}
         for name, size in sizes.items():
             if size % 64:
                 return f"{name} of {size}: expected a multiple of 64"
@@ -65,9 +61,8 @@ class BlockShape:
         if self.head_width not in HEAD_WIDTHS:
             return f"heads of {self.head_width}: expected 64 or 128"
         if self.heads % self.shared or self.heads // self.shared > MOST_SHARING:
-            return (
-                f"{self.heads} query heads over {self.shared}: expected at most {MOST_SHARING} to share keys"
-            )
+            over = f"{self.heads} query heads over {self.shared}"
+            return f"{over}: expected at most {MOST_SHARING} to share keys"
         return None
 
 
@@ -148,14 +143,10 @@ def block_step(
         there = name if name in names else "((const T*)nullptr)"
         source = re.sub(rf"\b{name.upper()}\b", there, source)
     nq, nkv = shape.heads * shape.head_width, shape.shared * shape.head_width
-    splits = {
-        "SPLIT_QKV": _split(nq + 2 * nkv, shape.width, groups),
-        "SPLIT_O": _split(shape.width, nq, groups),
-        "SPLIT_DOWN": _split(shape.width, shape.hidden, groups),
-    }
-    most_sums = max(
-        splits["SPLIT_QKV"] * (nq + 2 * nkv), max(splits["SPLIT_O"], splits["SPLIT_DOWN"]) * shape.width
-    )
+    qkv = _split(nq + 2 * nkv, shape.width, groups)
+    out, down = _split(shape.width, nq, groups), _split(shape.width, shape.hidden, groups)
+    splits = {"SPLIT_QKV": qkv, "SPLIT_O": out, "SPLIT_DOWN": down}
+    most_sums = max(qkv * (nq + 2 * nkv), max(out, down) * shape.width)
     sizes = (most_sums * 2 + 2 * shape.width + nq + shape.hidden) * rows // 2  # float32 numbers
     kernel = cuda_kernel("decoder_block", names, ("y", "scratch"), source)
     y, _ = kernel(

@@ -119,21 +119,18 @@ def _nanochat_parts(block: Any) -> Parts | None:
     frequencies = attention._rope_freqs
 
     def rope(x: mx.array, offset: Any = 0) -> mx.array:
-        return mx.fast.rope(
-            x, shape.head_width, traditional=False, base=None, scale=1.0, offset=offset, freqs=frequencies
-        )
+        how = {"traditional": False, "base": None, "scale": 1.0, "freqs": frequencies}
+        return mx.fast.rope(x, shape.head_width, offset=offset, **how)
 
     return Parts(shape, weights, rope)
 
 
 def turns_at(rope: Rope, width: int, rows: int, length: int, offset: Any) -> mx.array:
     """[rows,length,width] float32: cosines, then sines of a rotation of pairs (i, i + width/2)."""
-    half = mx.ones(
-        (rows, 1, length, width // 2)
-    )  # joined, not compared: a comparison is a program to compile
-    return rope(mx.concatenate([half, mx.zeros_like(half)], axis=-1), offset=offset).reshape(
-        rows, length, width
-    )
+    # Joined, not compared: a comparison is a program to compile.
+    half = mx.ones((rows, 1, length, width // 2))
+    pairs = mx.concatenate([half, mx.zeros_like(half)], axis=-1)
+    return rope(pairs, offset=offset).reshape(rows, length, width)
 
 
 def composed_block(parts: Parts, x: mx.array) -> mx.array:
