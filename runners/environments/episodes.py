@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import attrs
 
 import grpo_fn as g
+from runners.config.sections import EnvConfig
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.engines.engine import ShouldStop, interruptible, never
-from runners.environments.chat_turns import LONGEST
+from runners.environments.chat_turns import LONGEST, ChatTurns
 from runners.environments.instances import failure
-from runners.environments.tool_calls import ToolCall
+from runners.environments.tool_calls import CallReader, Tool, ToolCall
 from runners.errors import did_you_mean
 from runners.rewards.experience import COUNTS, FinishedEpisode
 from runners.user_code.process import THREAD, TOGETHER, Outcome
-
-if TYPE_CHECKING:
-    from runners.environments.environments import Environments
+from runners.user_code.worker import Calls
 
 
 @attrs.define(eq=False)
@@ -35,13 +34,24 @@ class Episode:
     hung: bool = False  # a call exceeded its time limit and may still change the environment
 
 
+class Home(Protocol):
+    """What a rollout's episodes share: the `Environments` of the run."""
+
+    config: EnvConfig
+    calls: Calls
+    tools: dict[str, Tool]  # by name
+    chat: ChatTurns
+    reader: CallReader
+    nudge: str  # precedes each row's first words
+
+
 @attrs.define(eq=False)
 class Session:
     """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes observations."""
 
     episodes: Sequence[Episode]  # started ones of all rows
     prompts: Sequence[tuple[int, ...]]  # of each row
-    _home: Environments
+    _home: Home
     _should_stop: ShouldStop = never
     # Of each row that waits for a reply: its turn, and the calls that are not made.
     _turns: dict[int, tuple[Sequence[int], list[str]]] = attrs.field(factory=dict, init=False)
