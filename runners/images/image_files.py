@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # other formats, such as EPS, may start programs
 _TURNED = (5, 6, 7, 8)  # values of EXIF's orientation that swap rows and columns
 _ORIENTATION = 0x0112  # read if EXIF stands before the pixels, as cameras write it
-_EXPECTED = "a path, a list of paths, or what a Hub data set has for images (bytes)"
 
 
 @attrs.frozen
@@ -50,7 +49,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
         digest = hashlib.sha256(value).hexdigest()[:16]
         return (ImageFile(name if isinstance(name, str) and name else digest, data=bytes(value)),)
     if not isinstance(value, str):
-        raise UserError(f"expected {_EXPECTED}, found {type(value).__name__}")
+        raise UserError(f"expected paths, or an image's bytes, found {type(value).__name__}")
     if folder is None:
         raise UserError(
             f"names {show(value)}, a path; expected bytes, or data.image_folder for data of the Hub"

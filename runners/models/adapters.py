@@ -185,16 +185,14 @@ def base_digest(leaves: Mapping[str, mx.array]) -> str:
 
     For a leaf of more than WHOLE numbers, SAMPLED of them are read, at the same places each time: another
     model, or a further trained one, differs in nearly all numbers. Floating numbers are read as float32, so
-    that a model saved with more bits keeps its digest. It is computed on
-    the CPU: a GPU would first compile a program.
+    that a model saved with more bits keeps its digest. It is computed on the CPU: a GPU would first compile a
+    program.
     """
-    with mx.stream(mx.cpu):
-        samples = {name: _sample(leaf) for name, leaf in sorted(leaves.items())}
-        mx.eval(samples)
     whole = hashlib.sha256()
-    for name, sample in samples.items():
-        whole.update(f"{name} {leaves[name].shape}\n".encode())
-        whole.update(np.array(sample).tobytes())
+    with mx.stream(mx.cpu):
+        for name, leaf in sorted(leaves.items()):
+            whole.update(f"{name} {leaf.shape}\n".encode())
+            whole.update(np.array(_sample(leaf)).tobytes())
     return whole.hexdigest()
 
 

@@ -136,20 +136,15 @@ def test_pictures_stand_upright(tmp_path):
     assert image_size(file) == (5, 3) and read_image(file).size == (3, 5)
 
 
-@pytest.mark.parametrize("command", [["grpo-run"], ["grpo", "check"]], ids=" ".join)
-def test_a_missing_image_is_named_with_its_row(tmp_path, command):
+def test_a_missing_image_is_named_with_its_row(tmp_path):
     """Before the model is looked at: training and check; left out where the config says so."""
     write_vision_data(tmp_path)
     make_model_folder(tmp_path / "model")
     config = write_vision_run(tmp_path)
     (tmp_path / "pics" / "4.png").unlink()
-    main = cli.run_command if command[0] == "grpo-run" else cli.main
-    result = CliRunner().invoke(main, [*command[1:], str(config)])
-    assert result.exit_code == 2
-    assert (
-        f'{tmp_path / "train.jsonl"}, line 5: image names "pics/4.png", but there is no file' in result.output
-    )
-    assert "data.on_bad_row" in result.output
+    line = f'{tmp_path / "train.jsonl"}, line 5: image names "pics/4.png", but there is no file'
+    for result in (grpo("check", config, code=2), CliRunner().invoke(cli.run_command, [str(config)])):
+        assert result.exit_code == 2 and line in result.output and "data.on_bad_row" in result.output
 
 
 def test_a_model_without_a_vision_part_is_refused(tmp_path):

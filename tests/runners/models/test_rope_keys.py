@@ -21,6 +21,7 @@ from runners.models.loaded_model import load_model
 from runners.models.model_writer import save_model
 from runners.models.rope_keys import with_rope_keys
 from tests.support.commands import grpo
+from tests.support.damage import stating
 from tests.support.tiny_models import make_model_folder
 
 CPU = Platform(backend="cpu")
@@ -180,40 +181,33 @@ def test_every_module_of_mlx_lm_is_accounted_for():
     assert named <= found.keys()
 
 
-@pytest.fixture
-def spelled(tmp_path, monkeypatch):
-    """One model twice, in the current folder: `old` has mlx-lm's keys, `new` has transformers'."""
-    monkeypatch.chdir(tmp_path)
-    folders = make_model_folder(tmp_path / "old"), make_model_folder(tmp_path / "new")
-    stated = json.loads((folders[0] / "config.json").read_text()) | {"rope_theta": 777.0, **LENGTHS}
-    (folders[0] / "config.json").write_text(json.dumps({**stated, "rope_scaling": scaling(LLAMA3)}))
-    del stated["rope_theta"]
-    stated["rope_parameters"] = LLAMA3 | {"rope_theta": 777.0}
-    (folders[1] / "config.json").write_text(json.dumps(stated))
-    return folders
-
-
 def logits(folder):
     """What mlx-lm alone computes with a folder."""
     return mlx_lm.utils.load_model(folder)[0](TOKENS)
 
 
-def test_both_spellings_compute_the_same(spelled):
+def test_both_spellings_compute_the_same(tmp_path, monkeypatch):
     """Loaded to train or to use; mlx-lm alone reads what training, `convert` and `export` write."""
-    old, new = spelled
+    monkeypatch.chdir(tmp_path)
+    old, new = make_model_folder(tmp_path / "old"), make_model_folder(tmp_path / "new")
+    stating("config.json", rope_theta=777.0, rope_scaling=scaling(LLAMA3), **LENGTHS)(old)
+    stated = json.loads((new / "config.json").read_text()) | {
+        "rope_parameters": LLAMA3 | {"rope_theta": 777.0}
+    }
+    del stated["rope_theta"]
+    (new / "config.json").write_text(json.dumps(stated | LENGTHS))
     want = logits(old)
-    assert mx.abs(logits(new) - want).max().item() > 1e-3  # mlx-lm alone takes defaults
+    assert not mx.allclose(logits(new), want, atol=1e-3)  # mlx-lm alone takes defaults
     loaded = load_model(ModelConfig(path=str(new)), CPU)
-    assert mx.allclose(loaded.module(TOKENS), want, atol=1e-5)
-    assert loaded.config["rope_theta"] == 777.0
-    save_model(new.parent / "saved", loaded.module.parameters(), loaded)
+    assert mx.allclose(loaded.module(TOKENS), want, atol=1e-5) and loaded.config["rope_theta"] == 777.0
+    save_model(tmp_path / "saved", loaded.module.parameters(), loaded)
     for command in (("convert", "new", "--out", "converted"), ("export", "new", "--out", "exported")):
         grpo(*command)
     for name in ("saved", "converted", "exported"):
-        stated = json.loads((new.parent / name / "config.json").read_text())
-        assert stated["rope_parameters"] == LLAMA3 | {"rope_theta": 777.0}
-        assert mx.allclose(logits(new.parent / name), want, atol=1e-5), name
-    assert "rope_theta" not in json.loads((new / "config.json").read_text())
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert written["rope_parameters"] == LLAMA3 | {"rope_theta": 777.0}
+        assert mx.allclose(logits(tmp_path / name), want, atol=1e-5), name
+    assert json.loads((new / "config.json").read_text()) == stated | LENGTHS
 
 
 def test_convert_reads_what_transformers_saves(tmp_path):

@@ -1,6 +1,7 @@
 """tiktoken's encodings as transformers' files: the same tokens and texts, nanochat's chat form."""
 
 import pytest
+import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -88,10 +89,7 @@ def test_tokens_have_tiktoken_s_text(tokenizer, ids):
 
 def test_gaps_between_the_ids_stay(written):
     """As cl100k_base has them."""
-    import tiktoken
-
-    ranks = {bytes([value]): value for value in range(256)}
-    special = {"<|endoftext|>": 260, "<|fim|>": 300}
+    ranks, special = {bytes([value]): value for value in range(256)}, {"<|endoftext|>": 260, "<|fim|>": 300}
     tokenizer = written(tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens=special))
     assert tokenizer.encode("a<|fim|>b<|endoftext|>") == [97, 300, 98, 260]
 
