@@ -89,11 +89,8 @@ class LocalEngine:
             rollout = self._fitting(requests, sampling, key, should_stop)
             if should_stop():
                 raise Cancelled(rollout)
-            fault = False
-            if self.quantization != "none":
-                bad = not mx.isfinite(rollout.logp_bt).all().item()
-                fault = self.ranks.any_rank("the sampler", bad)
-            if not fault:
+            finite = mx.isfinite(rollout.logp_bt).all()
+            if self.quantization == "none" or not self.ranks.any_rank("the sampler", not finite.item()):
                 versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
                 return attrs.evolve(rollout, version_b=versions_b)
             self._give_up("its log-probs are not finite; the rollout was sampled again")

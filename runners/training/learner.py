@@ -24,8 +24,6 @@ from runners.models.role_quantization import is_calibrated, make_quantized_role
 from runners.ranks.ranks import Ranks
 from runners.training.teacher import Grader, make_grader
 
-UpdateStep = Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
-
 
 @attrs.frozen(eq=False)
 class Learner:
@@ -36,7 +34,7 @@ class Learner:
     reference: QuantizedRole | None  # of the KL term; None: the learner's own function
     spec: g.LossSpec
     grad_step: g.GradStep
-    update_step: UpdateStep
+    update_step: Callable[[g.TrainState], tuple[g.TrainState, g.UpdateStats]]
     logprob_step: Callable[[Tree, g.Batch], mx.array]
     sft_step: g.GradStep  # of the supervised updates
     gold_logprob_step: Callable[[Tree, g.Batch], mx.array]  # at temperature 1, as their loss

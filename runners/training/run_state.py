@@ -85,8 +85,8 @@ class RunState(Counters):
 
     def plain(self) -> dict[str, Any]:
         """The counters, as JSON holds them."""
-        names = [field.name for field in attrs.fields(Counters)]
-        return {name: _plain(getattr(self, name)) for name in names}
+        values = {field.name: getattr(self, field.name) for field in attrs.fields(Counters)}
+        return values | {"seen": attrs.asdict(self.seen)}
 
     def trees(self) -> dict[str, Any]:
         """What belongs to the TrainState, as dicts, lists, arrays and plain values."""
@@ -119,10 +119,6 @@ def restore_state(
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{where}: not what a run saved: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    return attrs.asdict(value) if attrs.has(type(value)) else value
 
 
 def _fields(value: Any) -> dict[str, Any]:
