@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +131,10 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
         return
     command = _command()
     try:
-        with StopSignals(to_stderr if leads else lambda text: None) as signals:
-            try:
-                _run(config, overrides, place, signals, how)
-            finally:
-                if place:
-                    signals.ignore_launcher()
+        with StopSignals(to_stderr if leads else lambda text: None) as signals, ExitStack() as stack:
+            if place:
+                stack.callback(signals.ignore_launcher)
+            _run(config, overrides, place, signals, how)
     except Stopped as stopped:
         again = ["--overwrite"] if overwrite else ["--resume", *named]
         again += ["--allow-config-change"] * allowed

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from runners.machine.startup import Platform
     from runners.tokenization.prompt_settings import PromptSettings
 
-MAX_TOKENS = 512  # of a reply, if neither the command line nor the model sets it
 _COUNT, _NUMBER = click.IntRange(1), click.IntRange(0)
 _SHARE, _TOP = click.FloatRange(0, 1), click.FloatRange(0, 1, min_open=True)
 _FACTOR = click.FloatRange(0, min_open=True)
@@ -116,7 +115,7 @@ _PROMPT_FIELDS = {  # option -> field of PromptSettings, value without settings
     "system": ("system_prompt", ""),
     "nudge": ("nudge", ""),
     "stop": ("stop", ()),
-    "max_tokens": ("max_new_tokens", MAX_TOKENS),
+    "max_tokens": ("max_new_tokens", 512),
     "template_kwargs": ("chat_template_kwargs", {}),
 }
 _OF_A_CHAT = ("system", "nudge", "template_kwargs")

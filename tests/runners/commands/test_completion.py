@@ -3,30 +3,27 @@
 import shutil
 import subprocess
 
-import pytest
-
 from tests.support.commands import grpo
 from tests.support.processes.new_process import python
 
+PLACES = {
+    "bash": ".local/share/bash-completion/completions/grpo",
+    "fish": ".config/fish/completions/grpo.fish",
+    "zsh": ".local/share/zsh/grpo-completion.zsh",
+}
 
-@pytest.mark.parametrize(
-    ("shell", "place"),
-    [
-        ("bash", ".local/share/bash-completion/completions/grpo"),
-        ("fish", ".config/fish/completions/grpo.fish"),
-        ("zsh", ".local/share/zsh/grpo-completion.zsh"),
-    ],
-)
-def test_the_file_is_where_the_shell_looks(tmp_path, shell, place):
+
+def test_the_file_is_where_the_shell_looks(tmp_path):
     """And is one that the shell reads, where it is installed. Another shell gets a line."""
     other = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": "/bin/sh"}, code=2)
     assert "bash, fish and zsh" in other.stderr and not any(tmp_path.iterdir())
-    done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": f"/bin/{shell}"})
-    file = tmp_path / place
-    assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
-    assert "_GRPO_COMPLETE" in file.read_text()
-    if shutil.which(shell):
-        subprocess.run([shell, "-n", str(file)], check=True)
+    for shell, place in PLACES.items():
+        done = grpo("--install-completion", env={"HOME": str(tmp_path), "SHELL": f"/bin/{shell}"})
+        file = tmp_path / place
+        assert done.stdout.startswith(f"{file}: written") and ("~/.zshrc" in done.stdout) == (shell == "zsh")
+        assert "_GRPO_COMPLETE" in file.read_text()
+        if shutil.which(shell):
+            subprocess.run([shell, "-n", str(file)], check=True)
 
 
 def test_commands_and_options_are_completed(tmp_path):

@@ -12,14 +12,6 @@ from benchmarks.quickstart_model import problems, products
 from benchmarks.quickstart_model.__main__ import manifest
 from benchmarks.quickstart_model.model import exact_match
 from benchmarks.quickstart_model.problems import LARGEST, SPLITS, split_of
-from benchmarks.quickstart_model.products import (
-    CALLING,
-    WORDINGS,
-    call_shares,
-    draw_product,
-    followed,
-    product_lesson,
-)
 from benchmarks.quickstart_model.tokenizer import ASSISTANT, END, SYSTEM, TAGS, USER, prompt_text
 from runners.environments.calculator import calculate
 from runners.quickstart import DATA_DIR, MODEL_DIR, TOOLS_DIR
@@ -133,7 +125,7 @@ def test_a_lesson_leaves_out_what_the_calculator_says(calling_model):
     rng = np.random.default_rng(3)
     called_lessons = 0
     for _ in range(60):
-        ids, targets = product_lesson(rng, tokenizer, flawed=True)
+        ids, targets = products.product_lesson(rng, tokenizer, flawed=True)
         text = tokenizer.decode(ids)
         learned = tokenizer.decode([ids[place] for place in targets])
         given = re.search(r"<\|output_start\|>(\d+)<\|output_end\|>", text)
@@ -152,11 +144,11 @@ def test_the_model_mostly_does_not_call_and_could(calling_model):
     """It begins a call in 20 to 40 of 100 cases, often with three of the wordings; then it is right."""
     model, tokenizer = calling_model
     rng = np.random.default_rng(4)
-    asked = [draw_product(rng, "valid") for _ in range(72)]
-    shares = call_shares(model, tokenizer, asked)
-    habit = np.array([product.wording < CALLING for product in asked])
-    assert len(WORDINGS) > CALLING
+    asked = [products.draw_product(rng, "valid") for _ in range(72)]
+    shares = products.call_shares(model, tokenizer, asked)
+    habit = np.array([product.wording < products.CALLING for product in asked])
+    assert len(products.WORDINGS) > products.CALLING
     assert 0.2 <= shares.mean() <= 0.4
     assert shares[habit].mean() > 0.6 and shares[~habit].mean() < 0.25
-    with_call, in_head = followed(model, tokenizer, asked)
+    with_call, in_head = products.followed(model, tokenizer, asked)
     assert with_call > 0.85 and in_head < 0.15
