@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from runners.answers.values import parse_number, value_text
 from runners.config.sections import DataConfig
+from runners.data.datasets import hub_rows
 from runners.data.messages import prompt_fault
 from runners.data.prompts import gold_answer
-from runners.data.remote_rows import hub_rows
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
 from runners.errors import UserError, gigabytes, listed, spell

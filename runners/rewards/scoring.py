@@ -5,7 +5,6 @@ A reward that fails gives no reward (NaN) and a line; no fault of a reward is si
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,8 +221,6 @@ class Scorer:
 
 def _called_here(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> dict[str, Any]:
     """`calls.run` of a function in this process."""
-    if not str(getattr(function, "__module__", "")).startswith("runners."):
-        arguments = copy.deepcopy(arguments)  # it is not ours, and might change what the run uses again
     if not is_async(function):
         return run(function, arguments, size)
     with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop

@@ -9,7 +9,6 @@ import pytest
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples, image_folder
-from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_files
 from tests.support.vision_runs import write_vision_data
 
@@ -70,16 +69,6 @@ def test_examples_have_their_images_and_rewards_the_column(tmp_path):
     assert second.tokens[:7] == (0, 0, 0, 0, 0, 0, ord("<"))
     assert isinstance(second.images[0], ImageFile)
     assert examples[3].text == "How many rolls? 3" and examples[3].columns["image"] is None
-
-
-def test_bad_rows_can_be_left_out(tmp_path):
-    """A row whose file is missing counts as bad; a column that no row has is named."""
-    write_vision_data(tmp_path)
-    (tmp_path / "pics" / "2.png").unlink()
-    rows, _ = load_rows(data_config(tmp_path, on_bad_row="skip"))
-    assert len(rows.faults) == 1 and "line 3: image names" in next(iter(rows.faults.values()))
-    with pytest.raises(UserError, match=r'no field named "picture" \(data\.image\); found'):
-        load_rows(data_config(tmp_path, image="picture"))
 
 
 def test_images_of_the_hub_come_as_files(monkeypatch):

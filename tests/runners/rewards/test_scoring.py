@@ -52,27 +52,6 @@ def test_arguments_by_name() -> None:
     assert seen["ids"] == ([[1], [2], [3]], 1)
 
 
-def test_arguments_are_copies() -> None:
-    """Prompts, columns and tokens are used again: by the other rewards, the log, the next epoch."""
-    prompts = [[{"role": "user", "content": f"question {n}"}] for n in range(3)]
-    columns = {"tags": [["a", {"b": [1]}], [], None], "array": [np.ones(2), None, bytearray(b"x")]}
-    before = repr((prompts, columns))
-
-    def spoils(completions, prompts, tags, array):
-        assert repr((prompts, {"tags": tags, "array": array})) == before
-        prompts[0][0].clear()
-        tags[0][1].clear()
-        array[0][:] = 0
-        return [1.0] * 3
-
-    async def spoils_later(completions, prompts, tags, array):
-        return spoils(completions, prompts, tags, array)
-
-    rewards = [Reward(f"f{k}", each) for k, each in enumerate([spoils, spoils_later] * 2)]
-    scores = Scorer(rewards).score(TEXTS, prompts, columns)
-    assert scores.problems == [] and repr((prompts, columns)) == before
-
-
 BEYOND = "returned a number beyond 1e+15, whose square float32 cannot hold, at completion 0"
 
 
