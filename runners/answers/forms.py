@@ -248,9 +248,7 @@ FORMS: dict[str, AnswerForm] = {
 }
 """The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
 
-SPELLINGS = (
-    *("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "code", "regex:PATTERN"),
-)
+SPELLINGS = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "code", "regex:PATTERN")
 NONE = "none"
 """No answer is read: the rewards alone measure."""
 

@@ -22,23 +22,15 @@ def tagged(answer):
 @pytest.mark.parametrize(
     ("gold", "text", "value"),
     [
-        ("1/2", tagged("0.5"), 1.0),
-        ("1/2", tagged(r"\frac{1}{2}"), 1.0),
+        *(("1/2", tagged(text), 1.0) for text in ("0.5", r"\frac{1}{2}")),
         (r"\frac12", r"so it is $\boxed{\frac{2}{4}}$.", 1.0),
-        ("x^2 + 2x + 1", tagged("(x+1)^2"), 1.0),
-        ("x^2 + 2x + 1", tagged("(x-1)^2"), 0.0),
-        ("18", tagged("$18"), 1.0),
-        ("18", tagged("17"), 0.0),
+        *(("x^2 + 2x + 1", tagged(text), paid) for text, paid in (("(x+1)^2", 1.0), ("(x-1)^2", 0.0))),
+        *(("18", tagged(text), paid) for text, paid in (("$18", 1.0), ("17", 0.0), ("no idea", 0.0))),
         ("18", "The answer is 18", 1.0),  # without tags the whole text is searched
-        ("18", "18 is wrong, so " + tagged("17"), 0.0),  # with tags only what they hold
-        ("18", "", 0.0),
-        ("18", tagged("no idea"), 0.0),
-        (r"\{1, 2\}", tagged(r"\{2, 1\}"), 1.0),
-        ("(1, 2)", tagged("(2, 1)"), 0.0),
-        (5e-5, tagged(r"5 \times 10^{-5}"), 1.0),
-        (1e16, tagged("10000000000000000"), 1.0),
-        (None, tagged("1"), None),
-        ("", tagged("1"), None),
+        *(("18", "18 is wrong, so " + tagged("17"), 0.0), ("18", "", 0.0)),  # with tags only what they hold
+        *((r"\{1, 2\}", tagged(r"\{2, 1\}"), 1.0), ("(1, 2)", tagged("(2, 1)"), 0.0)),
+        *((5e-5, tagged(r"5 \times 10^{-5}"), 1.0), (1e16, tagged("10000000000000000"), 1.0)),
+        *((None, tagged("1"), None), ("", tagged("1"), None)),
     ],
 )
 def test_mathematics_is_compared_as_mathematics(gold, text, value):

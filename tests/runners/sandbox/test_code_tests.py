@@ -24,15 +24,13 @@ DOUBLE = [{"input": "2\n", "output": "4"}, {"input": "x", "output": "0"}]
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("x = 1", "x = 1"),
+        *(("x = 1", "x = 1"), ("```python\nx = 1", None), ("I cannot do that.", None)),
         ("```py\nx = 1\n```\nor\n```py\nx = 2\n```", "x = 2\n"),
         ("```python\nx = 1\n```\n```text\nhello\n```", "x = 1\n"),
-        ("```python\nx = 1", None),
-        ("I cannot do that.", None),
         ("```python\nx = 1\n```\nOutput:\n```\n5\n```", "x = 1\n"),
         ("1. So:\n   ```python\n   x = 1\n   ```", "x = 1\n"),
     ],
-    ids=["bare", "the last", "another language", "cut off", "prose", "output", "indented"],
+    ids=["bare", "cut off", "prose", "the last", "another language", "output", "indented"],
 )
 def test_code_is_the_last_block_of_python(text, code):
     assert extract_code(text) == code
