@@ -7,7 +7,6 @@ backtracking pattern takes exponential time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Real
@@ -168,14 +167,10 @@ def _without_latex(text: str) -> str:
 def value_text(value: object) -> str:
     """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5), 18 for the float 18.0.
 
-    Numbers in lists and tables are written in the same way. A text stays as it is.
+    A text stays as it is.
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_part, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_part(key)}: {_part(item)}' for key, item in value.items())}}}"
     text = without_exponent(str(value))
     if not isinstance(value, Real):
         return text
@@ -185,7 +180,3 @@ def value_text(value: object) -> str:
 def without_exponent(text: str) -> str:
     """A text that is a number with an exponent as a plain decimal; any other text as it is."""
     return format(Decimal(text), "f") if _WITH_EXPONENT.fullmatch(text) else text
-
-
-def _part(value: object) -> str:
-    return repr(value) if isinstance(value, str) else value_text(value)

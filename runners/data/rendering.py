@@ -68,13 +68,10 @@ def render(
 
 
 def _with_image_parts(messages: Sequence[Mapping[str, Any]], images: int) -> tuple[dict[str, Any], ...]:
-    """The messages with so many images before the last user message's text, in the form for chat templates.
-
-    Raises UserError if there is no user message.
-    """
-    last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
-    if last is None:
-        raise UserError("a prompt with images has no user message to show them in")
+    """The messages with so many images before the text of the last one, or of the last that a user wrote, in
+    the form for chat templates."""
+    users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    last = users[-1] if users else len(messages) - 1
     parts = [{"type": "image"}] * images + [{"type": "text", "text": messages[last]["content"]}]
     return tuple(
         {**message, "content": parts} if n == last else dict(message) for n, message in enumerate(messages)
