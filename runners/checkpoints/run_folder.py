@@ -31,14 +31,12 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        with disk_errors(f"{key}: {folder} cannot be locked"):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
-                raise UserError(
-                    f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
-                ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
+            line = f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
+            raise UserError(line) from None
         with suppress(OSError):  # a full disk: the number only tells others who holds the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

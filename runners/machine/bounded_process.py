@@ -20,7 +20,6 @@ _PATIENCE = 30.0  # seconds that a call may take in addition to ten times its co
 _CAN_LIMIT = sys.platform == "linux"
 _POLL = 0.1  # seconds between these readings
 _MAPPED = 200_000_000  # bytes that the child has before the call
-_QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
@@ -93,7 +92,7 @@ class BoundedFunction:
 def serve(name: str, seconds: str, memory: str) -> None:
     """In the child: answers one call after another until the caller closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
-    os.environ.update(_QUIET)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     connection = Connection(os.dup(0))
     module, _, function = name.partition(":")
     target = getattr(importlib.import_module(module), function)

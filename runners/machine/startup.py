@@ -45,14 +45,6 @@ class Platform:
     notices: tuple[str, ...] = ()
     programs: Compilation | None = None  # of the run that it was prepared for
 
-    @property
-    def default_dtype(self) -> str | None:
-        """The compute dtype if the config says "auto": "float32" on a CPU, None (the model's own) elsewhere.
-
-        On a CPU a bf16 matmul does not use the BLAS and is an order of magnitude slower than float32.
-        """
-        return "float32" if self.backend == "cpu" else None
-
     def arithmetic(self) -> dict[str, Any]:
         """Facts that are equal on machines where the same computation gives the same bits."""
         found = {"mlx": installed_version("mlx"), "backend": self.backend, "device": self.device}

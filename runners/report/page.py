@@ -74,13 +74,13 @@ def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}
     return Template(_asset("page.html")).substitute(
         title=html.escape(title),
-        digest=_base64(hashlib.sha256(script.encode()).digest()),
+        digest=base64_text(hashlib.sha256(script.encode()).digest()),
         connect="'self'" if start["mode"] == "live" else "'none'",
         style=style,
         script=script,
         start=json.dumps({**start, "metrics": meanings}).replace("<", "\\u003c"),
         pieces="\n".join(
-            f'<script type="application/octet-stream" id="blob-{name}">{_base64(piece)}</script>'
+            f'<script type="application/octet-stream" id="blob-{name}">{base64_text(piece)}</script>'
             for name, piece in pieces.items()
         ),
     )
@@ -98,5 +98,6 @@ def _asset(name: str) -> str:
     return (files("runners.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _base64(content: bytes) -> str:
+def base64_text(content: bytes) -> str:
+    """Bytes as a page has them."""
     return base64.b64encode(content).decode("ascii")

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,8 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
     if the folder holds no run, or if a file cannot be read.
     """
     record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
-    path, size = record.folder / COMPLETIONS, 0
-    with suppress(OSError):  # perhaps being renamed
-        size = os.path.getsize(path)
+    path = record.folder / COMPLETIONS
+    size = path.stat().st_size if path.is_file() else 0
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
 
     def used(line: Mapping[str, Any]) -> bool:

@@ -5,7 +5,6 @@ Only requests whose Host is the server's own get an answer: a browser lets no ot
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
 import threading
@@ -20,7 +19,7 @@ from urllib.parse import unquote
 from runners.errors import UserError, error_line, one_line
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
 from runners.machine.terminal import echo
-from runners.report.page import page
+from runners.report.page import base64_text, page
 from runners.report.run_data import packed, run_data
 from runners.report.run_record import find_run, is_running
 
@@ -120,7 +119,7 @@ class LivePage:
             seen, begun = self.signature(), time.monotonic()
             if seen != self._seen:
                 content, pieces = run_data(self.folder, self._most_bytes)
-                blobs = {name: base64.b64encode(piece).decode("ascii") for name, piece in pieces.items()}
+                blobs = {name: base64_text(piece) for name, piece in pieces.items()}
                 self._seen, self._data = seen, packed({"seen": seen, **content, "blobs": blobs})
                 self._next = time.monotonic() + self._rest * (time.monotonic() - begun)
             return self._data
