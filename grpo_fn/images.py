@@ -50,11 +50,8 @@ class ImageRows:
 
     def columns(self, start: int, stop: int) -> "ImageRows":
         """The tokens from `start` to before `stop` of each row."""
-        return attrs.evolve(
-            self,
-            feature_rl=self.feature_rl[:, start:stop],
-            positions_r3l=self.positions_r3l[:, :, start:stop],
-        )
+        feature_rl, positions_r3l = self.feature_rl[:, start:stop], self.positions_r3l[:, :, start:stop]
+        return attrs.evolve(self, feature_rl=feature_rl, positions_r3l=positions_r3l)
 
 
 def image_rows(

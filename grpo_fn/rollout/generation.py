@@ -140,12 +140,9 @@ def decode(
     except Interrupted:
         pass
     rollout = transcript.rollout(prompts, group)
-    return attrs.evolve(
-        rollout,
-        sampled_bt=None if replies is None else rollout.sampled_bt,
-        vocabulary=policy.vocabulary,
-        images=None if images is None else tuple(images),
-    )
+    sampled_bt = None if replies is None else rollout.sampled_bt
+    kept = None if images is None else tuple(images)
+    return attrs.evolve(rollout, sampled_bt=sampled_bt, vocabulary=policy.vocabulary, images=kept)
 
 
 def decode_after(

@@ -15,15 +15,8 @@ from pathlib import Path
 import attrs
 
 # In order of preference; LP64 builds only. Fedora names the threaded builds libopenblasp/o.
-_LIBRARIES = (
-    "libopenblas.so.0",
-    "libopenblasp.so.0",
-    "libopenblaso.so.0",
-    "libopenblas.so",
-    "libmkl_rt.so.2",
-    "libmkl_rt.so.1",
-    "libmkl_rt.so",
-)
+_LIBRARIES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblaso.so.0", "libopenblas.so")
+_LIBRARIES += ("libmkl_rt.so.2", "libmkl_rt.so.1", "libmkl_rt.so")
 _CUDA_WHEELS = ("mlx-cuda-12", "mlx-cuda-13", "mlx-cuda")
 _VARIABLE = "GRPO_FN_BLAS"
 _KERNELS_VARIABLE = "OPENBLAS_CORETYPE"

@@ -156,13 +156,8 @@ class _CompletionLayer:
         in_prompt = (position < offset) & _causal(back, window_size)
         causal = _causal(mx.arange(length)[:, None] - mx.arange(length)[None], window_size)
         shape = (self._length_b.shape[0], 1, length)
-        return mx.concatenate(
-            [
-                mx.broadcast_to(in_prompt, (*shape, padded)),
-                mx.broadcast_to(causal[None, None], (*shape, length)),
-            ],
-            axis=-1,
-        )
+        in_prompt = mx.broadcast_to(in_prompt, (*shape, padded))
+        return mx.concatenate([in_prompt, mx.broadcast_to(causal[None, None], (*shape, length))], axis=-1)
 
 
 def _causal(back: mx.array, window_size: int | None) -> mx.array:

@@ -88,10 +88,8 @@ class Weights(NamedTuple):
 # Names in the source, in the order of `Weights`. Weights that a block may lack are in capitals.
 _NAMES = ("wq", "wk", "wv", "wo", "wu", "wd", "wg", "n1", "n2", "bq", "bk", "bv", "qn", "kn")
 _REQUIRED = 6
-_CACHE_NAMES = (
-    *("turns", "prompt_keys", "prompt_values", "own_keys", "own_values"),
-    *("prompt_of", "lengths", "own_length", "barrier"),
-)
+_CACHE_NAMES = ("turns", "prompt_keys", "prompt_values", "own_keys", "own_values")
+_CACHE_NAMES += ("prompt_of", "lengths", "own_length", "barrier")
 
 
 def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:

@@ -244,10 +244,8 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
     barrier = mx.zeros((64,), mx.uint32)
     rotations = [_rotation(parts_of(block)) for _, block in found]
     mx.eval(barrier, rotations)
-    new = [
-        (name, DecodeBlock(block, tuple(on_host(rotation.flatten())), barrier))
-        for (name, block), rotation in zip(found, rotations, strict=True)
-    ]
+    known = [tuple(on_host(rotation.flatten())) for rotation in rotations]
+    new = [(name, DecodeBlock(block, own, barrier)) for (name, block), own in zip(found, known, strict=True)]
     with replaced_layers(module, new, found):
         yield
 
