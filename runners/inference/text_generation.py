@@ -90,10 +90,9 @@ def sample_batches(
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
-        finish = []
-        for finished, length in zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True):
-            full = not cut or length == sampling.max_new_tokens
-            finish.append(STOP if finished else LENGTH if full else INTERRUPTED)
+        most = sampling.max_new_tokens if cut else 0  # tokens of a completion that was not interrupted
+        ends = zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True)
+        finish = [STOP if end else INTERRUPTED if length < most else LENGTH for end, length in ends]
         spent = time.perf_counter() - began
         yield Batch(part, rollout, texts, list(map(len, sampled)), finish, spent, played)
         if cut:
