@@ -174,11 +174,7 @@ def draft(
     model: str, data: str, about: tuple[str, int, bool], found: DataSurvey, *, reward: str, memory: int
 ) -> str:
     """The config as TOML, of what `survey_model` and `survey_data` found: what differs from the defaults, and
-    why.
-
-    `reward` is the file of the user's reward, where no answer is compared; `memory` the bytes that a run may
-    use.
-    """
+    why. `reward` is the file of the user's reward, where no answer is compared; `memory` bytes for a run."""
     words, needed, templated = about
     form, why, adapters, shipped = found.form, found.why, "", model in MODELS
     if not needed:

@@ -16,9 +16,7 @@ import attrs
 
 # Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
 _OUT_OF_MEMORY = re.compile(
-    r"\[malloc\] unable to allocate|\[metal::malloc\]|\[malloc_or_wait\]|insufficient memory|out of memory|"
-    "bad_alloc",
-    re.IGNORECASE,
+    r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]|(insufficient|out of) memory|bad_alloc"
 )
 # What MLX, its compiler and Python's threads quote of the system.
 _OF_THE_SYSTEM = (

@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,9 @@ def doctor_command(as_json: bool) -> None:
     from runners.machine.versions import installed_version
     from runners.sandbox.sandbox import mechanism
 
-    try:
+    sandbox = None
+    with suppress(UserError):
         sandbox = mechanism()
-    except UserError:
-        sandbox = None
     found: dict[str, Any] = {
         "grpo_fn": installed_version("grpo_fn"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

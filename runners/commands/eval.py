@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -83,13 +84,9 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
 
 
 def _ks(text: str) -> tuple[int, ...]:
-    try:
-        ks = sorted({int(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        ks = [0]
-    if ks and ks[0] < 1:
+    if text and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UserError(f"--k {text}: expected whole numbers from 1 on, such as 1,8")
-    return tuple(ks)
+    return tuple(sorted({int(part) for part in text.split(",") if part}))
 
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> Config:

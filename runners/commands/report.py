@@ -37,8 +37,6 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
 
     folders = [Path(run).expanduser() for run in runs]
     target = Path(out).expanduser() if out else (folders[0] / REPORT if len(folders) == 1 else Path(REPORT))
-    if target.is_dir():
-        target = target / REPORT
     written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_PAGE_BYTES)
     more = f"; completions of {written.left_out:,} updates are left out (--all)" if written.left_out else ""
     echo(f"{written.path}: {gigabytes(written.size)}, {written.completions:,} completions{more}")
