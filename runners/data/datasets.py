@@ -24,6 +24,7 @@ from runners.data.row_files import (
     find_split,
     read_file,
     split_name,
+    table_rows,
     transformed,
 )
 from runners.errors import UserError, did_you_mean, error_line, listed, show
@@ -132,6 +133,9 @@ def _local(config: DataConfig) -> Path | None:
     """The file or folder of a source; None: it is of the Hub, or a task."""
     source = DATA.get(config.source) or Path(config.source).expanduser()
     if source.exists():
+        if config.name:
+            name = f"data.name is {show(config.name)}, a configuration on the Hub"
+            raise UserError(f"{name}, but data.source {show(config.source)} is local; leave data.name out")
         return source
     # A Hub name has at most one slash and no suffix of a file.
     looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
@@ -210,7 +214,7 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
         found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
         # As Arrow's tables: images and sounds stay the bytes of their files.
         tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-        rows = enumerate((row for table in tables for row in table.to_pylist()), 1)
+        rows = enumerate((row for table in tables for row in table_rows(table)), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
     except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         place = f"data.source is {show(config.source)}, {key} {show(split)}"

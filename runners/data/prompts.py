@@ -143,7 +143,10 @@ def gold_answer(value: object) -> str | None:
         return json.dumps(value, default=str) if value else None
     if not isinstance(value, str | Real | Decimal):
         return None
-    text = value_text(value)
+    try:
+        text = value_text(value)
+    except ValueError:  # an integer of thousands of digits
+        return None
     if not isinstance(value, str) and not text.lstrip("-")[:1].isdigit():  # nan, inf
         return None
     return without_exponent(text.rpartition(GOLD_MARK)[2].strip()) or None

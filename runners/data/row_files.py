@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from runners.errors import UserError, did_you_mean, error_line, show
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -24,6 +26,7 @@ _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
 _CELL = 16  # bytes that any value takes in addition
+_NARROW = {"halffloat": np.float16, "float": np.float32}
 
 
 class Row(dict[str, Any]):
@@ -205,13 +208,23 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             stored = [sum(c.total_uncompressed_size + _CELL * c.num_values for c in each) for each in chunks]
             if sum(stored) > most:
                 raise too_large
-            for batch in file.iter_batches(most // max(1, *stored)):
+            for batch in file.iter_batches(most // max([1, *stored])):
                 unpacked += batch.nbytes
                 if unpacked > most:
                     raise too_large
-                yield from batch.to_pylist()
+                yield from table_rows(batch)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         # Also text that is not UTF-8, and dates that Python cannot hold.
         raise UserError(f"{path} is not a usable Parquet file: {' '.join(str(error).split())}") from error
+
+
+def table_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of an Arrow table or batch. The float32 0.1 is 0.1 in them, not 0.10000000149011612."""
+    rows = table.to_pylist()
+    for field in table.schema:
+        if kind := _NARROW.get(str(field.type)):
+            for row in rows:
+                row[field.name] = row[field.name] and float(str(kind(row[field.name])))
+    return rows

@@ -119,6 +119,7 @@ def test_missing_splits_list_those_found(tmp_path: Path) -> None:
     (tmp_path / "tests.jsonl").unlink()
     assert "data.split: expected trian.jsonl" in refused(tmp_path, split="trian", eval_split="train")
     assert 'is a file, the split "train"' in refused(tmp_path / "train.jsonl", split="test")
+    assert 'data.name is "x", a configuration on the Hub, but data.sourc' in refused(tmp_path, name="x")
 
 
 @given(n=st.integers(2, 40), cap=st.integers(0, 50))
@@ -231,7 +232,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_gold_answer(field: object, gold: str | None) -> None:
     """The text after the last mark, else the whole field, numbers as plain decimals; else nothing."""
-    assert gold_answer(field) == gold
+    assert gold_answer(field) == gold and gold_answer(10**5000) is None
 
 
 @given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 1000))
@@ -255,3 +256,18 @@ def test_data_without_answers(tmp_path):
     assert "answer" not in reward_columns(train, with_answer=False)
     bad = jsonl(tmp_path / "bad.jsonl", [*rows, {"question": " ", "level": 1}])
     assert "question is blank" in refused(bad, answer="")
+
+
+def test_narrow_floats_are_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A float32 of 0.1 is 0.1 for rewards and as an answer, not 0.10000000149011612."""
+    answers = pyarrow.array([0.1, None, 5e-5], pyarrow.float32())
+    table = pyarrow.table({"question": ["a"] * 3, "answer": answers, "half": answers.cast(pyarrow.float16())})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    hub = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
+    for source in (tmp_path / "rows.parquet", "a/b"):
+        rows = [*load(source, on_bad_row="skip", eval_split="train")[0], *load(source, on_bad_row="skip")[1]]
+        assert [row["answer"] for row in rows][:1] == [0.1] and rows[-1]["answer"] == 5e-5
+        assert rows[0]["half"] == 0.1
+    pyarrow.parquet.ParquetWriter(tmp_path / "none.parquet", table.schema).close()  # not even a row group
+    assert "has no usable row" in refused(tmp_path / "none.parquet")
