@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +161,16 @@ def _conversation(
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
     system, *rest = messages
-    if system["role"] != "system" or not rest or rest[0]["role"] != "user":
+    if system["role"] != "system":
         return apply(messages)
-    with suppress(UserError):
+    try:
         text = apply(messages)
         if system["content"].strip() in text:
             return text
+        raise UserError("the tokenizer's chat template leaves out a system message")
+    except UserError:
+        if not rest or rest[0]["role"] != "user" or any(each["role"] == "system" for each in rest):
+            raise
     return apply([{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]])
 
 

@@ -61,6 +61,9 @@ def test_templates_without_a_system_role(template: str) -> None:
     text, _ = render(tokenizer(template), MESSAGES)
     assert text == "<s><|user|>user: Be brief.\n\n1+1?<|end|><|bot|>"
     assert render(tokenizer(template), MESSAGES[1:])[0] == "<s><|user|>user: 1+1?<|end|><|bot|>"
+    for others in ((), ({"role": "assistant", "content": "Hi"}, MESSAGES[1]), (MESSAGES[1], MESSAGES[0])):
+        with pytest.raises(UserError, match=r"no system role|leaves out a system message"):
+            render(tokenizer(template), (MESSAGES[0], *others))
 
 
 @pytest.mark.parametrize("wrap", [lambda plain: plain, TokenizerWrapper])
