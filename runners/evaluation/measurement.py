@@ -30,6 +30,11 @@ from runners.rewards.scoring import Reward, Scorer
 from runners.user_code.worker import Worker
 
 Problems = Sequence[Mapping[str, Any]]
+_SAMPLED = ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")  # of [rollout]
+_TRAINED = {  # keys of the other sections that change no evaluation
+    *("max_samples", "curriculum", "difficulty", "pass_rates", "target_rate", "rate_decay", "explore"),
+    *("pass_reward", "aggregate", "timeout", "workers", "schedule", "stop_if_all_fail", "every", "at_start"),
+}
 
 
 def config_of_runs(
@@ -53,19 +58,20 @@ def config_of_runs(
     if not files:
         return None
     found = [load_config(str(file), overrides) for file in files]
-    told = [{**each.to_dict(), "rollout": _sampled(each)} for each in found]
-    measured = ("data", "answer", "rollout", "reward", "env", "eval")
-    if differ := [name for name in measured if told[0][name] != told[-1][name]]:
-        places = f"{files[0]} and {files[-1]} differ in [{'], ['.join(differ)}]"
+    one, other = _measured(found[0]), _measured(found[-1])
+    if differ := [name for name in one if one[name] != other.get(name)]:
+        places = f"{files[0]} and {files[-1]} differ in {', '.join(differ)}"
         raise UserError(f"the runs {places}; --config says what both are measured by")
     note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
     return found[0]
 
 
-def _sampled(config: Config) -> list[Any]:
-    """The keys of [rollout] that an evaluation takes."""
-    names = ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")
-    return [getattr(config.rollout, name) for name in names]
+def _measured(config: Config) -> dict[str, Any]:
+    """The keys that decide what an evaluation measures, with their values."""
+    told = config.to_dict()
+    told["rollout"] = {name: told["rollout"].get(name) for name in _SAMPLED}
+    sections = ("data", "answer", "rollout", "reward", "env", "eval")
+    return {f"{s}.{name}": value for s in sections for name, value in told[s].items() if name not in _TRAINED}
 
 
 def open_model(

@@ -244,11 +244,12 @@ def test_two_models_that_were_asked_in_different_ways_need_a_config(folder, run)
     """Two runs, or two files, that differ; the message says in what."""
     other = shutil.copytree(run, folder / "other")
     content = json.loads((other / "config.resolved.json").read_text())
-    content["data"]["nudge"] = "x"
+    content["data"] |= {"nudge": "x", "max_samples": 7, "curriculum": "adaptive"}
+    content["eval"]["every"] = 3
     (other / "config.resolved.json").write_text(json.dumps(content))
     remember(OWN_RUNS, digest(other / "config.resolved.json"))
     result = grpo("eval", run, other, code=2)
-    assert "differ in [data]; --config" in result.stderr
+    assert "differ in data.nudge; --config" in result.stderr
     grpo("eval", run, other, "--set", "data.nudge=")
     for name, nudge in (("one", "x"), ("two", "y")):
         file = shutil.copytree(run / "final", folder / name) / "grpo_prompt.json"
