@@ -131,7 +131,7 @@ def _unit(match: re.Match[str]) -> tuple[int, str] | None:
         return None
     first = words[0] if words else ""
     plain = first.rstrip(".").replace("metre", "meter").replace("litre", "liter")
-    unit = _UNITS.get(plain) or _UNITS.get(plain.removesuffix("s") if len(plain) > 3 else "", "")
+    unit = _UNITS.get(plain) or _UNITS.get(plain.removesuffix("s") if len(plain) > 4 else "", "")
     if first and not unit:
         if len(first) < 2 or first in _NO_UNITS or not (match["gap"] or scale > 1):
             return None

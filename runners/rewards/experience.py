@@ -20,6 +20,7 @@ from runners.data.prompts import Example
 from runners.rewards.calls import TURN_REWARDS
 from runners.rewards.scoring import Failed, Scores
 
+FAULT = "environment: "  # in front of why an episode has no reward
 COUNTS = ("turns", "calls", "failures", "timeouts", "cut")
 """What is counted of a conversation; "cut" are shortened results."""
 
@@ -39,7 +40,7 @@ class FinishedEpisode:
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
     """A line for each kind of fault."""
     found = Counter(each.fault for each in played if each.fault)
-    return [f"environment: {fault}" + f" ({n} times)" * (n > 1) for fault, n in found.items()]
+    return [f"{FAULT}{fault}" + f" ({n} times)" * (n > 1) for fault, n in found.items()]
 
 
 @attrs.frozen(eq=False)

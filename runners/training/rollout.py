@@ -27,6 +27,7 @@ from runners.images.tower import VisionPart
 from runners.ranks.ranks import Ranks
 from runners.rewards.calls import NO_RUN, TrainerState
 from runners.rewards.experience import (
+    FAULT,
     Experience,
     FinishedEpisode,
     advantages_of,
@@ -253,10 +254,13 @@ def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience |
     seconds = {"rollout": longest, "reward": scored - longest}
     for rank in range(ranks.count):
         seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
+    # Environments' faults are counted over the whole batch; other lines are not repeated.
+    played = [each for experience in experiences for each in experience.played or ()]
+    others = [line for line in whole.problems if not line.startswith(FAULT)]
     return attrs.evolve(
         whole,
         sampled_tokens=sum(experience.sampled_tokens for experience in experiences),
-        problems=tuple(dict.fromkeys(whole.problems)),
+        problems=dict.fromkeys([*faults_of(played), *others]),
         seconds=seconds,
     )
 

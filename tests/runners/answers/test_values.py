@@ -66,6 +66,7 @@ def test_any_text_can_be_read(text: str) -> None:
     ("a", "b", "expected"),
     [
         *(("18 dollars", "18", True), ("$18", "18 dollars", True), ("18 dollars", "18 euros", False)),
+        *(("2 kilometres", "2 km", True), ("18 pounds", "18 lbs", True), ("18 pounds", "18 gbps", False)),
         *(("5 km", "5 kilometers", True), ("5 cm", "5 m", False), ("5 cm²", "5 cm", False)),
         *(("50%", "50", True), ("50%", "0.5", True), ("0.5%", "50", False), ("50 cents", "$0.50", True)),
         *(("12 million", "12", False), ("0.1", "0.10000000000000001", False), ("18", "19", False)),

@@ -116,6 +116,7 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
         "advantages": np.array(found.advantages_pg).tolist(),
         "examples": [example.messages for example in found.examples],
         "tokens": found.sampled_tokens,
+        "problems": found.problems,
         "messages": [each.messages for each in played],
         "counts": [each.counts for each in played],
         "faults": [each.fault for each in played],
