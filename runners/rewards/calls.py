@@ -28,9 +28,7 @@ GET_REWARD, GET_TURN_REWARDS = "get_reward", "get_turn_rewards"  # in place of a
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
-Result = dict[
-    str, Any
-]  # values, faults, failures, whether the call ended its process; of the log extras, metrics
+Result = dict[str, Any]  # values, faults, failures, whether its process ended; of the log extras, metrics
 Store = dict[Any, Any]
 
 

@@ -158,10 +158,8 @@ class Scorer:
         `on_error` is "raise".
         """
         check_columns(self.rewards, columns, environments=environments is not None)
-        completions, size = (
-            conversations or [[{"role": "assistant", "content": text}] for text in texts],
-            len(texts),
-        )
+        completions = conversations or [[{"role": "assistant", "content": text}] for text in texts]
+        size = len(texts)
         lists = {**columns, "completions": completions, "prompts": prompts, "completion_ids": completion_ids}
         lists["environments"] = environments
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
@@ -220,7 +218,8 @@ class Scorer:
 
 
 def _called_here(function: Callable[..., Any], arguments: dict[str, Any], size: int) -> dict[str, Any]:
-    """`calls.run` of a function in this process."""
+    """`calls.run` of a function in this process. What it does to a list reaches no other reward."""
+    arguments = {name: [*each] if isinstance(each, list) else each for name, each in arguments.items()}
     if not is_async(function):
         return run(function, arguments, size)
     with ThreadPoolExecutor(1) as pool:  # the caller may have a running event loop

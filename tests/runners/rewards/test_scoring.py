@@ -132,6 +132,20 @@ def test_async_results_behind_a_plain_function() -> None:
     assert asyncio.run(caller()).problems == []
 
 
+def test_a_rewards_lists_are_its_own() -> None:
+    """One that sorts or empties them changes nothing for the next, nor for the caller."""
+
+    def spoils(completions, tags):
+        texts = [completion[0]["content"] for completion in completions]
+        completions.reverse()
+        tags.clear()
+        return [float(text == "b") for text in texts]
+
+    tags = [1, 2]
+    scores = Scorer([Reward(name, spoils) for name in "fg"]).score(["a", "b"], ["p"] * 2, {"tags": tags})
+    assert scores.values_kb.tolist() == [[0.0, 1.0]] * 2 and tags == [1, 2]
+
+
 def test_a_missing_column_is_never_scored_around() -> None:
     """It is named with the nearest one; what every reward gets is never missed, but for environments."""
 
