@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,12 +32,8 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
-            line = f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
-            raise UserError(line) from None
+        with disk_errors(f"{key}: {folder} cannot be locked"):
+            _take(lock, folder)
         with suppress(OSError):  # a full disk: the number only tells others who holds the lock
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
@@ -44,6 +41,19 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
         yield folder
     finally:
         os.close(lock)
+
+
+def _take(lock: int, folder: Path) -> None:
+    end = time.monotonic() + 1  # whoever asks whether a run is going holds the lock for an instant
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
+                line = f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
+                raise UserError(line) from None
+            time.sleep(0.01)
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:

@@ -1,17 +1,23 @@
 """What a resume does not take as it is: damage, another config, other data, a folder in use."""
 
+import errno
+import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import mlx.core as mx
 import pytest
 
 from runners.checkpoints.manifest import MANIFEST, digest, write_manifest
 from runners.checkpoints.resume import find_origin
+from runners.checkpoints.run_folder import locked
 from runners.errors import UserError
+from runners.report.run_record import is_running
 from runners.telemetry.report import Quiet
 from runners.training import setup
 from runners.training.train import run_training
@@ -208,6 +214,28 @@ def test_a_folder_in_use_is_locked_and_a_dead_process_is_not(copy):
         other.kill()
         other.communicate()
     run_training(copy(), report=Quiet(), resume=True)
+
+
+def test_whoever_asks_whether_a_run_is_going_keeps_none_from_starting(tmp_path, monkeypatch):
+    """It shares the lock for an instant. A file system without locks is named."""
+    with locked(tmp_path, "run.name"):
+        assert is_running(tmp_path)
+    assert not is_running(tmp_path)
+    with open(tmp_path / ".lock") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, [asking, fcntl.LOCK_UN]).start()
+        with locked(tmp_path, "run.name"):
+            assert is_running(tmp_path)
+
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with (
+        pytest.raises(UserError, match=f"{tmp_path} cannot be locked: No locks"),
+        locked(tmp_path, "run.name"),
+    ):
+        pass
 
 
 def test_a_resumed_run_takes_over_what_was_decided(tmp_path, monkeypatch):
