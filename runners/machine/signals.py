@@ -42,6 +42,11 @@ class Stopped(KeyboardInterrupt):
         self.advice = ""  # a line on how to continue
 
 
+# Their handlers are removed in a forked child, such as a worker of a pool in data.transform.
+_active: list[Interrupts] = []
+os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in reversed(_active)])
+
+
 class Interrupts:
     """Within the `with` block the first SIGINT sets `received`, and a second one raises KeyboardInterrupt.
 
@@ -63,9 +68,15 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self.signals}
+            _active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self in _active:
+            _active.remove(self)
+            self._restore()
+
+    def _restore(self) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
@@ -157,12 +168,11 @@ class StopSignals(Interrupts):
         else:  # in a thread other than the main one
             self.received = number
 
-    def __exit__(self, *_: object) -> None:
-        if self._before:
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._writer)  # ends the thread
-            self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
-        super().__exit__()
+    def _restore(self) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writer)  # ends the thread
+        self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
+        super()._restore()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
@@ -174,14 +184,15 @@ class StopSignals(Interrupts):
             raise Stopped(self.received)
 
     def _watch(self) -> None:
-        said, first = False, None  # the time of the first signal from outside
+        first = None  # the time of the first signal from outside
+        # Output that is blocked, as after Ctrl-S, must not keep the second signal unread.
+        saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
         while number := os.read(self._reader, 1):
             if number[0] not in self.signals:
                 continue
             self.received = self.received or number[0]  # no handler runs while a collective waits
-            if not said:
-                said = True
-                self._say(ASKED)
+            if saying.ident is None:
+                saying.start()
             if self._asked:
                 self._asked = False
             elif first is None:
@@ -189,3 +200,5 @@ class StopSignals(Interrupts):
             elif number[0] != signal.SIGHUP and time.monotonic() - first >= _SAME:
                 _exit(number[0])  # sooner it is what a shell and a launcher send again: no second wish
         os.close(self._reader)
+        if saying.ident is not None:
+            saying.join()

@@ -1,5 +1,12 @@
 """Runs in threads, and in forked processes, which are refused."""
 
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from runners.machine.signals import Interrupts, Stopped, StopSignals
 from tests.support.processes.new_process import digest_of, in_new_process
 from tests.support.tiny_runs import small
 
@@ -105,3 +112,19 @@ def test_a_process_forked_after_use_is_refused_with_a_line(tmp_path):
     before, *after = in_new_process(FORKED, str(config)).splitlines()
     assert before == "fine" and [line.split(":")[0] for line in after] == ["RuntimeError"] * 6 + ["UserError"]
     assert all("after MLX was used there" in line and 'get_context("spawn")' in line for line in after)
+
+
+@pytest.mark.parametrize("kind", [Interrupts, StopSignals])
+def test_a_forked_child_has_the_signal_handlers_from_before_the_run(kind):
+    """Otherwise SIGTERM to a worker of a pool, as in data.transform, asks the run to stop through the pipe
+    that both have, and the worker does not end."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with suppress(Stopped), kind() as signals:
+        child = os.fork()
+        if child == 0:
+            alike = [signal.getsignal(number) for number in numbers] == before
+            os._exit(0 if alike and signal.set_wakeup_fd(-1) == -1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os.kill(os.getpid(), signal.SIGINT)  # this process still has the run's
+    assert signals.stopped

@@ -145,6 +145,7 @@ with StopSignals(say) as signals:
     [
         ("SIGINT", 0.6, True),
         ("SIGTERM", 0.05, False),
+        ("SIGHUP", 0.6, False),
         ("SIGTERM asked", 0.6, False),
     ],
 )
@@ -163,6 +164,29 @@ def test_a_second_signal_ends_at_once_even_within_mlx(name, gap, ends):
     )
     assert ASKED in done.stderr
     assert (done.returncode, done.stdout) == ((128 + getattr(signal, name), "") if ends else (0, "saved\n"))
+
+
+BLOCKED = """
+import os, signal, sys, threading, time
+from runners.machine.signals import Stopped, StopSignals
+def say(text):
+    time.sleep(600)
+with StopSignals(say) as signals:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except Stopped:
+        time.sleep(2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_a_run_whose_output_is_blocked():
+    """As after Ctrl-S, or where a pager reads no more."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", BLOCKED], env=environment, timeout=600)
+    assert done.returncode == 128 + signal.SIGINT
 
 
 def test_the_end_of_a_rank_is_not_cut_short_by_its_launcher():
