@@ -34,6 +34,8 @@ def check_target(target: Path, force: bool) -> None:
 
     A folder that a killed process had moved aside is restored first, and so counts as existing.
     """
+    if target.name in ("", ".."):
+        raise UserError(f"{target}: this folder cannot be replaced; expected the name of a new one")
     with disk_errors(f"{target}: cannot be written"):
         sweep(target.parent)
     if os.path.lexists(target) and not force:

@@ -131,6 +131,13 @@ def killed(folder, content):
     return stage
 
 
+@pytest.mark.parametrize("name", [".", "..", "a/..", "/"])
+def test_a_folder_that_cannot_be_renamed_is_refused_before_the_work(name):
+    """Also with --force: the system would refuse it only after the work."""
+    with pytest.raises(UserError, match="this folder cannot be replaced; expected the name of a new one"):
+        durable.check_target(Path(name), True)
+
+
 def test_what_was_moved_aside_comes_back(tmp_path):
     """Killed between the renames: the old folder is restored, unless its owner lives or its name is taken."""
     stage = killed(tmp_path, {"old": "old", "new": "half"})
