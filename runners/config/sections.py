@@ -246,7 +246,7 @@ class EnvConfig:
     max_tool_calls: int = key(0, "calls in a conversation; further ones get an error as their result; 0: any number", ">= 0")
     max_observation_tokens: int = key(512, "a call's result is cut off after this many tokens", ">= 1")
     timeout: float = key(30.0, "seconds that the calls of a turn, or a `reset`, may take; 0: no limit", LONG)
-    workers: int = key(32, "calls that run at a time, each in a thread; coroutines do not need one", ">= 1")
+    workers: int = key(32, "calls that run at a time, each in a thread; coroutines do not count", ">= 1")
     on_error: Literal["observation", "no_reward"] = key("observation", "a call that fails or is late: the model sees the error, or the conversation ends without a reward")
     schedule: Literal["together", "arrival"] = key("together", "when turns continue: all together when no row decodes, with the same numbers each time; or each as soon as its reply is there")
 

@@ -65,22 +65,21 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 def finished(value: Any) -> Any:
     """The value; one that can be awaited is awaited."""
-    return asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
 
+    async def wait() -> Any:
+        return await value
 
-async def awaited(value: Awaitable[Any]) -> Any:
-    """A coroutine of whatever can be awaited."""
-    return await value
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 class _Server:
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock = connection, threading.Lock()
+        self.connection, self.lock, self.pid = connection, threading.Lock(), os.getpid()
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
         self.threads: dict[int, int] = {}  # of running calls
-        self.coroutines: dict[int, Future[Any]] = {}  # of those of them that wait for one
+        self.coroutines: dict[int, Future[Outcome]] = {}  # of those of them that wait for one
         self.loop = asyncio.new_event_loop()
         self.new_thread(self.loop.run_forever)
 
@@ -95,7 +94,7 @@ class _Server:
                 elif mode == MAIN:
                     self.main_calls.put((number, act))
                 else:
-                    self.new_thread(functools.partial(self.run, number, act))
+                    self.new_thread(functools.partial(self.run, number, act, mode))
             except RuntimeError as error:  # no more threads
                 self.answer(number, Outcome.failed(error), time.monotonic())
 
@@ -104,23 +103,35 @@ class _Server:
         module, _, function = name.partition(":")
         return getattr(importlib.import_module(module), function)(self.store, *pickle.loads(arguments))
 
-    def run(self, number: int, act: Act) -> None:
-        """Runs a call in the current thread; what can be awaited is, in the event loop of all coroutines."""
+    def run(self, number: int, act: Act, mode: str = MAIN) -> None:
+        """Runs a call in the current thread. What can be awaited is: TOGETHER in the event loop of all calls,
+        else in one of its own, as what is no coroutine may block it."""
         begun = time.monotonic()
         self.threads[number] = threading.get_ident()
         try:
             try:
                 value = act()
-                if inspect.isawaitable(value):
-                    self.coroutines[number] = asyncio.run_coroutine_threadsafe(awaited(value), self.loop)
-                    value = self.coroutines[number].result()
-                outcome = Outcome(value)
+                if mode == TOGETHER and inspect.isawaitable(value):
+                    self.coroutines[number] = asyncio.run_coroutine_threadsafe(self.wait(value), self.loop)
+                    outcome = self.coroutines[number].result()
+                else:
+                    outcome = Outcome(finished(value))
             finally:
                 self.threads.pop(number, None)
                 self.coroutines.pop(number, None)
         except BaseException as error:  # also SystemExit and KeyboardInterrupt of the user's code
             outcome = Outcome.failed(error)
         self.answer(number, outcome, begun)
+
+    async def wait(self, value: Awaitable[Any]) -> Outcome:
+        """What comes of a coroutine, also KeyboardInterrupt, which would end the event loop of all."""
+        try:
+            outcome = Outcome(await value)
+        except BaseException as error:
+            outcome = Outcome.failed(error)
+        if os.getpid() != self.pid:
+            os._exit(0)  # a child that the call has forked, and that came back from it: it shares the loop
+        return outcome
 
     def cancel(self, number: int) -> None:
         """Ends a call if it is a coroutine, or computes in Python, and says so; one that blocks goes on."""

@@ -33,6 +33,9 @@ def exits(completions, **_):
 def leaves(completions, **_):
     sys.exit(3)
 
+async def interrupts(completions, **_):
+    raise KeyboardInterrupt
+
 def floods(completions, log_extra, **_):
     log_extra("text", ["x" * 70_000_000] * len(completions))
     return [1.0] * len(completions)
@@ -64,6 +67,10 @@ def alarms(completions, **_):
         time.sleep(10)
     except TimeoutError:
         return [1.0] * len(completions)
+
+async def comes_back_twice(completions, **_):
+    os.fork()
+    return [1.0] * len(completions)
 
 def leaves_children(completions, **_):
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,)).start()
@@ -102,6 +109,7 @@ def score(worker, folder, *names, timeout=60.0):
         ("computes", "timed out"),
         ("exits", "its process was ended"),
         ("leaves", "SystemExit: 3"),
+        ("interrupts", "failed: KeyboardInterrupt"),
         ("floods", "returned more than 67,108,864 bytes"),
         ("blocks", "timed out"),
         ("waits", "timed out"),
@@ -193,6 +201,9 @@ import asyncio, threading, time
 def nap():
     time.sleep(300)
 
+async def soon():
+    await asyncio.sleep(0.01)
+
 all_begun, begun, running, most = threading.Barrier(32), [], [], [0]
 
 def meet():
@@ -230,6 +241,38 @@ def test_calls_of_many_rows_run_side_by_side(worker, folder, tool, rows, workers
         calls.submit(row, call, None, [(tool, {})], 100, timeout=HANGS, mode=mode)
     results = [result for outcome in gathered(calls, rows) for result in outcome.value]
     assert {text for _, text, *_ in results} <= shown and len(results) == rows
+
+
+def test_a_turn_whose_plain_tool_hangs_keeps_the_coroutines_of_no_other_row(worker, folder):
+    """A turn may call both kinds of tools."""
+    (folder / "meeting.py").write_text(TOOLS)
+    worker.load("runners.environments.instances:load", "", ("meeting.py",), (str(folder),))
+    calls, call = Calls(worker, workers=2), "runners.environments.instances:call"
+    calls.submit(0, call, None, [("soon", {}), ("nap", {})], 100, timeout=1.0, mode=THREAD)
+    time.sleep(0.3)  # it naps
+    calls.submit(1, call, None, [("soon", {})], 100, timeout=HANGS, mode=TOGETHER)
+    assert sorted(outcome.fault for outcome in gathered(calls, 2)) == ["", "timed out after 1 s"]
+
+
+def test_a_forked_child_that_comes_back_from_a_coroutine_is_ended(worker, folder):
+    """It would take what wakes the event loop, which both have."""
+    score(worker, folder, "ones")
+    group = worker._process._process.pid
+    before = members(group)
+    assert score(worker, folder, "comes_back_twice")[0] == [[1.0, 1.0]]
+    wait_until(lambda: members(group) == before)
+
+
+def test_a_forked_child_of_the_run_leaves_the_process_alone(worker, folder):
+    """It does not end the process, and does not hold the pipe whose end does."""
+    score(worker, folder, "ones")
+    child = os.fork()
+    if child == 0:
+        pipe = worker._process._process.stdin
+        worker.close()
+        os._exit(0 if pipe.closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert score(worker, folder, "ones")[1].problems == []
 
 
 def gathered(calls, count):
