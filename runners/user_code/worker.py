@@ -71,6 +71,7 @@ class _Process:
                 start_new_session=True,
             )
         os.close(stdout)
+        _PROCESSES.add(self)
         for act in (self._send, self._receive):
             threading.Thread(target=act, name="grpo-worker", daemon=True).start()
 
@@ -98,6 +99,13 @@ class _Process:
             self._process.stdin.close()
         self._messages.put(None)
 
+    def leave(self) -> None:
+        """In a forked child of the run: the run alone ends the process, and holds the pipe whose end does."""
+        self._process.returncode = 0
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._connection.close()
+
     def _send(self) -> None:
         with suppress(OSError):
             while (message := self._messages.get()) is not None:
@@ -123,6 +131,10 @@ class _Process:
     def _end_all(self) -> None:
         for number in list(self.calls):
             self._end(number, _ENDED)
+
+
+_PROCESSES: weakref.WeakSet[_Process] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES])
 
 
 class Worker:
