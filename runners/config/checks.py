@@ -191,7 +191,7 @@ _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
     "reward.functions": _Paths.rewards,
     "teacher.path": _Paths.model,
     "env.tools": _Paths.tools,
-    "env.factory": _Paths.function,
+    "env.factory": functools.partial(_Paths.function, expected=f"a class, {FUNCTION_FORMS}"),
     "sft.completions": _Paths.completions,
 }
 
@@ -263,7 +263,7 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"a column, your own reward in reward.functions, {or_measured}"),
         ("reward.functions", not measures and data.answer, f"at least one entry{unread}, {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
-            f"{len(rewards)} numbers, one for each of reward.functions"),
+            f"a list of {len(rewards)}, one for each of reward.functions"),
         ("reward.weights", weights and not any(weights), "one that is not 0"),
         ("teacher.hint", teacher == SELF and not hint,
             f'a text with {{answer}}, which the teacher reads, with teacher.path = "{SELF}"'),

@@ -107,13 +107,14 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     """A hint for an unknown key: the nearest name, in its section if there is one, or what there is."""
     sections = dict.fromkeys(known[0] for known in keys)
     inside = [known for known in keys if known[0] == path[0]]
-    names = {known[-1]: ".".join(known) for known in [*reversed(list(keys)), *inside]}
+    ranked = [*reversed(list(keys)), *reversed(inside)]
+    names = {part: ".".join(known) for known in ranked for part in known[-1 if path[1:] else 1 :]}
     if not inside:
         names |= {section: section for section in sections}
     near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
     if near:
         return f"; did you mean {names[near]}?"
-    takes = f"{path[0]} takes {', '.join(known[-1] for known in inside)}"
+    takes = f"{path[0]} takes {', '.join('.'.join(known[1:]) for known in inside)}"
     return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"
 
 
@@ -121,11 +122,11 @@ def _locate(config: str) -> tuple[Path, str]:
     path, presets = Path(os.path.expanduser(config)), preset_names()
     if config in presets and not os.path.isfile(path):
         return PRESET_FOLDER / f"{config}.toml", f"{config}.toml"
-    if os.path.exists(path):
+    if config and os.path.exists(path):
         return path, config
     near = nearest(Path(config).name.removesuffix(".toml"), presets)
     hint = f"; did you mean the preset {near}?" if near else f"; the presets are {', '.join(presets)}"
-    raise ConfigError([f"{config}: no such file or preset{hint}"])
+    raise ConfigError([f"{config or 'CONFIG'}: no such file or preset{hint}"])
 
 
 def parse(

@@ -29,6 +29,8 @@ def faults(load):
         ("watch.zzz = 1", "unknown key; watch takes patience, min_entropy, max_kl"),
         ("num_generation = 4", "unknown key; did you mean rollout.num_generations?"),
         ("rolout.top_p = 1.0", "rolout: unknown key; did you mean rollout?"),
+        ("lora.rank = 1", "lora: unknown key; did you mean model.lora.rank?"),
+        ("model.zzz = 1", "unknown key; model takes path, tune, lora.rank, lora.scale"),
         ("model.lora.rnak = 1", "unknown key; did you mean model.lora.rank?"),
         ("rollout.num_generations = 1", "expected an integer >= 2, found 1"),
         ("rollout.temperature = nan", "expected a finite number, found nan"),
@@ -59,7 +61,7 @@ def faults(load):
         ('env.shedule = "arrival"', "did you mean env.schedule?"),
         (
             "reward.weights = [1.0, 2]",
-            "expected 5 numbers, one for each of reward.functions, found",
+            "expected a list of 5, one for each of reward.functions, found",
         ),
         ('reward.functions = ["int_reward"]', "did you mean int_reward_func?"),
         ('reward.functions = ["a-b:c"]', "expected a built-in reward, package.module:function or path/to"),
