@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,9 +52,11 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     # Relative to a layer, or from the root for parts outside the layers.
     known = {
-        re.sub(r"^.*?\.\d+\.", "", name)
-        for name, part in module.named_modules()
-        if isinstance(part, kinds) or hasattr(part, "to_lora")
+        name
+        for root in (module, *cast("list[nn.Module]", module.layers))
+        for name, part in root.named_modules()
+        if (isinstance(part, kinds) or hasattr(part, "to_lora"))
+        and (root is not module or ".layers." not in f".{name}")
     }
     for key in keys:
         if key not in known:
