@@ -73,6 +73,8 @@ def read_header(file: Path) -> GGUF:
     """
     gguf = gguf_package()
     try:
+        if not file.is_file():  # a fifo would wait for ever
+            raise OSError("there is no such file")
         with open(file, "rb") as stream:
             reader, size = _Reader(stream.read(_MOST_BYTES)), os.fstat(stream.fileno()).st_size
         magic, version, tensor_count, count = reader.numbers("4sIQQ")

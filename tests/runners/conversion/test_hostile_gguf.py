@@ -1,10 +1,15 @@
 """GGUF files that no honest writer writes: one line, little time, little memory."""
 
+import os
 import re
 import struct
 import subprocess
 import sys
 
+import pytest
+
+from runners.conversion.gguf.header import read_header
+from runners.errors import UserError
 from tests.support.gguf_files import LLAMA, TENSORS, write
 from tests.support.pages import ROOT
 
@@ -85,3 +90,9 @@ for number in range({len(HOSTILE)}):
     for (kind, (_, want)), found in zip(HOSTILE.items(), done.stdout.splitlines(), strict=True):
         assert re.search(want, found), (kind, found)
     assert all(path.suffix == ".gguf" for path in tmp_path.iterdir())
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="there is no such file"):
+        read_header(tmp_path / "pipe.gguf")
