@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runners.errors import UserError, first_line
 from runners.files.json_files import read_json
-from runners.files.run_files import RESOLVED
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
 from runners.models.rope_keys import with_rope_keys
 from runners.quickstart import MODELS
@@ -24,7 +24,7 @@ _NOT_TRAVELLING = (
     "adapter_config.json",
     "trainer_state.json",
     "manifest.json",
-    RESOLVED,
+    *(RESOLVED, METRICS, EVENTS, COMPLETIONS, EVALUATIONS),  # where a run's folder is the model's
 )
 TEMPLATE_FILE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TOKENIZERS = (
