@@ -5,6 +5,7 @@ It shows a run's config and results, and nothing of the machine: no folder, no h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from statistics import fmean
@@ -60,7 +61,8 @@ def run_facts(model: Path) -> RunFacts | None:
         last = whole_number(loop.get("update")) if isinstance(loop, dict) else 0
         lines = [line for line in lines if whole_number(line.get("update")) <= last]
     evaluations = [line for line in lines if line.keys() & _MEASURED.keys()]
-    return RunFacts(shareable(recorded), evaluations, [line for line in lines if line not in evaluations])
+    updates = [line for line in lines if not line.keys() & _MEASURED.keys()]
+    return RunFacts(shareable(recorded), evaluations, updates)
 
 
 def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -196,5 +198,5 @@ def _prompt(prompt: PromptSettings) -> list[str]:
 
 
 def _fenced(text: str, language: str = "text") -> list[str]:
-    ticks = "`" * (5 if "```" in text else 3)
+    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return [f"{ticks}{language}", text, ticks, ""]

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from runners.conversion.model_card import shareable
+from runners.conversion.model_card import model_card, shareable
 from runners.evaluation.comparison import wilson
+from runners.tokenization.prompt_settings import PromptSettings
 from tests.support.commands import grpo
 from tests.support.services.hub import TOKEN, serving
 from tests.support.tiny_models import make_model_folder
@@ -100,6 +101,16 @@ def test_quantization_repacks_every_layer(runs, tmp_path):
     assert np.abs(found - full).mean() < 0.05 * np.abs(full).mean()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "quantized: 8 bits, groups of 32. The results are those of full" in card
+
+
+DRAWN: Any = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def test_no_prompt_ends_its_block_of_the_card():
+    """Backticks in a text are fewer than those around it."""
+    prompt = PromptSettings(system_prompt="", nudge="````` [x](y)", stop=(), max_new_tokens=8, **DRAWN)
+    card = model_card("m", None, prompt, quantized="", base="", licence={})
+    assert "\n``````text\n````` [x](y)\n``````\n" in card
 
 
 def test_the_card_describes_the_run_without_machine_or_user(runs, tmp_path):
