@@ -200,7 +200,7 @@ def _scaling(
     kept = {key: value for key, value in whole.items() if key not in left_out and value is not None}
     scaling: dict[str, Any] = {"rope_type": kind, "type": kind, **kept}
     if kind in ("llama3", "yarn", "longrope"):
-        scaling.setdefault(_ORIGINAL, config.get("max_position_embeddings"))
+        scaling.setdefault(_ORIGINAL, config.get(_ORIGINAL) or config.get("max_position_embeddings"))
     if kind != "longrope":
         scaling["factor"] = float(scaling["factor"])  # whole numbers fail assertions in some modules
     # transformers takes attention_factor, and yarn's two mscales only together; mlx-lm does neither.

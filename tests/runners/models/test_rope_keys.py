@@ -74,6 +74,11 @@ KEYS = [
          "rope_scaling": scaling(LONG)},
     ),
     (
+        config("phi3", {k: v for k, v in LONG.items() if k != "original_max_position_embeddings"},
+               original_max_position_embeddings=16),
+        {"rope_theta": 1e4, "rope_scaling": scaling(LONG)},
+    ),
+    (
         config("gpt_neox", {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25}),
         {"rotary_emb_base": 1e4, "rotary_pct": 0.25},
     ),
