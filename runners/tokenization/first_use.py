@@ -49,6 +49,7 @@ def _render(file: Path) -> None:
     found: Any = file.read_text(encoding="utf-8", errors="replace")
     if file.suffix == ".json":
         found = json.loads(found)["chat_template"]
+    found = [*found.values()] if isinstance(found, dict) else found
     for named in found if isinstance(found, list) else [found]:
         template = named["template"] if isinstance(named, dict) else named
         render = partial(render_jinja_template, chat_template=template, add_generation_prompt=True)

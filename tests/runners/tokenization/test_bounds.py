@@ -54,6 +54,7 @@ TEMPLATES = {
     "doubling": (DOUBLE, 10.0),
     "a loop": (LOOP, 0.5),
     "a power": ("{{ 10**(10**9) }}", 0.5),
+    "a power of one of several": ({"default": "{{ 10**(10**9) }}"}, 0.5),
     "a long template": ("{{ messages }}" * 100_000, 0.5),
 }
 
