@@ -108,7 +108,7 @@ def load_trees(folder: Path) -> tuple[TrainState, dict[str, Any]]:
         if (folder / file).is_file():
             arrays |= {f"weights:{name}": array for name, array in load_arrays(folder / file)[0].items()}
     # A sum of gradients may hold NaN until its update is skipped.
-    check_finite({n: a for n, a in arrays.items() if a.size and not n.startswith(_MAY_BE_NAN)}, folder)
+    check_finite({n: a for n, a in arrays.items() if not n.startswith(_MAY_BE_NAN)}, folder)
     try:
         shapes = json.loads(metadata["structure"])
         state = TrainState(**{name: unpack(shape, arrays) for name, shape in shapes["state"].items()})

@@ -144,7 +144,7 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
 
 def check_finite(leaves: Mapping[str, mx.array], path: Path) -> None:
     """Raises UserError, with the weight's name, for NaN or infinity in a floating leaf."""
-    floating = {name: leaf for name, leaf in leaves.items() if mx.issubdtype(leaf.dtype, mx.floating)}
+    floating = {n: leaf for n, leaf in leaves.items() if leaf.size and mx.issubdtype(leaf.dtype, mx.floating)}
     materialize_in_parts(floating)
     finite = {name: _finite(leaf) for name, leaf in floating.items()}
     mx.eval(finite)

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import attrs
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from grpo_fn.policy import is_quantized
 from grpo_fn.trees import named_leaves
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.errors import UserError
+from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, RESOLVED
 from runners.files.tensor_files import load_arrays, save_arrays
 from runners.machine.startup import Platform
-from runners.models.folders import resolve_model
+from runners.models.adapters import new_adapters
+from runners.models.folders import copy_companions, resolve_model
 from runners.models.loaded_model import load_model
-from runners.models.model_reader import check_finite
+from runners.models.model_reader import check_finite, load_module
 from tests.support.damage import containing, stating, without
 from tests.support.tiny_models import make_model_folder
 
@@ -92,6 +95,13 @@ def test_unknown_adapter_keys_are_refused(llama):
     """mlx-lm would go on without adapters; here the nearest key is given."""
     with pytest.raises(UserError, match=r'"self_attn.qproj" .*did you mean self_attn.q_proj\?'):
         load(llama, tune="lora", lora=LoraConfig(keys=("self_attn.qproj",)))
+    module = load_module(llama, False)[0]
+    module.vision = [nn.Linear(2, 2)]  # no layer of the language model
+    module.vision[0].inner = nn.Linear(2, 2)
+    with pytest.raises(UserError, match='"inner" is no linear or embedding layer'):
+        new_adapters(module, "lora", LoraConfig(keys=("inner",)), 0)
+    new_adapters(module, "lora", LoraConfig(keys=("vision.0.inner",)), 0)
+    assert len(named_leaves(module.trainable_parameters())) == 2
 
 
 def test_adapter_keys_choose_the_layers(llama):
@@ -171,6 +181,17 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, damage, message):
     assert "\n" not in str(error.value)
 
 
+def test_what_a_run_wrote_stays_with_it(folder, tmp_path):
+    """A model that lies in a run's folder has no completions in `final`, nor in an upload."""
+    written = {RESOLVED, METRICS, EVENTS, COMPLETIONS, EVALUATIONS}
+    for name in {*written, "more.jsonl"}:
+        (folder / name).write_text("{}")
+    (tmp_path / "final").mkdir()
+    copy_companions(folder, tmp_path / "final")
+    names = {file.name for file in (tmp_path / "final").iterdir()}
+    assert not written & names and {"more.jsonl", "tokenizer.json"} <= names
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 def test_a_weight_is_finite_or_refused(dtype):
     """The check says what mx.isfinite says, of either sign, at every limit, wherever the entry stands."""
@@ -179,7 +200,7 @@ def test_a_weight_is_finite_or_refused(dtype):
     for value in (0.0, limits.max, limits.min, *map(float, ("inf", "-inf", "nan"))):
         for leaf in (mx.where(mx.arange(7) == 6, mx.array(value, dtype), rest), mx.array(value, dtype)):
             if mx.all(mx.isfinite(leaf)).item():
-                check_finite({"a": leaf, "b": -mx.abs(leaf)}, Path("model"))
+                check_finite({"a": leaf, "b": -mx.abs(leaf), "c": mx.zeros((0, 2), dtype)}, Path("model"))
                 continue
             with pytest.raises(UserError, match="model: the weight a holds NaN or infinity"):
                 check_finite({"a": leaf.T}, Path("model"))
