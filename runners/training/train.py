@@ -74,12 +74,13 @@ def run_training(
             stack.enter_context(ranks.ending_together())
         session = stack.enter_context(start_or_resume(config, machine, ranks, signals, report, worker, **how))
         try:
-            return train(session)
-        except RewardError as error:
-            if ranks.is_alone or error.on_all_ranks:  # else the others wait within a rollout
-                session.save_to_stop("before the reward failed: ")
-            raise
-        except Stopped as stopped:
+            try:
+                return train(session)
+            except RewardError as error:
+                if ranks.is_alone or error.on_all_ranks:  # else the others wait within a rollout
+                    session.save_to_stop("before the reward failed: ")
+                raise
+        except Stopped as stopped:  # also while that is saved
             ranks.stop_together(stopped)
             stopped.saved = session.save_to_stop("interrupted: ")
             ranks.agreed_to_end()

@@ -1,11 +1,15 @@
 """Rewards that fail for every completion of a batch step: the run ends, and can be gone on with."""
 
+import signal
+
 import pytest
 
+from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import RewardError
+from runners.machine.signals import Stopped
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
-from tests.support.resuming import SHORT, config_in, outcome, straight_run
+from tests.support.resuming import SHORT, Killer, config_in, outcome, straight_run
 from tests.support.tiny_runs import Notes
 from tests.support.tiny_states import same_bits
 
@@ -70,6 +74,23 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_what_was_learned(tmp_path):
     with pytest.raises(RewardError, match="not now"):
         run_training(config, report=notes)
     assert any("before the reward failed: saved" in line for line in notes.lines)
+
+
+class Impatient(Killer):
+    """Asks the run to stop while it saves."""
+
+    def _tick(self, what):
+        if what == self.what:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_that_is_stopped_while_it_saves_for_a_failed_reward_has_saved(tmp_path):
+    """The signal ends it, with the steps before and the promise of a resume."""
+    config = prepared(tmp_path / "b")
+    (tmp_path / "broken").touch()
+    with pytest.raises(Stopped) as stopped:
+        run_training(config, report=Impatient("saving", 1))
+    assert stopped.value.saved and [*checkpoint_folders(tmp_path / "b" / "tiny")] == [2]
 
 
 @pytest.mark.parametrize(("steps", "updates"), [("0 1 3 4", 5), ("1 2 3", None)])
