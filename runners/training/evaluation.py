@@ -90,8 +90,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         completions += part.completions
         lines += part.problems
     result = EvalResult(seconds, tuple(completions), tuple(lines))
-    first = state.evaluated_at < 0 and state.batch_step == 0  # else the first step has said it
-    notice = evaluator.notice(result.completions, problems, limit) if first else ""
+    notice = evaluator.notice(result.completions, problems, limit) if state.evaluated_at < 0 else ""
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):
         session.shown.note(line)
     return problems, result

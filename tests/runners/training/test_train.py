@@ -170,6 +170,13 @@ def test_the_learner_compiles_unless_it_is_told_not_to(tmp_path, monkeypatch):
     assert programs("false") < programs("true")
 
 
+@pytest.mark.parametrize("at_start", ["true", "false"])
+def test_the_first_evaluation_judges_the_form_of_answers(tmp_path, at_start):
+    """Wherever in the run it is; later ones do not repeat it."""
+    notes = ran(tmp_path, "eval.every=1", f"eval.at_start={at_start}").notes
+    assert sum("completions are cut off at 8 tokens" in line for line in notes) == 1
+
+
 def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_says_so(tmp_path, monkeypatch):
     """As a rollout does: the line is the evaluation's."""
     sampled, tries = LocalEngine._sampled, []
