@@ -167,18 +167,20 @@ class LocalEngine:
     def _fitting(
         self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
     ) -> g.Rollout:
-        """`_sampled`, in halves where memory runs out, if no replies were made: down to one prompt's rows."""
-        group, rows = sampling.num_generations, len(requests.prompts) * sampling.num_generations
+        """`_sampled`, in halves where memory runs out, if no replies were made: down to one prompt's rows,
+        which have a second try."""
+        group, rows, again = sampling.num_generations, len(requests.prompts) * sampling.num_generations, False
         while True:
             try:
                 return self._sampled(requests, sampling, key, should_stop)
             except Exception as error:
-                together = min(self.decoding.max_batch or rows, rows)
-                if together <= group or requests.replies is not None or not is_out_of_memory(error):
+                if again or requests.replies is not None or not is_out_of_memory(error):
                     raise
                 reason = str(error)
             mx.clear_cache()  # outside the handler the failed rollout's arrays are free
-            together = group * max(together // group // 2, 1)
+            before = min(self.decoding.max_batch or rows, rows)
+            together = group * max(before // group // 2, 1)
+            again = before <= group  # what is cached may be in pieces: once more, with all of it given back
             self.decoding = attrs.evolve(self.decoding, max_batch=together)
             self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
 
