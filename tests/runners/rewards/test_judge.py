@@ -49,6 +49,7 @@ def answering(answer, models=200):
             with suppress(BrokenPipeError, ConnectionResetError):  # the client goes at its time limit
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
+                self.send_header("Location", "http://127.0.0.1:9/")  # nobody follows it
                 self.end_headers()
                 self.wfile.write(data)
 
@@ -142,6 +143,7 @@ def test_a_temporary_fault_is_retried():
         ((400, {"error": {"message": "no such model"}}), "no such model"),
         ((302, ""), "HTTP 302"),
         ((200, {"choices": [{}]}), "not of the API's form"),
+        ((200, json.dumps(completion("SCORE: 5"))[:-3]), "not of the API's form"),
         ("I would rather not.", "an answer without a score"),
     ],
 )
