@@ -12,8 +12,8 @@ from runners.training.train import run_training
 from tests.support.tiny_runs import small
 
 REWARDS = """
-def odd(completions, completion_ids, log_metric, log_extra, **_):
-    log_metric("mine/odd", len(completion_ids))
+def odd(completions, completion_ids, log_metric, log_extra, trainer_state, **_):
+    log_metric("mine/odd", trainer_state.global_step / trainer_state.max_steps)
     log_extra("ids", [len(ids) for ids in completion_ids])
     return [None if len(ids) % 2 == 0 else float(len(ids)) for ids in completion_ids]
 
@@ -66,8 +66,9 @@ def test_a_reward_is_the_sum_of_what_the_record_says(run):
 
 
 def test_a_record_has_the_whole_prompt_and_what_rewards_logged(run):
-    """The question, what was said in front of it, and the rewards' columns and metrics."""
-    records, _ = run
+    """The question, what was said in front of it, and the rewards' columns and metrics, as in the log."""
+    records, log = run
+    assert [line["mine/odd"] for line in log] == [0, 0.5]  # updates so far
     assert all(record["extra"] == {"ids": record["tokens"]} for record in records)
     assert all([*record["metrics"]] == ["mine/odd"] for record in records)
     assert {record["prompt"] for record in records} > {records[0]["prompt"]}
