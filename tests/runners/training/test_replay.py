@@ -138,3 +138,13 @@ def test_each_key_of_a_replay_matters(name, section, key):
     except (AssertionError, StopIteration, TypeError):
         return  # it cannot even have drawn these completions, or makes no sense without another key
     assert differences(other, replayed(name)) != ""
+
+
+def test_batch_steps_of_one_update_draw_with_keys_of_their_own():
+    """Of the same prompt, twice before the update: other completions."""
+    trained("clip, two passes")
+    more = ["run.name=keys", "data.max_samples=1", "optim.batch_size=1", "optim.minibatches=1"]
+    config = load_config(str(scratch()[1] / "clip, two passes.toml"), [*more, "optim.max_steps=2"])
+    lines = lines_of(run_training(config, report=Quiet()).folder / "completions.jsonl")
+    first, second = ([x["completion"] for x in lines if x["batch_step"] == step] for step in (1, 2))
+    assert {line["update"] for line in lines} == {1} and first != second
