@@ -76,7 +76,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
         check_header(file)
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
-    words = f"{packed['bits']} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
+    words = f"{packed.get('bits', '?')} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
     templated = has_template(load_tokenizer(folder))
     return words if templated else f"{words}, no chat template", 0 if packed else _BYTES * count, templated
 

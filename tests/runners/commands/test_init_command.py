@@ -109,6 +109,14 @@ def test_the_shipped_model_and_data():
     assert "(right)" in checked.stdout and "warning" not in checked.stdout
 
 
+def test_packed_weights_whose_config_says_no_bits(tmp_path):
+    """Which is a fault of the config, if any, and told where the model is loaded."""
+    file = make_model_folder(tmp_path / "other") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"group_size": 32}}))
+    write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))
+    assert "model    ? bits a weight" in grpo("init", "other", "rows.jsonl").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
