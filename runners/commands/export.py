@@ -23,7 +23,7 @@ from runners.machine.terminal import echo
         "--gguf=FILE", "A file for llama.cpp, and Ollama's Modelfile beside it.", click.Path(path_type=Path)
     ),
     option("--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)),
-    option("--type as kind", "Of FILE's weights: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16].", default="f16"),
+    option("--type as kind", "Of FILE's weights: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
     option("--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
@@ -56,12 +56,14 @@ def export_command(
         raise UserError("expected one of --out DIR, --gguf FILE and --peft DIR")
     if out is None and (push or quantization.wanted or quantization.group_size or values["dtype"]):
         raise UserError("without --out DIR there is no folder to upload or quantize; --type is for --gguf")
+    if (values["private"] and not push) or (values["kind"] and gguf is None):
+        raise UserError("--private is for --push, and --type for --gguf: nothing would come of it")
     from runners.conversion.export import export_folder, export_gguf, export_peft, open_source, upload
     from runners.conversion.gguf.writing import check_gguf
 
+    force, note, kind = values["force"], partial(echo, err=True), values["kind"] or "f16"
     if gguf is not None:
-        check_gguf(values["kind"])
-    force, note, kind = values["force"], partial(echo, err=True), values["kind"]
+        check_gguf(kind)
     if peft is not None:
         export_peft(source, peft, force=force, note=note)
         echo_weights(peft)
