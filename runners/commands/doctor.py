@@ -70,7 +70,7 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         echo(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:
-        names = (name.removesuffix("_bytes").replace("_", " ") for name in found)
+        names = (name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_") for name in found)
         echo("\n".join([*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]))
         for line in slow:
             echo(f"slow: {line}")

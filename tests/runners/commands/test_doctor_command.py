@@ -28,4 +28,4 @@ def test_where_no_run_can_start_the_rest_is_shown_with_code_2(monkeypatch):
 
     monkeypatch.setattr(startup, "prepare", refuse)
     done = grpo("doctor", code=2)
-    assert "MLX is not installed" in done.output and "python" in done.output
+    assert "MLX is not installed" in done.output and "\ngrpo_fn " in f"\n{done.output}"
