@@ -68,8 +68,7 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
         return name
     if (folder / "final").is_dir():
         return str(folder / "final")
-    path = newest_whole(folder, note)
-    if path is None:
+    if (path := newest_whole(folder, note)) is None:
         raise UserError(f"{name}: this run has no final model and no whole checkpoint")
     note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
     return str(path)

@@ -54,8 +54,7 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
     if wish is not None and not found:
         check_manifest(wish)
         return Origin(wish, read_trainer_state(wish))
-    path = newest_whole(searched, note)
-    if path is not None:
+    if (path := newest_whole(searched, note)) is not None:
         return Origin(path, read_trainer_state(path))
     if found:
         raise UserError(f"{searched}: none of its {found} checkpoints is whole; --overwrite starts over")
@@ -73,8 +72,7 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
     checkpoint = interrupted(folder)
     left = [METRICS, COMPLETIONS, "final", *(path.name for path in checkpoint_folders(folder).values())]
     there = (name for name in left if not replace_finished and (folder / name).exists())
-    name = checkpoint or next(there, None)
-    if name:
+    if name := checkpoint or next(there, None):
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
             f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts over, "
@@ -128,8 +126,7 @@ def compare_inputs(
     if found:
         note(line)
     was = origin.facts.arithmetic
-    rows = [_change(key, was.get(key), now) for key, now in computing.items() if was.get(key) != now]
-    if rows:
+    if rows := [_change(key, was.get(key), now) for key, now in computing.items() if was.get(key) != now]:
         note(
             f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for bit "
             "those of an uninterrupted run"

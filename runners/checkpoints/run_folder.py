@@ -46,14 +46,12 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
 def _take(lock: int, folder: Path) -> None:
     end = time.monotonic() + 1  # whoever asks whether a run is going holds the lock for an instant
     while True:
-        try:
+        with suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
-                line = f"{folder} is in use by process {owner}; wait for it, or choose another run.name"
-                raise UserError(line) from None
-            time.sleep(0.01)
+        if time.monotonic() > end:
+            owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
+            raise UserError(f"{folder} is in use by process {owner}; wait for it, or choose another run.name")
+        time.sleep(0.01)
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:

@@ -111,8 +111,7 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     names = {part: ".".join(known) for known in ranked for part in known[-1 if path[1:] else 1 :]}
     if not inside:
         names |= {section: section for section in sections}
-    near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
-    if near:
+    if near := nearest(path[-1], names) or nearest(path[0], [] if inside else sections):
         return f"; did you mean {names[near]}?"
     takes = f"{path[0]} takes {', '.join('.'.join(known[1:]) for known in inside)}"
     return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"

@@ -112,8 +112,7 @@ def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
 
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     candidates = [folder / Path(place).expanduser() for folder in dirs]
-    path = next(filter(Path.is_file, candidates), None)
-    if path is None:
+    if (path := next(filter(Path.is_file, candidates), None)) is None:
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")

@@ -57,8 +57,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]
-    found = next((file for place in places if (file := find_pickle(place))), None)
-    if found is None:
+    if (found := next((file for place in places if (file := find_pickle(place))), None)) is None:
         raise UserError(f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}")
     return model, meta, found
 

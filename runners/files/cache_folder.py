@@ -10,8 +10,7 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names another one."""
-    wish = os.environ.get("GRPO_FN_CACHE", "")
-    if wish:
+    if wish := os.environ.get("GRPO_FN_CACHE", ""):
         return Path(wish)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "grpo_fn"

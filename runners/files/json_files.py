@@ -165,10 +165,9 @@ def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, A
         for number, line in enumerate(stream, 1):
             if not line.endswith(b"\n") or not line.strip():
                 continue
-            try:
+            found = None
+            with suppress(ValueError, RecursionError):
                 found = json.loads(line)
-            except (ValueError, RecursionError):
-                found = None
             if isinstance(found, dict):
                 yield found
             elif bad is not None:

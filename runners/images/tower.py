@@ -133,8 +133,7 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
     for file in sorted(path.glob("model*.safetensors")):
         check_header(file)
         for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
-            prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
-            if prefix:
+            if prefix := next((each for each in _PREFIXES if name.startswith(each)), None):
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, Self
+from weakref import WeakSet
 
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
 _SAME = 0.5  # seconds in which another signal belongs to the first
@@ -43,8 +44,8 @@ class Stopped(KeyboardInterrupt):
 
 
 # Their handlers are removed in a forked child, such as a worker of a pool in data.transform.
-_active: list[Interrupts] = []
-os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in reversed(_active)])
+_all: WeakSet[Interrupts] = WeakSet()
+os.register_at_fork(after_in_child=lambda: [each.__exit__() for each in [*_all]])
 
 
 class Interrupts:
@@ -68,17 +69,12 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self.signals}
-            _active.append(self)
+            _all.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in _active:
-            _active.remove(self)
-            self._restore()
-
-    def _restore(self) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.stopped:
@@ -168,11 +164,12 @@ class StopSignals(Interrupts):
         else:  # in a thread other than the main one
             self.received = number
 
-    def _restore(self) -> None:
-        signal.set_wakeup_fd(self._wakeup)
-        os.close(self._writer)  # ends the thread
-        self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
-        super()._restore()
+    def __exit__(self, *_: object) -> None:
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._writer)  # ends the thread
+            self._watcher.join(1)  # the line that answers a signal comes before those of the run's end
+        super().__exit__()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

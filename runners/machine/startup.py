@@ -96,8 +96,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
         from grpo_fn.process_check import fork_problem
     except ImportError as error:
         raise UserError(_explain_import(error)) from error
-    problem = fork_problem()
-    if problem:
+    if problem := fork_problem():
         raise UserError(problem)
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))
@@ -122,11 +121,10 @@ def import_transformers_without_torch() -> None:
     `import torch` itself stays as it is. GRPO_FN_TORCH=1 in the environment leaves it to transformers,
     for a custom loader that uses its PyTorch models.
     """
-    loaded = {"torch", "transformers"} & sys.modules.keys()
     if os.environ.get("GRPO_FN_TORCH") == "1":
         return
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found", as mlx-lm does
-    if loaded or not find_spec("torch"):
+    if {"torch", "transformers"} & sys.modules.keys() or not find_spec("torch"):
         return
     sys.modules["torch"] = None  # type: ignore[assignment]  # it cannot be found
     try:
@@ -138,15 +136,13 @@ def import_transformers_without_torch() -> None:
 
 
 def _cpu_notices(found: Blas) -> tuple[str, ...]:
-    notices = []
+    lines = []
     if found.library is None and found.reason != "GRPO_FN_BLAS=none":
         hint = "" if "imported" in found.reason else "; apt-get install libopenblas0-pthread, or its like"
-        notices.append(f"matrix products are some 30x slower than they could be: {found.reason}{hint}")
+        lines.append(f"matrix products are some 30x slower than they could be: {found.reason}{hint}")
     if shutil.which("g++") is None:
-        notices.append(
-            "g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its like"
-        )
-    return tuple(notices)
+        lines += ["g++ is not installed, so compiled steps run uncompiled; apt-get install g++, or its like"]
+    return tuple(lines)
 
 
 def _explain_import(error: ImportError) -> str:

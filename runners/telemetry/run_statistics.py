@@ -51,9 +51,7 @@ class Tally:
         )
 
 
-def rollout_metrics(
-    tallies: Sequence[Tally], reward_names: Sequence[str], config: Config
-) -> dict[str, float]:
+def rollout_metrics(tallies: Sequence[Tally], rewards: Sequence[str], config: Config) -> dict[str, float]:
     """Rewards and completions of an update's batch steps; NaN where there is nothing to compute one from.
 
     `reward_std` is the mean over groups of the standard deviation within a group. `frac_reward_zero_std` is
@@ -79,7 +77,7 @@ def rollout_metrics(
         "reward_std": mean_of(np.array([_std(group) for group in rewards_pg])),
         "frac_reward_zero_std": float(np.mean(~varied)),
     }
-    for name, values_b in zip(reward_names, values_kb, strict=True):
+    for name, values_b in zip(rewards, values_kb, strict=True):
         metrics[f"rewards/{name}/mean"] = mean_of(values_b)
         metrics[f"rewards/{name}/std"] = _std(values_b)
     metrics |= {

@@ -148,8 +148,7 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
 
     Raises UserError for an architecture without a family, and for missing sizes.
     """
-    family = next((family for family in FAMILIES.values() if family.arch == arch), None)
-    if family is None:
+    if (family := next((family for family in FAMILIES.values() if family.arch == arch), None)) is None:
         known = listed(sorted({family.arch for family in FAMILIES.values()}))
         raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
     config: dict[str, Any] = {
@@ -158,8 +157,7 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
     }
     defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
-        found = metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
-        if found is None:
+        if (found := metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))) is None:
             continue
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")

@@ -53,8 +53,7 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 
     Raises UserError for kinds that llama.cpp does not have.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise UserError("the tokenizer is not one of transformers' fast ones: GGUF has no form for it")
     stated = json.loads(backend.to_str())
     model, added = stated["model"], {token["id"]: token for token in stated["added_tokens"]}
@@ -107,8 +106,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
         raise UserError(f"tokenizer.ggml: expected a type a token, found {len(types)}")
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
-    if parts is None:
+    if (parts := {"gpt2": _bytewise, "llama": _sentences}.get(kind)) is None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
     ids = {
         name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)

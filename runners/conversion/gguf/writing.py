@@ -62,8 +62,7 @@ def write_gguf(
     llama.cpp does not have, or computes otherwise, and if the disk refuses.
     """
     gguf = check_gguf(kind)
-    family = FAMILIES.get(str(config["model_type"]))
-    if family is None:
+    if (family := FAMILIES.get(str(config["model_type"]))) is None:
         raise UserError(
             f"model_type: expected {listed([*FAMILIES])} for GGUF, found {show(config['model_type'])}"
         )

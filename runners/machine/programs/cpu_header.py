@@ -38,8 +38,7 @@ rm -f "$PART" "$PART.h" ) </dev/null >/dev/null 2>&1 &
 
 def programs_folder() -> Path:
     """The folder of MLX's programs for a CPU."""
-    found = (os.environ.get(name) for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))
-    temporary = next(filter(None, found), "/tmp")
+    temporary = next(filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp")
     return Path(temporary) / "mlx" / (installed_version("mlx") or "") / "cpu"
 
 
