@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers.processors import TemplateProcessing
-
 from runners.conversion.gguf.header import GGUF
 from runners.data.rendering import has_template
 from runners.errors import UserError, listed, show
@@ -123,8 +121,13 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     stated |= parts(header, tokens, types, vocabulary)
     if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
         name, begin = tokens[ids["bos"]], ids["bos"]
-        template = TemplateProcessing([name, "$A"], [name, "$A", "$B:1"], [(name, begin)])
-        stated["post_processor"] = json.loads(template.__getstate__())
+        # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
+        text = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        stated["post_processor"] = {
+            "type": "TemplateProcessing", "single": text,
+            "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+        }  # fmt: skip
     words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config["clean_up_tokenization_spaces"] = False
