@@ -20,7 +20,7 @@ def run_of(model: str) -> Path | None:
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
-    files = (place / RESOLVED for place in (folder, folder.absolute().parent))
+    files = (place / RESOLVED for place in (folder, folder.resolve().parent))
     return next(filter(Path.is_file, files), None)
 
 

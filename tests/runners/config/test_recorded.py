@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from runners.config.recorded import read_recorded
+from runners.config.recorded import read_recorded, run_of
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from tests.support.commands import grpo
@@ -86,3 +86,10 @@ def test_a_link_and_a_pipe_are_not_read(run, tmp_path):
         os.mkfifo(file)
     with pytest.raises(UserError, match=r"cannot be read as JSON \(.*not a regular file"):
         read_json(file)  # as grpo_prompt.json, manifests and models' files are
+
+
+def test_a_link_to_a_model_of_a_run_belongs_to_that_run(run, tmp_path):
+    """As its folder does, wherever the link is."""
+    (run / "config.resolved.json").write_text("{}")
+    (tmp_path / "link").symlink_to(run / "final")
+    assert run_of("link") == run_of("run/final") == run.resolve() / "config.resolved.json"
