@@ -87,8 +87,7 @@ def survey_data(source: str) -> DataSurvey:
     Raises UserError if there are none, or no column holds a question.
     """
     eval_split, train = _rows(source)
-    rows = [row for row in train[:LOOKED] if not row.fault]
-    if not rows:
+    if not (rows := [row for row in train[:LOOKED] if not row.fault]):
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}

@@ -102,8 +102,7 @@ def parse_quantity(text: str) -> Quantity | None:
     match = _NUMBER.fullmatch(text.removesuffix("."))
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
-    read = _unit(match)
-    if read is None:
+    if (read := _unit(match)) is None:
         return None
     scale, unit = read
     if match["top"] is not None:

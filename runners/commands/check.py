@@ -133,8 +133,7 @@ def difficulty_command(
     )
     echo_all(notices)
     lines = [line for line in measured if line["samples"]]
-    rates = [line["passes"] / line["samples"] for line in lines]
-    if not rates:
+    if not (rates := [line["passes"] / line["samples"] for line in lines]):
         raise UserError(f"{path}: no completion has a reward")
     kinds = {"never passed": sum(rate == 0 for rate in rates)}
     low = 0.0

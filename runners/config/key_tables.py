@@ -16,8 +16,7 @@ def explain(name: str) -> str:
     Raises ConfigError for an unknown one, with the nearest spelling.
     """
     asked = tuple(name.split("."))
-    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
-    if not found:
+    if not (found := {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}):
         raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
     parts = []
     for path, field in found.items():

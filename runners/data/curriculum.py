@@ -157,8 +157,7 @@ def with_difficulty(
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        kept = [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]
-        if not kept:
+        if not (kept := [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]):
             raise UserError(f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)")
     notice = (
         f"data.curriculum: {len(examples) - len(kept)} of {len(examples)} training prompts are left out, as "

@@ -100,8 +100,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
         return config
-    asked = prompt.replace("the final number", "the final answer")
-    return config.having("data", system_prompt=asked)
+    return config.having("data", system_prompt=prompt.replace("the final number", "the final answer"))
 
 
 def load_split(
@@ -154,8 +153,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
         config = attrs.evolve(config, answer="")  # the usual name, which data without gold answers lacks
     _check_fields(kept, config, where)
     for row in kept:
-        fault = row.fault or _fault(row, config)
-        if not fault:
+        if not (fault := row.fault or _fault(row, config)):
             rows.append(row)
             continue
         message = f"{row.place}: {fault}"

@@ -60,8 +60,7 @@ def render(
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
-    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
-    if not tokens:
+    if not (tokens := encode(tokenizer, text + nudge, add_special_tokens=False)):
         raise UserError("the tokenizer makes no tokens of the prompt")
     return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 

@@ -89,8 +89,7 @@ class RunLength:
             return cls(own, first, own, first)
         steps = optim.max_steps or math.ceil(examples * optim.num_epochs / optim.batch_size)
         phases = math.ceil(steps / optim.gradient_accumulation_steps)
-        updates = phases * optim.num_iterations * optim.minibatches
-        return cls(own + steps, first + updates, own, first)
+        return cls(own + steps, first + phases * optim.num_iterations * optim.minibatches, own, first)
 
 
 def gold_batch(config: Config) -> int:

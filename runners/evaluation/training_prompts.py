@@ -63,8 +63,7 @@ def sample_completions(
     parts = evaluator.complete(examples, sampling, evaluation_key(config))
     found = [one for part, _ in parts for one in part]
     notice = evaluator.notice(found, examples, sampling.max_new_tokens)
-    warnings = (*notices, *evaluator.problems, *filter(None, [notice]))
-    return list(zip(examples, found, strict=True)), warnings
+    return list(zip(examples, found, strict=True)), (*notices, *evaluator.problems, *filter(None, [notice]))
 
 
 def measure_difficulty(

@@ -59,8 +59,7 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Without a separate text part it is unchanged. UserError without `mrope_section`.
     """
-    text = config.get("text_config")
-    if not text:
+    if not (text := config.get("text_config")):
         return dict(config)
     theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
     return {

@@ -54,8 +54,7 @@ class VisionPart:
 
     def weights(self) -> dict[str, mx.array]:
         """The tower's weights as the folder has them, in mlx-vlm's names and layout."""
-        found = read_tower(self.path, self.module)
-        return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in found.items()}
+        return {f"{TOWER_PREFIX}{name}": leaf for name, leaf in read_tower(self.path, self.module).items()}
 
     def _of_prompt(self, prompt: Any) -> PromptImages:
         features, grids = zip(*(self._features(file) for file in prompt.images), strict=True)

@@ -207,8 +207,7 @@ def forecast(
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
     new, backend = config.rollout.max_new_tokens, platform.backend
-    tokens = config.system.micro_batch_tokens
-    if tokens:
+    if tokens := config.system.micro_batch_tokens:
         return found
     tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, backend)
     while True:
@@ -226,8 +225,7 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
         return GPU_TOKENS
     if backend != "cpu":
         parameters = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.intermediate)
-        tokens = min(max(GPU_WORK / parameters, GPU_TOKENS), MOST_GPU_TOKENS)
-        return 1 << int(tokens).bit_length() - 1
+        return 1 << int(min(max(GPU_WORK / parameters, GPU_TOKENS), MOST_GPU_TOKENS)).bit_length() - 1
     length = prompt + new
     row = shape.layers * block_bytes(shape, saved(shape), itemsize, 1, length, length)
     tokens = int(CPU_ACTIVATIONS * length / row) // 64 * 64

@@ -136,8 +136,7 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
         )
     if not tokenizer.eos_token_ids:
         return (f"{path}: no end-of-text token is known, so every completion runs to its full length",)
-    beyond = sorted(i for i in added if i >= rows)
-    if beyond:
+    if beyond := sorted(i for i in added if i >= rows):
         return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
     return ()
 

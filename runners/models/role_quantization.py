@@ -105,5 +105,4 @@ def formats_line(config: Config, formats: Mapping[str, str], policy: g.Policy, p
 
 def _lengths(batch: g.Batch) -> mx.array:
     """Tokens of each row up to the last one that counts."""
-    counted_bt = mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt
-    return batch.prompt_lengths_b + counted_bt.max(axis=1)
+    return batch.prompt_lengths_b + (mx.arange(1, batch.mask_bt.shape[1] + 1) * batch.mask_bt).max(axis=1)

@@ -121,8 +121,7 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
 
 def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
     """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
-    missing = [name for name in reader.required if name not in config]
-    if not missing:
+    if not (missing := [name for name in reader.required if name not in config]):
         return {}
     from transformers import CONFIG_MAPPING
 

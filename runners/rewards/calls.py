@@ -162,8 +162,7 @@ def nothing(size: int, fault: str, *, ended: bool = False) -> Result:
 
 
 def _ways(function: Callable[..., Any], log: RewardLog) -> dict[str, Callable[..., None]]:
-    ways = {"log_extra": log.log_extra, "log_metric": log.log_metric}
-    return Parameters.of(function).pick(ways)
+    return Parameters.of(function).pick({"log_extra": log.log_extra, "log_metric": log.log_metric})
 
 
 def _read(result: Any, log: RewardLog) -> Result:

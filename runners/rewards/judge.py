@@ -178,8 +178,7 @@ def _verdict(content: str, scale: tuple[float, float]) -> Verdict:
         return Failure("got an answer that is not of the API's form", show(content[:200]))
     text = text[-_MOST:].rpartition("</think>")[2]
     alone = _ALONE.fullmatch(text)
-    marks = [alone[1]] if alone else _SCORE.findall(text)
-    if not marks:
+    if not (marks := [alone[1]] if alone else _SCORE.findall(text)):
         return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
     low, high = scale
     mark = float(marks[-1])

@@ -16,8 +16,7 @@ def compare(gold: str, answer: str | None, text: str) -> float | None:
     """
     from math_verify import verify
 
-    wanted = _expression(gold)
-    if not wanted:
+    if not (wanted := _expression(gold)):
         return None
     given = _parsed(text) if answer is None else _expression(answer)
     return float(bool(given) and verify(wanted, given, timeout_seconds=None))

@@ -86,8 +86,7 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
     """
     code, cases = (extract_code(text) or "") if "```" in text else text, read_tests(tests)
-    statements = [case for case in cases if isinstance(case, str)]
-    if not statements:
+    if not (statements := [case for case in cases if isinstance(case, str)]):
         return [_prints(code, case, limits) for case in cases if isinstance(case, dict)]
     mark = secrets.token_hex(16)
     task = json.dumps({"code": code, "tests": statements, "mark": mark}).encode()
@@ -129,8 +128,7 @@ def _prints(code: str, case: dict[str, str], limits: Limits) -> bool:
     if "\0" in code or len(code.encode()) > _LONGEST:
         return False
     outcome = run_program(code, stdin=case["input"].encode(), limits=limits)
-    printed = outcome.output.decode("utf-8", "replace")
-    return outcome.code == 0 and _lines(printed) == _lines(case["output"])
+    return outcome.code == 0 and _lines(outcome.output.decode("utf-8", "replace")) == _lines(case["output"])
 
 
 def _lines(text: str) -> list[str]:

@@ -45,8 +45,7 @@ def evaluate(session: Session, name: str) -> None:
 def _gold_metrics(session: Session) -> dict[str, float]:
     """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
     run, state, ranks = session.run, session.state, session.ranks
-    examples = run.data.gold_evaluation
-    if not examples:
+    if not (examples := run.data.gold_evaluation):
         return {}
     session.shown.status("evaluating")
     total, tokens = 0.0, 0

@@ -161,8 +161,7 @@ class MicroBatches:
     def _fitting(self, pieces: Pieces, budget: int) -> Pieces:
         """The pieces cut to a budget that has shrunk: they were made when it was larger."""
         while budget < self.asked:
-            large = {id(p) for p in pieces if _tokens(p) > budget and p.targets_bt.shape[0] > 1}
-            if not large:
+            if not (large := {id(p) for p in pieces if _tokens(p) > budget and p.targets_bt.shape[0] > 1}):
                 break
             pieces = [half for p in pieces for half in (halve_batch(p) if id(p) in large else [p])]
         return pieces

@@ -194,8 +194,7 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
 
 def _shape(tree: Any) -> tuple[Any, Any]:
     arrays: list[Any] = []
-    structure = structure_of(tree, arrays)
-    return structure, [(array.shape, array.dtype) for array in arrays]
+    return structure_of(tree, arrays), [(array.shape, array.dtype) for array in arrays]
 
 
 def check_alike(ranks: Ranks, run: Run, inputs: Mapping[str, Any]) -> None:
@@ -244,8 +243,7 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
         leaves = {name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()}
         about = {"shapes": shapes, "plain": state.plain(), "leaves": leaves}
     with ranks.committing("the checkpoint", about) as messages:
-        found = messages[0].value
-        if not found:
+        if not (found := messages[0].value):
             return state
         with ranks.moving_arrays():
             if not ranks.is_rank_zero:

@@ -189,8 +189,7 @@ class Session:
     def check_swap(self) -> None:
         """If the system has swapped out more than system.swap_limit_gb since the start: saves, and raises
         UserError."""
-        limit = 1e9 * self.config.system.swap_limit_gb
-        if not limit:
+        if not (limit := 1e9 * self.config.system.swap_limit_gb):
             return
         grown = (swap_used() or 0) - self._swap
         if self.ranks.any_rank("the swap", grown > limit):

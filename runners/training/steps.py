@@ -146,8 +146,7 @@ class TrainSteps:
         """After a batch step: its micro-batches wait for their updates."""
         tally = attrs.evolve(Tally.of(experience), quantization=self.engine.quantization)
         state = self._calibrated(state, experience)
-        known = state.curriculum
-        if known is not None:
+        if (known := state.curriculum) is not None:
             outcomes = experience.outcomes
             tally = attrs.evolve(tally, outcomes=[(float(known.first_n[n]), *rest) for n, *rest in outcomes])
             known = updated(known, outcomes, state.batch_step, self.config.data.rate_decay)

@@ -122,8 +122,7 @@ class _Reader:
 
     def text(self) -> str:
         (size,) = self.numbers("Q")
-        begin = self.take(size)
-        return self.content[begin : self.place].decode("utf-8", errors="replace")
+        return self.content[self.take(size) : self.place].decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> Any:
         if kind in _NUMBERS:

@@ -158,8 +158,7 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
             found += [step["type"]]
         elif step.get("use_regex", True):
             found += [_GPT2]
-    names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
-    if not names:
+    if not (names := [name for name, cut in _CUTS.items() if cut == tuple(found)]):
         raise UserError(
             f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
         )
