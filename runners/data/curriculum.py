@@ -71,8 +71,7 @@ def draw_weights(known: Estimates, step: int, *, target: float, decay: float, si
     common = (passes_n.sum() + target) / (weight_n.sum() + 1)
     rate_n = np.clip((passes_n + common) / (weight_n + 1), 1e-4, 1 - 1e-4)
     divergence_n = target * np.log(target / rate_n) + (1 - target) * np.log((1 - target) / (1 - rate_n))
-    rested_n = np.where(known.step_n == NEVER, 1.0, 1 - faded_n)
-    return np.exp(-2 * size * divergence_n) * rested_n
+    return np.exp(-2 * size * divergence_n) * np.where(known.step_n == NEVER, 1.0, 1 - faded_n)
 
 
 def drawn(weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int) -> list[int]:

@@ -80,8 +80,7 @@ def read_image(file: ImageFile) -> Image:
     from PIL import ImageOps
 
     with _opened(file) as image:
-        upright = ImageOps.exif_transpose(image) if "exif" in image.info else image
-        return upright.convert("RGB")
+        return (ImageOps.exif_transpose(image) if "exif" in image.info else image).convert("RGB")
 
 
 @contextmanager
