@@ -76,3 +76,10 @@ def test_any_text_can_be_read(text: str) -> None:
 def test_answers_agree(a: str, b: str, expected: bool) -> None:
     """Numbers exactly as numbers, a unit only against another one, other texts as texts; both ways round."""
     assert answers_agree(a, b) is answers_agree(b, a) is expected
+
+
+def test_options_of_texts() -> None:
+    """Case and blanks count unless they are to be ignored; as texts numbers are letters."""
+    assert answers_agree("New York", "new york", ignore_case=True)
+    assert answers_agree("a b\nc", "abc", ignore_spaces=True) and not answers_agree("a b", "ab")
+    assert not answers_agree("18.0", "18", as_texts=True)

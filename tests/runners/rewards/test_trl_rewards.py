@@ -1,15 +1,20 @@
 """Reward functions as TRL's users write them run as they are: parameters, formats, logging, async, None."""
 
 import asyncio
+import json
 import math
 import re
 from typing import Any
 
 import numpy as np
 
+from runners.config.loading import load_config
 from runners.rewards.calls import TrainerState
 from runners.rewards.library import on_texts
 from runners.rewards.scoring import Reward, Scorer
+from runners.telemetry.report import Quiet
+from runners.training.train import run_training
+from tests.support.tiny_runs import small
 
 TEXTS = ["<think>2 and 2</think>\nSo it is 4.", "It is 4.", "<think>one <think>two</think></think> 5"]
 IDS = [[1] * 10, [2] * 18, [3] * 30]
@@ -98,3 +103,26 @@ def test_functions_of_plain_texts():
     assert scores.problems == []
     assert scores.values_kb[:2].tolist() == [[1, 1, 1], [len(text) for text in TEXTS]]
     assert Reward("mentions", on_texts(mentions)).parameters.needed == ("prompts", "completions", "task")
+
+
+def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
+    """Updates so far at each batch step; the logged metric and column reach the two logs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def spy(completions, trainer_state, log_extra, log_metric, **columns):\n"
+        "    log_metric('spied/step', trainer_state.global_step)\n"
+        "    log_extra('of', [trainer_state.max_steps] * len(completions))\n"
+        "    return [float(len(c[0]['content'])) for c in completions]\n"
+    )
+    toml = small(
+        rollout={"num_generations": 2, "max_new_tokens": 8},
+        optim={"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4},
+        reward={"functions": ["mine.py:spy"]},
+    )
+    (tmp_path / "train.toml").write_text(toml)
+    folder = run_training(load_config("train.toml"), report=Quiet()).folder
+    log = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
+    updates = [line for line in log if "loss" in line]
+    assert [line["spied/step"] for line in updates] == [0.0, 1.0]
+    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and all(row["extra"] == {"of": 2} for row in rows)
