@@ -13,14 +13,17 @@ from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import train
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}  # packed in groups of 64
-COMMANDS = [
-    shlex.split(line, comments=True)
-    for page in ("conversion", "export")
-    for snippet in snippets(ROOT / f"docs/{page}.md")
-    if snippet.language == "sh"
-    for line in snippet.text.splitlines()
-    if line.startswith(("grpo ", "mlx_lm.")) and not line.startswith("mlx_lm.server")  # it does not end
-]
+
+
+def commands(page):
+    """The words of its lines, in their order."""
+    return [
+        shlex.split(line, comments=True)
+        for snippet in snippets(ROOT / f"docs/{page}.md")
+        if snippet.language == "sh"
+        for line in snippet.text.splitlines()
+        if line.startswith(("grpo ", "mlx_lm.")) and not line.startswith("mlx_lm.server")  # it does not end
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +51,19 @@ def run(words, folder, start=python):
     start("-c", code, cwd=folder)
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=[" ".join(words[:4]) for words in COMMANDS])
-def test_a_command_runs(folder, words):
-    """In the order of the pages; a target of an earlier line is replaced."""
-    forced = [*words, "--force"] if words[0] == "grpo" else words
-    if "--push" in words:
-        with serving() as hub:
-            run(forced, folder, hub.python)
-            assert "model.safetensors" in hub.repos["someone/my-model"]
-    else:
-        run(forced, folder)
-    for option in ("--out", "--save-path"):
-        if option in words:
-            assert mlx_lm.load(str(folder / words[words.index(option) + 1]))
-    for option in ("--gguf", "--peft"):
-        assert option not in words or (folder / words[words.index(option) + 1]).exists()
+@pytest.mark.parametrize("page", ["conversion", "export"])
+def test_the_commands_of_a_page_run(folder, page):
+    """In their order: later lines use what earlier ones made. A target that exists is replaced."""
+    for words in commands(page):
+        forced = [*words, "--force"] if words[0] == "grpo" else words
+        if "--push" in words:
+            with serving() as hub:
+                run(forced, folder, hub.python)
+                assert "model.safetensors" in hub.repos["someone/my-model"]
+        else:
+            run(forced, folder)
+        for option in ("--out", "--save-path"):
+            if option in words:
+                assert mlx_lm.load(str(folder / words[words.index(option) + 1]))
+        for option in ("--gguf", "--peft"):
+            assert option not in words or (folder / words[words.index(option) + 1]).exists(), words
