@@ -119,7 +119,7 @@ def main(quick: bool, repeats: int) -> Sequence[Figure]:
     times = interleaved(calls, repeats=repeats, warmup=2, least_seconds=0.02 if quick else 0.2)
     cheapest = min(names, key=lambda name: times[name].median)
     dearest = max(names, key=lambda name: times[name].median)
-    # The extremes of several noisy figures are partly noise: what they are is measured anew.
+    # The extremes of several noisy figures are partly noise: they are measured again.
     extremes = interleaved(
         {name: calls[name] for name in (dearest, cheapest)},
         repeats=2 * repeats,

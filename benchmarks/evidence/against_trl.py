@@ -112,17 +112,17 @@ def summary(figures: Sequence[Figure]) -> list[Figure]:
 def main(plan: Plan) -> Sequence[Trial]:
     """The quickstart here and in TRL's GRPOTrainer: reward, exact match, time and memory over seeds."""
     overrides = QUICK if plan.quick else ()
-    told = plan.work / "trl.json"
-    told.write_text(json.dumps(side_settings(load_config("quickstart", overrides))), encoding="utf-8")
+    given = plan.work / "trl.json"
+    given.write_text(json.dumps(side_settings(load_config("quickstart", overrides))), encoding="utf-8")
     trials = []
     for seed in plan.seeds:
         for case in plan.cases:
             if case == LOGITS and seed == plan.seeds[0]:
-                trials.append(_logits(plan.work, told))
+                trials.append(_logits(plan.work, given))
             elif case == OURS:
                 trials.append(_ours(plan.work, seed, overrides))
             elif case == THEIRS:
-                trials.append(_theirs(plan.work, told, seed))
+                trials.append(_theirs(plan.work, given, seed))
     # What takes longest first, so that none is left alone at the end.
     return sorted(trials, key=lambda trial: [THEIRS, OURS, LOGITS].index(trial.case))
 
@@ -139,18 +139,18 @@ def side(*words: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.evidence.trl_side", *words]
 
 
-def _theirs(work: Path, told: Path, seed: int) -> Trial:
+def _theirs(work: Path, given: Path, seed: int) -> Trial:
     folder = work / "runs" / f"trl-{seed}"
     return Trial(
         case=THEIRS,
         seed=seed,
-        command=side("train", str(told), str(folder), str(seed)),
+        command=side("train", str(given), str(folder), str(seed)),
         read=lambda: learning(read_log(folder)),
         environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")},
     )
 
 
-def _logits(work: Path, told: Path) -> Trial:
+def _logits(work: Path, given: Path) -> Trial:
     out = work / "logits.json"
 
     def read() -> list[Figure]:
@@ -158,7 +158,7 @@ def _logits(work: Path, told: Path) -> Trial:
         note = f"{found['tokens']:,} tokens of prompts, logits from {found['low']:.1f} to {found['high']:.1f}"
         return [Figure(name=LARGEST_DIFFERENCE, value=found["difference"], note=note, at_most=SAME_LOGITS)]
 
-    return Trial(case=LOGITS, seed=0, command=side("logits", str(told), str(out)), read=read)
+    return Trial(case=LOGITS, seed=0, command=side("logits", str(given), str(out)), read=read)
 
 
 if __name__ == "__main__":

@@ -80,14 +80,14 @@ def main(plan: Plan, sums: str, gsm8k: str) -> Sequence[Trial]:
             *TASKS[task],
             *(QUICK if plan.quick else ()),
         ]
-        told = plan.work / f"{task}.json"
+        given = plan.work / f"{task}.json"
         if who == THEIRS:
-            told.write_text(json.dumps(side_settings(load_config(str(CONFIG), settings))), encoding="utf-8")
+            given.write_text(json.dumps(side_settings(load_config(str(CONFIG), settings))), encoding="utf-8")
         for seed in plan.seeds:
             name = f"{case}-{seed}".replace(" ", "-").replace(",", "")
             log = run_folder(plan.work, name)
             ours = run_command(CONFIG, plan.work, name, (f"run.seed={seed}", *settings))
-            command = ours if who == OURS else side("train", str(told), str(log), str(seed))
+            command = ours if who == OURS else side("train", str(given), str(log), str(seed))
             trials.append(Trial(case=case, seed=seed, command=command, read=_reading(log)))
     return trials
 

@@ -1,1 +1,1 @@
-"""Makes the shipped data, tokenizer and model anew. Nothing else imports it."""
+"""Makes the shipped data, tokenizer and model again. Nothing else imports it."""

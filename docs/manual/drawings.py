@@ -51,7 +51,7 @@ def shown(page: str, text: str) -> str:
 
 
 def draw(script: Path) -> None:
-    """Draws all of them anew."""
+    """Draws all of them again."""
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     program = next(filter(None, map(shutil.which, BROWSERS)), None)

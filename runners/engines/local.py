@@ -202,11 +202,8 @@ class LocalEngine:
             images=requests.images,
             decoding=self.decoding,
         )
-        most, done, reported = (
-            len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens,
-            0,
-            0.0,
-        )
+        most = len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens
+        done, reported = 0, 0.0
         try:
             while True:
                 column = next(columns)

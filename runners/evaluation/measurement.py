@@ -68,10 +68,10 @@ def config_of_runs(
 
 def _measured(config: Config) -> dict[str, Any]:
     """The keys that decide what an evaluation measures, with their values."""
-    told = config.to_dict()
-    told["rollout"] = {name: told["rollout"].get(name) for name in _SAMPLED}
+    keys = config.to_dict()
+    keys["rollout"] = {name: keys["rollout"].get(name) for name in _SAMPLED}
     sections = ("data", "answer", "rollout", "reward", "env", "eval")
-    return {f"{s}.{name}": value for s in sections for name, value in told[s].items() if name not in _TRAINED}
+    return {f"{s}.{name}": value for s in sections for name, value in keys[s].items() if name not in _TRAINED}
 
 
 def open_model(

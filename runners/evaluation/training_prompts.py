@@ -122,7 +122,7 @@ def _line(group: list[Completion], at_least: float) -> dict[str, Any]:
 
 def _measured(config: Config, samples: int) -> str:
     """A digest of what pass rates depend on besides the prompt."""
-    told = config.to_dict()
-    facts = [told[name] for name in ("model", "answer", "reward", "rollout", "env") if name in told]
+    values = config.to_dict()
+    facts = [values[name] for name in ("model", "answer", "reward", "rollout", "env") if name in values]
     text = repr((samples, config.run.seed, config.data.nudge, config.data.pass_reward, facts))
     return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]

@@ -18,7 +18,10 @@ from runners.telemetry.run_statistics import loss_metrics, rollout_metrics
 from runners.training.session import Session
 
 # The metrics of an update that say nothing of gold completions begin so.
-_OF_SAMPLES = "reward frac_reward length_penalty ratio/ clip_ cispo_ sampling/ kl tokens_per groups/"
+_OF_SAMPLES = (
+    *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
+    *("sampling/", "kl", "tokens_per", "groups/"),
+)
 
 
 def show_start(session: Session) -> None:
@@ -134,7 +137,7 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     }
     if not gold:
         return metrics
-    return {name: value for name, value in metrics.items() if not name.startswith(tuple(_OF_SAMPLES.split()))}
+    return {name: value for name, value in metrics.items() if not name.startswith(_OF_SAMPLES)}
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:

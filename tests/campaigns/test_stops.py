@@ -67,7 +67,7 @@ def command(folder, name, *hook):
 
 
 def environment(folder, name):
-    """A cache of its own: the tokenizer is checked anew."""
+    """A cache of its own: the tokenizer is checked again."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "GRPO_FN_CACHE": str(folder / f"{name}-cache")}
 
 

@@ -83,7 +83,7 @@ def test_adamw_is_the_paper_s(settings, compile):
 
 @pytest.mark.parametrize("bad, compile", [(math.inf, False), (math.nan, True), (-math.inf, True)])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, compile):
-    """Parameters and moments stay bit for bit, sums start anew, the stats say so; the next works."""
+    """Parameters and moments stay bit for bit, sums start again at 0, the stats say so; the next works."""
     optimizer, update, _ = make_update(compile=compile)
     state, _ = update(hand_state(hand_grads(0), 2.0, optimizer))
     broken = hand_grads(1)

@@ -50,7 +50,7 @@ def test_merged_adapters_compute_the_same_and_come_back(name, dora):
 
 
 def test_adapters_over_few_bits_are_left_alone(monkeypatch):
-    """16 bits where a backend does not ask for it, and packed weights, which would have to be packed anew."""
+    """16 bits where a backend does not ask for it, and packed weights: they would have to be packed again."""
     monkeypatch.setattr(decode_weights, "number", {"merged_16_bits": 0, "unpack_rows": 4}.get)
     for change in (
         lambda module: module.set_dtype(mx.bfloat16),

@@ -110,7 +110,7 @@ def test_the_shipped_model_and_data():
 
 
 def test_packed_weights_whose_config_says_no_bits(tmp_path):
-    """Which is a fault of the config, if any, and told where the model is loaded."""
+    """Which is a fault of the config, if any, and reported where the model is loaded."""
     file = make_model_folder(tmp_path / "other") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"group_size": 32}}))
     write_rows(tmp_path / "rows.jsonl", ("question", question), ("answer", lambda n: 2 * n))

@@ -93,7 +93,7 @@ def test_batches_of_any_size_give_the_same(model):
 
 
 def test_ends(embedded):
-    """An end token, a stop string, the limit: each is told, and a reply ends there as well."""
+    """An end token, a stop string, the limit: each is reported, and a reply ends there as well."""
     question = "Ida has 12 cards. Eva has 3 times as many. They sell 9. How many are left?"
     for stop, limit, finish in (([], 60, "stop"), (["</reasoning>"], 60, "stop"), ([], 5, "length")):
         find = embedded.decoder.find_stop(stop)

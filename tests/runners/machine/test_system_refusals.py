@@ -1,4 +1,4 @@
-"""What the system refuses is told from faults of the program."""
+"""What the system refuses is distinguished from faults of the program."""
 
 import pytest
 

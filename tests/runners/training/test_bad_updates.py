@@ -53,7 +53,7 @@ def test_without_a_limit_it_goes_on(tmp_path):
 
 
 def test_one_bad_gradient_costs_one_update(tmp_path, monkeypatch):
-    """The row starts anew after a good one; the log says which, and the reward's numbers are kept."""
+    """The row starts again after a good one; the log says which, and the reward's numbers are kept."""
     real, count = g.GradStep.__call__, []
 
     def step(self, state, batch, **how):

@@ -53,7 +53,7 @@ def test_a_kernel_is_launched_with_sizes_and_compiled_once(monkeypatch):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
-    """Without a GPU, too: it compiles for one that it is told."""
+    """Without a GPU, too: it compiles for the architecture that is given."""
     monkeypatch.setattr(mx, "device_info", lambda: {"architecture": "sm_90"})
     launched = []
 
