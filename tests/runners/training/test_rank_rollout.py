@@ -9,6 +9,7 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.environments.tool_calls import CallReader, ToolCall
+from runners.errors import RewardError
 from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
@@ -143,3 +144,18 @@ def test_conversations_of_ranks_are_those_of_one(write, factory, numbers):
         for found, logp_bt in on_ranks(number, lambda own: collected(path, as_run_ranks(own))):
             assert found == want
             np.testing.assert_allclose(logp_bt, want_bt, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("on_error", "together"), [("skip", True), ("raise", False)])
+def test_a_failed_reward_says_whether_all_ranks_raise_it(tmp_path, on_error, together):
+    """Where all raise it at the same place they save before they end; with "raise" others may wait."""
+    (tmp_path / "fails.py").write_text("def fails(completions, **_):\n    raise OSError('not now')\n")
+    path = tmp_path / "train.toml"
+    path.write_text(small(reward={"functions": [f"{tmp_path}/fails.py:fails"], "on_error": on_error}))
+
+    def raised(own: Any) -> bool:
+        with pytest.raises(RewardError, match="not now") as caught:
+            collected(path, as_run_ranks(own))
+        return caught.value.on_all_ranks
+
+    assert list(on_ranks(2, raised)) == [together] * 2
