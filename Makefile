@@ -42,8 +42,8 @@ BENCHMARKS := first_update lengths logprobs gated_delta loss step rollout turns 
 EVIDENCE := against_trl samplers presets masters real_model real_samplers difficulty cold_start
 
 # Exit code 1 where a BLAS is wanted and there is none.
-HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import blas; import sys; \
-	sys.exit(blas().reason == "no OpenBLAS or MKL was found")'
+HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import load_blas; import sys; \
+	sys.exit(load_blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-fast campaigns lint docs bench evidence setup constraints clean

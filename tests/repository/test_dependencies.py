@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.processes.new_process import python
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"grpo_entry", "grpo_fn", "runners", "configs", "benchmarks", "tests"}
@@ -93,3 +95,13 @@ def test_constraints_pin_every_dependency_within_its_bounds():
     ] == []
     alone = re.compile(r"mlx-(cpu|cuda|metal)|nvidia-|cuda-|triton|setuptools|pip$")
     assert [name for name in pins if alone.match(name)] == []
+
+
+def test_what_make_asks_python_at_set_up_is_answered():
+    """With exit code 0 or 1: a fault would be taken for a missing BLAS, and another one be installed."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    programs = re.findall(r"\$\(BIN\)/python -c '(.*?)'", text)
+    assert len(programs) == 2 and any("BLAS" in program for program in programs)
+    for program in programs:
+        done = python("-c", program, code=None)
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
