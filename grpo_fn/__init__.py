@@ -25,10 +25,12 @@ from grpo_fn.completions import take_groups as take_groups
 from grpo_fn.learner import Batch as Batch
 from grpo_fn.learner import GradStep as GradStep
 from grpo_fn.learner import Optimizer as Optimizer
+from grpo_fn.learner import Rates as Rates
 from grpo_fn.learner import TrainState as TrainState
 from grpo_fn.learner import UpdateStats as UpdateStats
 from grpo_fn.learner import adamw as adamw
 from grpo_fn.learner import all_reduce as all_reduce
+from grpo_fn.learner import batch_of as batch_of
 from grpo_fn.learner import drop_inactive as drop_inactive
 from grpo_fn.learner import init_state as init_state
 from grpo_fn.learner import make_batch as make_batch

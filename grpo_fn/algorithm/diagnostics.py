@@ -6,7 +6,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from grpo_fn.algorithm.ratios import RolloutMismatch
-from grpo_fn.algorithm.spec import LossSpec
+from grpo_fn.algorithm.spec import LossSpec, divided, divisor
 from grpo_fn.algorithm.surrogates import SURROGATES
 
 _SUMMED = ("denominator", "num_tokens", "num_sequences", "num_ratios")
@@ -16,7 +16,7 @@ class LossStats(NamedTuple):
     """Diagnostics of one loss: 0-d float32 each, 0 where no token counts."""
 
     loss: mx.array  # the loss: Σ / denominator
-    denominator: mx.array  # what the sum was divided by: sequences, tokens or sequences × L_max
+    denominator: mx.array  # what divides the sum: sequences, tokens or sequences × L_max; of a `sum`: 0
     num_tokens: mx.array  # counted tokens that the learner saw: the weight of the means below
     num_sequences: mx.array  # rows with a counted token
     kl: mx.array  # mean estimate of KL(π_θ ‖ π_ref), nats, before any bias correction
@@ -104,7 +104,7 @@ def loss_stats(
     difference_bt = x.old_logp_bt - x.rollout_logp_bt
     d_bt, is_ratio_bt = mismatch.log_ratio_bt, mismatch.ratio_bt
     stats = LossStats(
-        loss=total / mx.maximum(denominator, 1e-30),
+        loss=divided(total, denominator),
         denominator=denominator,
         num_tokens=seen,
         num_sequences=rows,
@@ -150,7 +150,7 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
         if name in _SUMMED:
             merged[name] = column.sum()
         elif name == "loss":
-            merged[name] = (column * denominator).sum() / mx.maximum(denominator.sum(), 1e-30)
+            merged[name] = divided((column * divisor(denominator)).sum(), denominator.sum())
         elif name.endswith(("_min", "_max")):
             least = name.endswith("_min")
             worst = mx.where(present, column, mx.inf if least else -mx.inf)

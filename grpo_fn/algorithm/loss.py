@@ -13,7 +13,7 @@ import mlx.core as mx
 from grpo_fn.algorithm.diagnostics import LossInputs, LossStats, loss_stats
 from grpo_fn.algorithm.kl import kl_estimate
 from grpo_fn.algorithm.ratios import CORRECTIONS, drop_sequences, policy_ratio, rollout_mismatch
-from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length
+from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length, divided
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 
@@ -79,7 +79,7 @@ def policy_loss(
         logp_bt, adv_b, mask_bt, old_logp_bt, rollout_logp_bt, ref_logp_bt, entropy_bt, keep_bt, teacher_kl_bt
     )
     total, stats = loss_sum(arrays, spec, max_completion_length, teacher_coef)
-    return total / mx.maximum(stats.denominator, 1e-30), stats
+    return divided(total, stats.denominator), stats
 
 
 def loss_sum(

@@ -30,7 +30,19 @@ AGGREGATIONS: dict[str, Aggregation] = {
     "token_mean": Aggregation(lambda sequences, tokens, longest: tokens),
     "constant": Aggregation(lambda sequences, tokens, longest: sequences * longest, needs_max_length=True),
     "sequence_sum_norm": Aggregation(lambda sequences, tokens, longest: sequences),
+    "sum": Aggregation(lambda sequences, tokens, longest: mx.zeros_like(tokens)),
 }
+
+
+def divided(total: mx.array, denominator: mx.array) -> mx.array:
+    """A loss or gradient from its sum and denominator. A denominator of 0 divides by 1: no token counts, or
+    the aggregation is `sum`."""
+    return total / divisor(denominator)
+
+
+def divisor(denominator: mx.array) -> mx.array:
+    """The number by which `divided` divides."""
+    return mx.where(denominator == 0, 1.0, denominator)
 
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:

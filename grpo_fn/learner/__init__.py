@@ -4,7 +4,15 @@ Imports `grpo_fn.algorithm`, `grpo_fn.policy`, the backends' interface and the r
 `grpo_fn.rollout`.
 """
 
-from grpo_fn.learner.batch import Batch, as_teacher_reads, drop_inactive, make_batch, minibatches, take_rows
+from grpo_fn.learner.batch import (
+    Batch,
+    as_teacher_reads,
+    batch_of,
+    drop_inactive,
+    make_batch,
+    minibatches,
+    take_rows,
+)
 from grpo_fn.learner.forward_steps import (
     RoutingStats,
     Teacher,
@@ -21,7 +29,7 @@ from grpo_fn.learner.logprobs.token_logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
-from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, adamw, warmup_schedule
+from grpo_fn.learner.optimizer import SCHEDULES, Optimizer, Rates, adamw, warmup_schedule
 from grpo_fn.learner.packing import Packer, Row, Shape, halve_batch, piece_tokens, shape_of, split_batch
 from grpo_fn.learner.ranks.reduce import (
     Collectives,

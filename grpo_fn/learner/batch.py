@@ -14,7 +14,7 @@ import mlx.core as mx
 from grpo_fn.algorithm import LossSpec
 from grpo_fn.backends import enabled
 from grpo_fn.checks import check_positions, check_shape, check_token_ids
-from grpo_fn.completions import Rollout
+from grpo_fn.completions import Rollout, given_rollout
 from grpo_fn.images import ImageRows, image_rows
 from grpo_fn.policy.policy import Policy
 from grpo_fn.trees import on_host
@@ -46,6 +46,7 @@ class Batch:
     hinted_lengths_b: mx.array | None = None  # of their prompts
     experts_blnk: mx.array | None = None  # of a model with N layers of experts: the k that each token gets,
     # integers; None: those that its routers choose
+    row_b: mx.array | None = None  # a number of each row that it keeps in a micro-batch, int32; padding: −1
     vocabulary: int | None = None  # all token ids are below it; None: not known
     images: ImageRows | None = None  # of the rows of tokens_bl; None: there are none
 
@@ -54,7 +55,7 @@ class Batch:
 # `targets_bt`; "": the same in each part, or computed again for it. An array may have fewer than its axes.
 _FIELDS = {
     "": "num_sequences num_tokens vocabulary images features_nd",
-    "b": "group_b prompt_index_b hinted_lengths_b",
+    "b": "group_b prompt_index_b hinted_lengths_b row_b",
     "bm": "hinted_tokens_bm",
     "bt": "advantages_b targets_bt mask_bt rollout_logp_bt old_logp_bt ref_logp_bt teacher_logp_bt keep_bt",
     "p": "prompt_lengths_b shift_r",
@@ -63,7 +64,7 @@ _FIELDS = {
     "p3l": "positions_r3l",
 }
 AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
-_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1}  # of the others: 0
+_PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}  # of the others: 0
 
 
 def make_batch(
@@ -123,6 +124,50 @@ def make_batch(
         images=image_rows(rollout.images, lengths, longest + width, repeat=rollout.num_generations)
         if rollout.images is not None and any(each is not None for each in rollout.images)
         else None,
+    )
+
+
+def batch_of(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    advantages: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]] | None = None,
+    *,
+    logp: Sequence[Sequence[float]] | None = None,
+) -> Batch:
+    """A batch of any rows, with an advantage and a weight for each token of a completion.
+
+    A token's loss is multiplied by its weight, as a factor of its advantage; one of weight 0 counts nowhere.
+
+    Args:
+        rows: (prompt, completion): token ids, none of them empty.
+        advantages: of each completion's tokens; for `SFT` 1.
+        weights: of the same tokens, at least 0; None: 1 each.
+        logp: log-probs of the same tokens under the policy that drew them, nats: μ, and π_old of the ratio;
+            None: π_old is π_θ.
+
+    Raises:
+        ValueError: a prompt, completion or number is missing, or as `given_rollout` and `make_batch`.
+    """
+    rollout = given_rollout([prompt for prompt, _ in rows], [completion for _, completion in rows])
+    lengths = [len(completion) for _, completion in rows]
+
+    def padded(name: str, values: Sequence[Sequence[float]]) -> mx.array:
+        found = [len(row) for row in values]
+        if found != lengths:
+            raise ValueError(f"{name}: expected a number for each completion token, {lengths}, found {found}")
+        return mx.array([[*row, *[0.0] * (max(lengths) - len(row))] for row in values])
+
+    adv_bt = padded("advantages", advantages)
+    weight_bt = padded("weights", weights or [[1.0] * length for length in lengths])
+    batch = make_batch(rollout, (adv_bt * weight_bt)[:, None])
+    mask_bt = batch.mask_bt & (weight_bt != 0)
+    drawn_bt = None if logp is None else padded("logp", logp)
+    return attrs.evolve(
+        batch,
+        mask_bt=mask_bt,
+        num_tokens=mask_bt.sum().astype(mx.float32),
+        rollout_logp_bt=batch.rollout_logp_bt if drawn_bt is None else drawn_bt,
+        old_logp_bt=drawn_bt,
     )
 
 

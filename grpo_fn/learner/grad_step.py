@@ -55,6 +55,7 @@ class GradStep:
         batch: Batch | Sequence[Batch],
         *,
         submitted: Callable[[mx.array], None] | None = None,
+        logprobs: list[mx.array] | None = None,
     ) -> tuple[TrainState, LossStats]:
         """Add a batch's gradient and denominator to the state's; one batch step.
 
@@ -65,6 +66,9 @@ class GradStep:
             batch: one batch, or its micro-batches.
             submitted: takes, after each micro-batch but the last, a 0-d array that is computed with it: who
                 evaluates the one before waits until the device is one micro-batch behind.
+
+            logprobs: gets, for each micro-batch, the log π_θ of its tokens [B,T] with which the loss was
+                computed, as in `logprob_step`.
 
         Raises:
             ValueError: there is no batch, a token id is outside of the model's embedding, or beta > 0 and
@@ -85,6 +89,8 @@ class GradStep:
                 counts = part.num_sequences, part.num_tokens, self.max_completion_length
                 stats.append(empty_stats(AGGREGATIONS[self.spec.aggregation].denominator(*counts)))
                 accum = accum[0], accum[1] + stats[-1].denominator
+                if logprobs is not None:
+                    logprobs.append(mx.zeros(part.mask_bt.shape))
                 continue
             ref = state.ref_params if self.spec.beta > 0 and part.ref_logp_bt is None else None
             # One micro-batch's activations at a time: nothing else orders the forwards.
@@ -96,6 +102,8 @@ class GradStep:
             part_stats, weight = self.stats_step(arrays, loss, accum[1])
             accum = grads, weight
             stats.append(part_stats)
+            if logprobs is not None:
+                logprobs.append(arrays.logp_bt)
             if number < len(parts):
                 # The device computes this while the next graph is built. The caller evaluates the last one.
                 mx.async_eval(list(arrays_of((accum, part_stats))))

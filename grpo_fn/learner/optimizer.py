@@ -25,6 +25,17 @@ class OptimizerNumbers(NamedTuple):
     step: mx.array  # t, int32: updates that the moments will have seen
     size: mx.array  # η / (1 − β1^t): of the corrected first moment's step
     root: mx.array  # 1 / √(1 − β2^t): corrects the root of the second moment
+    constants: mx.array | None = None  # [5]: β1, 1 − β1, β2, 1 − β2, ε; None: those of the optimizer
+
+
+class Rates(NamedTuple):
+    """What one update uses in place of the optimizer's own settings: numbers or 0-d arrays."""
+
+    learning_rate: float | mx.array
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | mx.array | None = None  # bound on the global L2 norm; None: no clipping
 
 
 @attrs.frozen(eq=False)
@@ -32,15 +43,15 @@ class Optimizer:
     """Three pure functions.
 
     init(params) -> opt_state
-    numbers(opt_state, update_step) -> OptimizerNumbers; `update_step` is 0-d int32, counted from 0, and
-        drives the schedule.
+    numbers(opt_state, update_step, rates=None) -> OptimizerNumbers; `update_step` is 0-d int32, counted from
+        0, and drives the schedule; `Rates` replace schedule and constants.
     apply(grads, opt_state, params, numbers, keep, factor) -> (params, opt_state). `keep(new, old)` turns a
         new value, float32 where it is a number, into the one that takes the old one's place: every leaf goes
         through it once. `factor`, 0-d float32, is a factor of all gradients; it may be left out.
     """
 
     init: Callable[[Tree], Tree]
-    numbers: Callable[[Tree, mx.array], OptimizerNumbers]
+    numbers: Callable[..., OptimizerNumbers]
     apply: Callable[..., tuple[Tree, Tree]]
 
 
@@ -83,14 +94,20 @@ def adamw(
 
         return {"step": mx.array(0, mx.int32), **map_arrays(zeros, params)}
 
-    def numbers(opt_state: Tree, update_step: mx.array) -> OptimizerNumbers:
+    def numbers(opt_state: Tree, update_step: mx.array, rates: Rates | None = None) -> OptimizerNumbers:
         # "step" counts what the moments have seen, for bias correction: a skipped update is none of it.
-        step, rate = opt_state["step"] + 1, schedule(update_step)
-        size, root = rate / (1 - betas[0] ** step), mx.rsqrt(1 - betas[1] ** step)
+        step = opt_state["step"] + 1
+        own = Rates(schedule(update_step), betas, eps, weight_decay) if rates is None else rates
+        rate = mx.array(own.learning_rate)
+        b1, b2 = own.betas
+        size = rate / (1 - b1**step)
+        root = mx.rsqrt(1 - b2**step)
         rate, decay, size, root = (
-            each.astype(mx.float32) for each in (rate, 1 - rate * weight_decay, size, root)
+            each.astype(mx.float32) for each in (rate, 1 - rate * own.weight_decay, size, root)
         )
-        return OptimizerNumbers(rate, decay, step, size, root)
+        # As an argument of the compiled update, new values need no new trace.
+        constants = None if rates is None else mx.array([b1, 1 - b1, b2, 1 - b2, own.eps])
+        return OptimizerNumbers(rate, decay, step, size, root, constants)
 
     def apply(
         grads: Tree,
@@ -101,6 +118,8 @@ def adamw(
         factor: mx.array | None = None,
     ) -> tuple[Tree, Tree]:
         whole = mx.array(1.0) if factor is None else factor
+        fixed = (betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps)
+        b1, one_less_b1, b2, one_less_b2, small = fixed if numbers.constants is None else numbers.constants
         new_moments: list[dict[str, mx.array]] = []
         last: list[mx.array] = []
 
@@ -110,9 +129,9 @@ def adamw(
             old = (param, moments["m"], moments["v"])
             param, grad, m, v = (x.astype(mx.float32) for x in (param, grad, *old[1:]))
             # Two products, not one that both use: each is part of its moment's pass.
-            m = betas[0] * m + (1 - betas[0]) * (grad * whole)
-            v = betas[1] * v + (1 - betas[1]) * mx.square(whole * grad)
-            step = numbers.size * m / (mx.sqrt(v) * numbers.root + eps)
+            m = b1 * m + one_less_b1 * (grad * whole)
+            v = b2 * v + one_less_b2 * mx.square(whole * grad)
+            step = numbers.size * m / (mx.sqrt(v) * numbers.root + small)
             new = param * numbers.decay - step, m, v
             last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
             new_moments.append({"m": last[1], "v": last[2]})

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import attrs
 import mlx.core as mx
 
+from grpo_fn.algorithm import divisor
 from grpo_fn.backends import compiled_step
-from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers
+from grpo_fn.learner.optimizer import Optimizer, OptimizerNumbers, Rates
 from grpo_fn.learner.state import TrainState, zeros_like
 from grpo_fn.prng import UPDATE_ROUNDING, fold_in
 from grpo_fn.rounding import storing
@@ -24,8 +25,12 @@ class UpdateStats(NamedTuple):
 
 def make_update_step(
     optimizer: Optimizer, *, max_grad_norm: float | None = None, compile: bool = True
-) -> Callable[[TrainState], tuple[TrainState, UpdateStats]]:
-    """The learner's second step: divide the accumulated gradient by its weight, clip, apply the optimizer.
+) -> Callable[..., tuple[TrainState, UpdateStats]]:
+    """The learner's second step: `update_step(state, rates=None) -> (state, stats)`.
+
+    It divides the accumulated gradient by its weight, clips it and applies the optimizer. With `Rates`,
+    these replace the optimizer's own learning rate and constants, and the bound, for this update: new values
+    need no new trace.
 
     If a loss, a gradient or the learning rate is not finite, parameters and moments stay as they are. Only
     the counters and the accumulated sums change, and the stats report it. A leaf also keeps its values if its
@@ -69,14 +74,16 @@ def make_update_step(
     squares_step = compiled_step(sum_of_squares, enabled=compile)
     step = compiled_step(apply, enabled=compile)
 
-    def update_step(state: TrainState) -> tuple[TrainState, UpdateStats]:
+    def update_step(state: TrainState, rates: Rates | None = None) -> tuple[TrainState, UpdateStats]:
         # Not compiled: a program for a single number would save nothing. One factor divides and clips, so
         # that there is no second copy of the gradients.
-        weight = mx.maximum(state.accum_weight, 1e-30)
-        norm, factor = mx.sqrt(squares_step(state.accum_grads)) / weight, 1 / weight
-        if max_grad_norm is not None:
-            factor = factor * mx.minimum(max_grad_norm / (norm + 1e-6), 1.0)
-        numbers = optimizer.numbers(state.opt_state, state.update_step)
+        weight = divisor(state.accum_weight)
+        norm = mx.sqrt(squares_step(state.accum_grads)) / weight
+        factor = 1 / weight
+        bound = max_grad_norm if rates is None else rates.max_grad_norm
+        if bound is not None:
+            factor = factor * mx.minimum(bound / (norm + 1e-6), 1.0)
+        numbers = optimizer.numbers(state.opt_state, state.update_step, rates)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
         key = fold_in(state.key, UPDATE_ROUNDING, state.update_step)
         held = state.params, state.opt_state

@@ -4,6 +4,7 @@ An mlx-lm module stands for its function: during a call its leaves are replaced 
 then restored. The module decides what is trainable (all of it, or LoRA's adapters).
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -108,6 +109,19 @@ class Policy:
         """
         empty(self.module, self.params)
         return attrs.evolve(self, params=None)
+
+    def twin(self) -> "Policy":
+        """The same function over a module of its own, which shares all arrays with this one.
+
+        A call swaps the leaves of its policy's module. So two threads, or a learner and a rollout that waits
+        between two of its steps, need a module each.
+        """
+        held = self.module.parameters()
+        blank = from_names({name: mx.zeros(()) for name in named_leaves(held)})
+        with parameters_replaced(self.module, blank):
+            module = copy.deepcopy(self.module)
+        module.update(held)
+        return attrs.evolve(self, module=module)
 
     def program(self, name: str, forward: Callable[..., Any]) -> Compiled:
         """A backend's forward of that name over this policy, compiled; made once."""

@@ -16,6 +16,7 @@ SPECS = {
     "token_mean": g.LossSpec(epsilon_high=0.28, aggregation="token_mean", correction="token_truncate"),
     "constant": g.LossSpec(aggregation="constant", beta=0.1, entropy_coef=0.02),
     "gspo": g.preset("gspo"),
+    "sum": g.LossSpec(aggregation="sum", correction="token_truncate"),
 }
 
 
@@ -41,7 +42,7 @@ def make_batch(
 
 def mean_gradient(state) -> Any:
     """What the update divides out: Σ of gradients over Σ of denominators."""
-    return map_arrays(lambda a: a / state.accum_weight, state.accum_grads)
+    return map_arrays(lambda a: a / (state.accum_weight.item() or 1.0), state.accum_grads)
 
 
 def near_policy(batch, policy, *, seed=0) -> Any:
@@ -84,7 +85,8 @@ def naive_loss(module, ref_module, batch, spec):
             term = term + spec.beta * (mx.exp(y) - y - 1)
         term = term - spec.entropy_coef * entropy
         total = total + (term.mean() if spec.aggregation == "sequence_mean" else term.sum())
-    return total / {"sequence_mean": rows, "token_mean": tokens, "constant": rows * L_MAX}[spec.aggregation]
+    shares = {"sequence_mean": rows, "token_mean": tokens, "constant": rows * L_MAX, "sum": 1}
+    return total / shares[spec.aggregation]
 
 
 def policy_of(name) -> Any:

@@ -120,6 +120,7 @@ def denominators(spec, mask, max_completion_length):
         "token_mean": np.full(rows, max(tokens, 1.0)),  # DAPO eq. 8
         "constant": np.full(rows, rows * float(max_completion_length or 1)),  # Dr. GRPO
         "sequence_sum_norm": np.full(rows, float(rows)),  # LUSPO: mean_i( mean_t(l) · |o_i| )
+        "sum": np.ones(rows),  # Tinker's losses: Σ l
     }[spec.aggregation]
 
 
@@ -199,7 +200,7 @@ def policy_loss(spec, logp, adv, mask, *, old=None, rollout=None, ref=None, max_
     out.margin = min(edges)
     out.stats = statistics(spec, seen, mask, out.loss)
     rows = float(mask.shape[0])
-    by_name = {"token_mean": mask.sum(), "constant": rows * float(max_completion_length or 1)}
+    by_name = {"token_mean": mask.sum(), "constant": rows * float(max_completion_length or 1), "sum": 0.0}
     out.stats["denominator"] = by_name.get(spec.aggregation, rows)
     return out
 

@@ -42,7 +42,7 @@ def of_the_whole(name):
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["all rows", "active rows"])
 @pytest.mark.parametrize("how", SPLITS)
-@pytest.mark.parametrize("name", ["grpo", "token_mean", "by token"])
+@pytest.mark.parametrize("name", ["grpo", "token_mean", "sum", "by token"])
 def test_any_split_gives_the_same_update(name, how, dropped):
     """Micro-batches, gradient accumulation, rows left out: gradient, loss and statistics of the whole."""
     policy, whole, grad_step, (want, want_stats) = of_the_whole(name)
