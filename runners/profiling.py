@@ -22,9 +22,19 @@ from runners.metrics import METRICS
 from runners.models.role_quantization import formats_line
 from runners.telemetry.diary import Diary
 from runners.telemetry.report import Report, duration_text
-from runners.training.run_state import RunState
+from runners.training.plan import plan_of
+from runners.training.run_state import first_state
 from runners.training.setup import Run, SetUp
-from runners.training.steps import TrainSteps
+from runners.training.steps import (
+    experience,
+    gradients,
+    judge_sampler,
+    learn,
+    propose,
+    release_sampler,
+    sync,
+    update,
+)
 
 PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 
@@ -33,30 +43,30 @@ class Stepping:
     """A built run that takes its steps without anything being written."""
 
     def __init__(self, run: Run) -> None:
-        train = run.learner.state
-        assert train is not None
-        run.learner.engine.load(train.old_params, 0)
-        self.state = RunState(train=train, micro_batch_tokens=run.config.system.micro_batch_tokens)
+        self.state = first_state(run)
         self.run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-        self.steps = TrainSteps(self.run, Diary(Report()))
+        self.plan = plan_of(self.run, Diary(Report()))
+        self.plan.engine.load(self.plan.weights(self.state))
 
     def step(self) -> dict[str, float]:
         """The rollouts of an update and all updates that use them: seconds by part, and counts."""
-        taken, tokens, learned, columns = self.steps, 0.0, 0.0, 0.0
-        while not taken.update_due(self.state):
-            experience = taken.roll_out(self.state)
-            self.state = taken.accept(self.state, experience, *taken.cut(self.state, experience))
-            tokens += experience.sampled_tokens
-            rollout = experience.rollout
+        plan = self.plan
+        tokens = learned = columns = 0.0
+        while not plan.update_due(self.state):
+            found = experience(plan, plan.engine, propose(plan, self.state))
+            self.state = learn(plan, self.state, found)
+            tokens += found.sampled_tokens
+            rollout = found.rollout
             learned += np.array(rollout.lengths_b).sum().item()
             learned += rollout.num_generations * sum(map(len, rollout.prompts))  # their prompts
             columns += rollout.tokens_bt.shape[1]
-        for _ in range(taken.uses):
-            sums = taken.gradients(taken.free_sampler(self.state))
+        for _ in range(plan.uses):
+            self.state = release_sampler(plan, self.state)
+            summed = [gradients(plan, self.state)]
             self.state = attrs.evolve(self.state, train=None)
-            state, *_ = taken.update(sums)
-            self.state = taken.sync(state)
-        return {**taken.times.take(), "tokens": tokens, "learned": learned, "columns": columns}
+            state, updated = update(plan, summed.pop())
+            self.state = sync(plan, judge_sampler(plan, state, updated.loss))
+        return {**plan.times.take(), "tokens": tokens, "learned": learned, "columns": columns}
 
 
 def bench_steps(
@@ -93,10 +103,11 @@ def bench_steps(
     rows_a_step = whole.optim.batch_size * together * rollout.num_generations
     evaluating = evaluations * problems * longer * seconds["rollout"] / rows_a_step
     training = first + (run_steps - 1) * step
-    formats, sampled = stepping.state.formats, (run.learner.policy, stepping.state.train.old_params)
+    state = stepping.state
+    formats = state.sampler.formats
     return {
         "steps": steps,
-        "formats": formats_line(config, formats, *sampled) if formats else "",
+        "formats": formats_line(config, formats, run.learner.policy, state.train.old_params) if formats else "",
         "first_step_seconds": first,
         "step_seconds": step,
         "part_seconds": seconds,

@@ -98,7 +98,7 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
     return Sampling(
         max_new_tokens=values["max_tokens"],
         eos_ids=model.eos_ids,
-        find_stop=model.decoder.find_stop(values["stop"]),
+        stop=tuple(values["stop"]),
         **{name: values[name] for name in names},
     )
 

@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 
 from runners.config.loading import Config
-from runners.data.curriculum import Estimates, draw_weights, drawn, explores
+from runners.data.curriculum import explores
+from runners.data.curriculum import drawn as drawn_by_weight
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 
 
-@attrs.define(eq=False)
-class PromptStream:
-    """Training examples of a run: epoch after epoch, each in its own permutation."""
+@attrs.frozen(eq=False)
+class PromptOrder:
+    """The usual order of a run's training examples: epoch after epoch, each in its own permutation."""
 
     examples: Sequence[Example]
     seed: int
-    position: int = 0  # examples handed out so far
     rates_n: np.ndarray | None = None  # measured pass rates: each epoch goes from easy to hard; None: mixed
-    _order: tuple[int, list[int]] = attrs.field(default=(-1, []), init=False)
 
-    @property
-    def epoch(self) -> float:
-        """Epochs done, with fractions."""
-        return self.position / len(self.examples)
+    def epoch(self, position: int) -> float:
+        """Epochs done once `position` examples have been handed out, with fractions."""
+        return position / len(self.examples)
 
-    def take(self, number: int) -> list[Example]:
-        """The next examples; a batch may extend into the next epoch."""
-        taken = []
-        for _ in range(number):
-            taken.append(self.examples[self._in_order(self.position)])
-            self.position += 1
-        return taken
-
-    def taking(self, known: Estimates | None, step: int, config: Config) -> Callable[[int], list[Example]]:
-        """`take` for a batch step; with estimates, data.explore of its draws follow the usual order, and the
-        others are drawn by weight. No prompt is drawn twice in a step while there are others."""
-        if known is None or config.data.curriculum != "adaptive":
-            return self.take
-        data, taken = config.data, set[int]()
-        how = {"target": data.target_rate, "decay": data.rate_decay}
-        weights_n = draw_weights(known, step, size=config.rollout.num_generations, **how)
-
-        def take(number: int) -> list[Example]:
-            start, self.position = self.position, self.position + number
-            places = [explores(position, data.explore) for position in range(start, self.position)]
-            chosen = [self._in_order(place) for place in places if place is not None]
-            taken.update(chosen)
-            chosen += drawn(weights_n, number - len(chosen), taken, self.seed, start)
-            taken.update(chosen)
-            return [self.examples[each] for each in chosen]
-
-        return take
-
-    def _in_order(self, position: int) -> int:
-        """The number of the example at a place of the usual order."""
+    def number_at(self, position: int) -> int:
+        """The number of the example at this place."""
         epoch, place = divmod(position, len(self.examples))
-        if self._order[0] != epoch:
-            order = epoch_order(len(self.examples), self.seed, epoch)
-            if self.rates_n is not None:
-                order = order[np.argsort(-self.rates_n[order], kind="stable")]
-            self._order = epoch, order.tolist()
-        return self._order[1][place]
+        return _permutation(self, epoch)[place]
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(order: PromptOrder, epoch: int) -> list[int]:
+    numbers = epoch_order(len(order.examples), order.seed, epoch)
+    if order.rates_n is not None:
+        numbers = numbers[np.argsort(-order.rates_n[numbers], kind="stable")]
+    return numbers.tolist()
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Weighted:
+    """Prompts of one batch step that are drawn by weight, as an adaptive curriculum has it."""
+
+    weights_n: np.ndarray  # of each prompt, see `draw_weights`
+    explore: float  # the share of draws that follow the usual order
+
+
+@attrs.frozen(eq=False)
+class Drawn:
+    """Examples that were handed out."""
+
+    examples: tuple[Example, ...]
+    position: int  # examples handed out up to here
+    taken: frozenset[int] = frozenset()  # numbers of the prompts drawn in this batch step
+
+
+def drawn(
+    order: PromptOrder,
+    position: int,
+    number: int,
+    weighted: Weighted | None = None,
+    taken: frozenset[int] = frozenset(),
+) -> Drawn:
+    """The next `number` examples; a batch may extend into the next epoch.
+
+    With `weighted`, a share of them follows the usual order and the others are drawn by weight: no prompt
+    twice in a batch step, whose earlier draws are `taken`, while there are others.
+    """
+    places = range(position, position + number)
+    if weighted is None:
+        numbers = [order.number_at(place) for place in places]
+        return Drawn(tuple(order.examples[each] for each in numbers), places.stop)
+    explored = [explores(place, weighted.explore) for place in places]
+    numbers = [order.number_at(place) for place in explored if place is not None]
+    taken |= frozenset(numbers)
+    missing = number - len(numbers)
+    numbers += drawn_by_weight(weighted.weights_n, missing, taken, order.seed, position)
+    examples = tuple(order.examples[each] for each in numbers)
+    return Drawn(examples, places.stop, taken | frozenset(numbers))
 
 
 @attrs.frozen

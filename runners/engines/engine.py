@@ -1,28 +1,27 @@
-"""The protocol of engines: weights in; completions, or one completion as a stream, out. What they take from a
-config and examples."""
+"""Anything that samples: the protocol of engines, a queue of rows, and the plain values that cross it.
+
+A request is a prompt and a seed for each of its completions. An engine decodes what was submitted, in any
+order and together as it likes: a completion depends on its seed, its prompt and the weights alone, to the
+rounding of batched products. Conversations, rewards and training stand above it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import Literal, NewType, Protocol
 
 import attrs
-import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.images import PromptImages
-from grpo_fn.rollout import FindStop, Interrupted, Replies
+from grpo_fn.rollout import Interrupted
 from grpo_fn.trees import Tree
-
-if TYPE_CHECKING:
-    from runners.config.loading import Config
-    from runners.data.prompts import Example
-    from runners.images.tower import VisionPart
-    from runners.machine.startup import Platform
 
 DEFAULT_ROWS = 256  # completions sampled at a time by default
 ShouldStop = Callable[[], bool]  # asked between the steps of decoding
 Advance = Callable[[str, int, int], None]  # takes what is counted, how many are done, and how many there are
+Seed = tuple[int, int]  # a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+Ticket = NewType("Ticket", int)
 
 
 def never() -> bool:
@@ -40,14 +39,41 @@ def interruptible(should_stop: ShouldStop) -> Callable[[], None] | None:
     return None if should_stop is never else check
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Requests:
-    """Prompts to complete, as tokens."""
+@attrs.frozen(eq=False)
+class Weights:
+    """What an engine samples with."""
 
-    prompts: Sequence[Sequence[int]]
-    numbers: Sequence[int] | None = None  # of the prompts, for their random keys; None: 0, 1, 2, …
-    images: Sequence[PromptImages | None] | None = None  # of each prompt; None: no prompt has any
-    replies: Replies | None = None  # answers turns; None: each completion is one turn
+    policy: g.Policy  # the function of these parameters
+    params: Tree
+    version: int  # the learner's update that made them
+    rows: int = 0  # the most completions to decode together with them; 0: the engine's own bound
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Request:
+    """A prompt to complete, once for each seed; all completions share the prompt's keys and values."""
+
+    prompt: tuple[int, ...]  # token ids
+    seeds: tuple[Seed, ...]
+    drawn: int = 0  # tokens of the prompt that were sampled with these seeds before
+    images: PromptImages | None = None  # None: the prompt has none
+    # The next two only save time: a request that continues another one computes no token twice.
+    keep: bool = False  # whether another request will continue this one
+    continues: Ticket | None = None  # a kept request of one completion, with whose tokens the prompt begins
+
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@attrs.frozen(eq=False)
+class Row:
+    """A completion."""
+
+    tokens: tuple[int, ...]  # the one that ends it included
+    logp: tuple[float, ...]  # log μ of each, nats, under the distribution that it was drawn from
+    finish: Finish  # by a stop id or a stop string, at the length limit, or by `cancel`
+    versions: tuple[tuple[int, int], ...]  # (version of the weights, tokens drawn with them), in order
+    entropy: tuple[float, ...] | None = None  # of the sampler at each token, nats, if asked for
 
 
 @attrs.frozen
@@ -55,96 +81,62 @@ class Token:
     """A sampled token."""
 
     id: int
-    logp: float  # under the distribution that it was drawn from, nats
+    logp: float  # as in `Row`
     prompt_tokens: int  # tokens of its prompt that were computed; the others' keys and values were kept
 
 
-class Cancelled(Exception):
-    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts of it."""
+@attrs.frozen
+class Traits:
+    """What an engine's rows have."""
 
-    def __init__(self, rollout: g.Rollout) -> None:
-        """`rollout`: what had been sampled; its rows may be empty."""
-        super().__init__("the sampling was interrupted")
-        self.rollout = rollout
-
-
-class Restart(Exception):
-    """The engine has given up its weights for better ones: conversations have to begin again with `reset`."""
+    drawn_logp: bool  # whether log-probs are of the distribution drawn from: temperature, top-p and so on
+    entropy: bool
+    images: bool  # whether prompts may have images
 
 
-class Samples(Protocol):
-    """Whatever completes prompts."""
-
-    def generate(
-        self, requests: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
-    ) -> g.Rollout:
-        """Completions of all prompts, with `version_b`.
-
-        Raises Cancelled if `should_stop` ended it, Restart if it fell back amid conversations.
-        """
-        ...
-
-
-class Engine(Samples, Protocol):
+class Engine(Protocol):
     """Something that samples."""
 
     @property
+    def traits(self) -> Traits:
+        """What its rows have."""
+        ...
+
+    @property
     def version(self) -> int:
-        """The number of the learner's update that made its weights."""
+        """The learner's update that made its weights."""
         ...
 
-    def load(self, params: Tree, version: int) -> None:
-        """Sample with these parameters of the learner from now on; None frees those that it has."""
+    @property
+    def rows(self) -> int:
+        """The most completions that it decodes together (0: all): fewer once memory ran out."""
         ...
 
-    def stream(
-        self, request: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
-    ) -> Iterator[Token]:
-        """The first completion of one prompt, token by token, including the one that ends it.
+    def load(self, weights: Weights | None) -> None:
+        """Sample with these weights from now on; None frees those that it has.
 
-        It ends early if `should_stop` says so, or when the caller closes it.
+        Completions under way end with the weights that they began with.
         """
         ...
 
+    def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
+        """Queue a request. Of `sampling`, the number of completions is not read: the request has a seed for
+        each."""
+        ...
 
-def sampling_of(config: Config, eos_ids: Iterable[int], find_stop: FindStop | None) -> g.Sampling:
-    """How a run samples its completions."""
-    rollout = config.rollout
-    return g.Sampling(
-        num_generations=rollout.num_generations,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        eos_ids=eos_ids,
-        find_stop=find_stop,
-        with_entropy=config.loss.top_entropy_quantile < 1,
-    )
+    def collect(self, least: int = 1, *, should_stop: ShouldStop = never) -> dict[Ticket, tuple[Row, ...]]:
+        """The requests that have been completed since the last call, in the order of their seeds.
 
+        Works until there are at least `least`, or nothing is left, or `should_stop` says so; with 0 for a
+        moment at most. Raises ValueError for a request that cannot be sampled: see `grpo_fn.generate`.
+        """
+        ...
 
-def decoding_of(config: Config) -> g.Decoding:
-    """How a run decodes; its rollout.launch and max_batch are resolved."""
-    rollout = config.rollout
-    return g.Decoding(
-        pipelined=rollout.launch == "async",
-        max_batch=rollout.max_batch,
-        check_every=rollout.check_every,
-        turns_together=config.env.schedule == "together",
-    )
+    def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
+        """The tokens of a request's first completion as they come, in place of `collect`; `should_stop` ends
+        it early, as does a caller that closes it."""
+        ...
 
-
-def requests_of(
-    examples: Sequence[Example], numbers: Sequence[int] | None = None, vision: VisionPart | None = None
-) -> Requests:
-    """The prompts of examples, with the features of their images if the model has a vision part."""
-    return Requests(
-        prompts=[example.tokens for example in examples],
-        numbers=numbers,
-        images=vision.see(examples) if vision else None,
-    )
-
-
-def usual_launch(platform: Platform) -> str:
-    """What rollout.launch = "auto" is: a CPU has no launch time to hide, and pipelining copies caches."""
-    return "eval" if platform.backend == "cpu" else "async"
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request: what it has so far is collected as "cancelled". What was kept of it is freed."""
+        ...

@@ -1,264 +1,307 @@
-"""`LocalEngine`: it decodes in this process, with few-bit weights as long as their numbers are good."""
+"""`LocalEngine`: it decodes in this process, over one queue of rows."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.policy import Moments, QuantizedRole
-from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
-from grpo_fn.trees import Tree, on_host
-from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
+from grpo_fn.rollout import Column, Columns, Ended, Entry, FindStop, RowQueue, decode_queue
+from runners.engines.engine import (
+    Advance,
+    Finish,
+    Request,
+    Row,
+    ShouldStop,
+    Ticket,
+    Token,
+    Traits,
+    Weights,
+    never,
+)
 from runners.errors import is_out_of_memory
-from runners.ranks.ranks import Ranks
+from runners.tokenization.text import TextDecoder
 
-FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
-    "affine-3": "affine-4",
-    "affine-4": "affine-6",
-    "affine-6": "affine-8",
-    "mxfp4": "mxfp8",
-    "nvfp4": "mxfp8",
-}
-PAUSE = 0.2  # seconds between two reports of how far a rollout has come
-SAMPLE_SIZE = 0.5  # effective sample size below which a format is too coarse
+PAUSE = 0.2  # seconds between two reports of how far the rows have come
 
 
-@attrs.define(eq=False, slots=False)
+@attrs.define(eq=False)
+class _Job:
+    """A request, and what has come of it."""
+
+    request: Request
+    sampling: g.Sampling
+    rows: tuple[int, ...] = ()  # their numbers in the queue; empty: it is not there yet
+    ended: dict[int, Row] = attrs.field(factory=dict)  # by the place of their seeds
+    computed: int = 0  # tokens of the prompt that were computed
+    streamed: bool = False  # `tokens` hands its rows out
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.ended) == len(self.request.seeds)
+
+
+@attrs.define(eq=False)
 class LocalEngine:
-    """An engine over a policy, without weights: `load` comes first."""
+    """An engine without weights: `load` comes first."""
 
-    full: g.Policy  # the learner's
+    decoder: TextDecoder | None = None  # finds stop strings; None: no request has any
     decoding: g.Decoding = attrs.field(factory=g.Decoding)
-    quantized: QuantizedRole | None = None  # the same model with few-bit weights; None: full precision
-    # The format of these weights; finer than at the start if that was too coarse.
-    format: str = attrs.field(default="none", alias="name")
-    calibrates: bool = False  # whether it samples in full precision until it has `moments`
-    # KL(μ ‖ π) a token, in nats, above which a format is too coarse; 0: never.
-    mismatch_limit: float = 0.0
-    advance: Advance | None = None  # hears several times a second how far a rollout has come
-    note: Callable[[str], None] = lambda line: None  # takes a line when it gives something up
-    ranks: Ranks = attrs.field(factory=Ranks)  # those that sample together, each its share
+    advance: Advance | None = None  # hears several times a second how many tokens have been drawn
+    note: Callable[[str], None] = lambda line: None  # takes a line when memory has run out
 
     version: int = attrs.field(default=0, init=False)  # see `Engine`
-    fallback: str | None = attrs.field(default=None, init=False)  # why the quantized weights were given up
-    moments: Moments | None = attrs.field(default=None, init=False)  # of their layers' inputs
-    formats: Mapping[str, str] = attrs.field(factory=dict, init=False)  # of weights with another format
-    _loaded: Tree = attrs.field(default=None, init=False)  # the learner's parameters
-    _params: Tree = attrs.field(default=None, init=False)  # those that it samples with
-    # The tokens of the last stream, and its caches.
-    _kept: tuple[list[int], Any] | None = attrs.field(default=None, init=False)
+    _weights: Weights | None = attrs.field(default=None, init=False)
+    _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
+    _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the rows under way
+    _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
+    _waiting: list[Ticket] = attrs.field(factory=list, init=False)  # submitted, but not in the queue yet
+    _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)  # of the queue's rows
+    _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)  # rows that a request may continue
+    _stops: dict[tuple[str, ...], FindStop | None] = attrs.field(factory=dict, init=False)
+    _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
+    _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
+    _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
+    _reported: float = attrs.field(default=0.0, init=False)
+    _tried: int = attrs.field(default=0, init=False)  # rows of one request for which memory ran out once
 
     @property
-    def quantization(self) -> str:
-        """The present weights' quantization: "none" is full precision."""
-        waits = self.calibrates and self.moments is None
-        return "none" if self.quantized is None or self.fallback is not None or waits else self.format
+    def traits(self) -> Traits:
+        """See `Engine`."""
+        images = self._weights is not None and self._weights.policy.shares_prefix
+        return Traits(drawn_logp=True, entropy=True, images=images)
 
     @property
-    def sampler(self) -> tuple[g.Policy, Tree]:
-        """The policy and the parameters that it samples with now: they are rounded at their first use."""
-        if self.quantized is None or self.quantization == "none":
-            return self.full, self._loaded
-        if self._params is None and self._loaded is not None:
-            self._params = self.quantized.transform(self._loaded)
-            g.materialize(self._params)
-        return self.quantized.policy, self._params
+    def rows(self) -> int:
+        """See `Engine`."""
+        return self.decoding.max_batch
 
-    def load(self, params: Tree, version: int) -> None:
-        """As `Engine`."""
-        self._loaded, self.version, self._kept, self._params = params, version, None, None
+    def load(self, weights: Weights | None) -> None:
+        """See `Engine`."""
+        while self._queue is not None and self._step():
+            pass
+        self._kept.clear()
+        self._weights = weights
+        self._queue = None
+        if weights is not None:
+            self._queue = RowQueue(weights.policy)
+            self.version = weights.version
+            self.decoding = attrs.evolve(self.decoding, max_batch=weights.rows)
 
-    def generate(
-        self, requests: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
-    ) -> g.Rollout:
-        """As `Engine`; if the numbers of quantized weights fail, sampled again in full precision.
+    def submit(self, request: Request, sampling: g.Sampling) -> Ticket:
+        """See `Engine`."""
+        ticket = Ticket(next(self._tickets))
+        self._jobs[ticket] = _Job(request, sampling)
+        self._waiting.append(ticket)
+        return ticket
 
-        If memory runs out, again with half as many rows at a time.
+    def collect(self, least: int = 1, *, should_stop: ShouldStop = never) -> dict[Ticket, tuple[Row, ...]]:
+        """See `Engine`."""
+        done = self._done()
+        while len(done) < max(least, 1) and not should_stop() and self._step():
+            done |= self._done()
+            if not least:
+                break
+        return done
 
-        The ranks of a run fall back together: all of them sample equally often, one without prompts too. A
-        completion depends on its prompt's number, so that N ranks sample what one does.
-        """
-        while True:
-            rollout = self._fitting(requests, sampling, key, should_stop)
-            if should_stop():
-                raise Cancelled(rollout)
-            finite = mx.isfinite(rollout.logp_bt).all()
-            if self.quantization == "none" or not self.ranks.any_rank("the sampler", not finite.item()):
-                versions_b = mx.full(rollout.lengths_b.shape, self.version, mx.int32)
-                return attrs.evolve(rollout, version_b=versions_b)
-            self._give_up("its log-probs are not finite; the rollout was sampled again")
-            if requests.replies is not None:
-                raise Restart
-
-    def stream(
-        self, request: Requests, sampling: g.Sampling, *, key: mx.array, should_stop: ShouldStop = never
-    ) -> Iterator[Token]:
-        """As `Engine`. Keys and values of a finished stream are kept for the next, which computes only what
-        differs."""
-        (prompt,), (number,) = request.prompts, request.numbers or (0,)
-        policy, params = self.sampler
-        caches, held = None, 0
-        sampling = attrs.evolve(sampling, num_generations=1)
-        # Ends are looked for here.
-        how: dict[str, Any] = {"decoding": attrs.evolve(self.decoding, check_every=sampling.max_new_tokens)}
-        if request.images is None:
-            caches, held = self._caches_for(policy, prompt)
-            how |= {"caches": caches, "held": held, "number": number}
-            columns = decode_after(policy, params, prompt, sampling, key=key, **how)
-        else:
-            how |= {"images": request.images, "prompt_numbers": [number]}
-            columns = decode(policy, params, [prompt], sampling, key=key, **how)
-        tokens: list[int] = []
-        with closing(columns):
-            for column in _delayed(columns, int(self.decoding.pipelined)):
-                if column is not None:
-                    tokens += on_host(column.tokens_b)
-                    yield Token(tokens[-1], on_host(column.logp_b)[0], len(prompt) - held)
-                    if sampling.end_of(tokens, len(tokens) - 1) is not None:
-                        break
-                if should_stop():
-                    break
-        self._kept = None if caches is None else ([*prompt, *tokens], caches)
-
-    def round_as(self, name: str, moments: Moments | None, formats: Mapping[str, str] | None = None) -> None:
-        """From now on its weights have that format ("": the present one), or theirs in `formats`."""
-        if self.quantized is None:
-            return
-        self.format, self.moments = name or self.format, moments if self.calibrates else None
-        self.formats = formats or {}
-        made = self.quantized.remade(self.format, self.moments, self.formats)
-        before = self.quantized.policy
-        parts = {part: getattr(made.policy, part) for part in ("module", "frozen", "split")}
-        self.quantized = attrs.evolve(made, policy=attrs.evolve(before, **parts))
-        self.load(self._loaded, self.version)
-
-    def check_mismatch(self, stats: g.LossStats) -> None:
-        """A finer format, after the last full precision, if the weights π/μ of an update are too uneven."""
-        if self.quantization == "none" or not self.mismatch_limit or not stats.num_tokens.item():
-            return
-        size, kl = float(stats.ess), float(stats.sampling_kl_k3)
-        if size >= SAMPLE_SIZE and kl <= self.mismatch_limit:
-            return
-        reason = (
-            f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from the "
-            f"learner; expected at least {SAMPLE_SIZE:g}, and at most "
-            f"rollout.mismatch_limit = {self.mismatch_limit:g}"
-        )
-        if finer := FINER.get(self.format):
-            self.note(f"sampling continues in {finer}: {self.format} has {reason}")
-            self.round_as(finer, self.moments)
-        else:
-            self._give_up(reason)
-
-    def metrics(self) -> dict[str, str]:
-        """Metrics of an engine whose weights are or were quantized."""
-        if self.quantized is None:
-            return {}
-        why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
-        return {"rollout/quantization": self.quantization, **why}
-
-    def _fitting(
-        self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
-    ) -> g.Rollout:
-        """`_sampled`, in halves where memory runs out, if no replies were made: down to one prompt's rows,
-        which have a second try."""
-        group, rows, again = sampling.num_generations, len(requests.prompts) * sampling.num_generations, False
-        while True:
-            try:
-                return self._sampled(requests, sampling, key, should_stop)
-            except Exception as error:
-                if again or requests.replies is not None or not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-            mx.clear_cache()  # outside the handler the failed rollout's arrays are free
-            before = min(self.decoding.max_batch or rows, rows)
-            together = group * max(before // group // 2, 1)
-            again = before <= group  # what is cached may be in pieces: once more, with all of it given back
-            self.decoding = attrs.evolve(self.decoding, max_batch=together)
-            self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
-
-    def _sampled(
-        self, requests: Requests, sampling: g.Sampling, key: mx.array, should_stop: ShouldStop
-    ) -> g.Rollout:
-        """A rollout; if `should_stop` ends it, as far as it has come."""
-        if not requests.prompts:
-            return _empty(sampling)
-        policy, params = self.sampler
-        columns = decode(
-            policy,
-            params,
-            requests.prompts,
-            sampling,
-            key=key,
-            prompt_numbers=requests.numbers,
-            replies=requests.replies,
-            images=requests.images,
-            decoding=self.decoding,
-        )
-        most = len(requests.prompts) * sampling.num_generations * sampling.max_new_tokens
-        done, reported = 0, 0.0
+    def tokens(self, ticket: Ticket, *, should_stop: ShouldStop = never) -> Iterator[Token]:
+        """See `Engine`."""
+        job = self._jobs[ticket]
+        job.streamed = True
+        sent = 0
         try:
             while True:
-                column = next(columns)
-                done += 0 if column is None else len(column.rows)
-                if self.advance and time.perf_counter() >= reported + PAUSE:
-                    self.advance("tokens", min(done, most), most)
-                    reported = time.perf_counter()
-                if should_stop():
-                    columns.throw(Interrupted())
-        except StopIteration as end:
-            return end.value
+                row = job.ended.get(0)
+                tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
+                for n in range(sent, len(tokens)):
+                    sent = n + 1
+                    yield Token(tokens[n], logp[n], job.computed)
+                if row is not None or should_stop() or not self._step():
+                    break
+        finally:
+            if not job.is_done:
+                self.cancel(ticket)
+            self._jobs.pop(ticket, None)
 
-    def _give_up(self, reason: str) -> None:
-        self.note(f"sampling continues in full precision: {self.format}: {reason}")
-        self.fallback, self._params = reason, None
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Engine`."""
+        kept = self._kept.pop(ticket, None)
+        if kept is not None and self._queue is not None:
+            self._queue.cancel([kept])
+        job = self._jobs.get(ticket)
+        if job is None or job.is_done:
+            return
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        left = [place for place in range(len(job.request.seeds)) if place not in job.ended]
+        for place in left:
+            tokens, logp = self._so_far(job, place)
+            job.ended[place] = self._row(job, tokens, logp, None, "cancelled")
+        if self._queue is not None and job.rows:
+            rows = [job.rows[place] for place in left]
+            self._queue.cancel(rows)
+            for row in rows:
+                del self._places[row]
 
-    def _caches_for(self, policy: g.Policy, prompt: Sequence[int]) -> tuple[Any, int]:
-        """The caches kept, cut to the tokens that they share with the prompt, or new ones; and how many.
+    def _so_far(self, job: _Job, place: int = 0) -> tuple[list[int], list[float]]:
+        return self._queue.so_far(job.rows[place]) if self._queue and job.rows else ([], [])
 
-        The prompt's last token is not among them.
+    def _done(self) -> dict[Ticket, tuple[Row, ...]]:
+        """The completed requests, which are handed out once."""
+        done = [ticket for ticket, job in self._jobs.items() if job.is_done and not job.streamed]
+        found = {ticket: self._jobs.pop(ticket) for ticket in done}
+        return {
+            ticket: tuple(job.ended[place] for place in range(len(job.request.seeds)))
+            for ticket, job in found.items()
+        }
+
+    def _step(self) -> bool:
+        """Decode for a moment; whether there was anything to decode."""
+        weights, queue = self._weights, self._queue
+        if weights is None or queue is None:
+            raise RuntimeError("the engine has no weights: call load first")
+        self._enqueue(queue)
+        if not queue.busy:
+            self._close()
+            return False
+        if self._columns is None:
+            self._columns = decode_queue(weights.policy, weights.params, queue, self.decoding)
+        reason = None
+        try:
+            self._report(next(self._columns, None))
+        except BaseException as error:  # also a signal's: the rows under way are lost
+            self._columns = None
+            if not is_out_of_memory(error):
+                self._restart(weights, [])
+                self._jobs.clear()
+                raise
+            reason = str(error)
+        self._take(queue)
+        if reason is not None:
+            mx.clear_cache()  # outside the handler the failed rows' arrays are free
+            self._again(weights, reason)
+        elif not queue.busy:
+            self._close()
+        return True
+
+    def _close(self) -> None:
+        """Nothing decodes any more: the policy's module has its own parameters again."""
+        if self._columns is not None:
+            self._columns.close()
+        self._columns = None
+        self._drawn = 0
+
+    def _take(self, queue: RowQueue) -> None:
+        """Hands the rows that have ended to their requests."""
+        for number, ended in queue.take().items():
+            ticket, place = self._places.pop(number)
+            job = self._jobs[ticket]
+            job.computed = ended.prompt_computed
+            job.ended[place] = self._row(
+                job, ended.tokens, ended.logp, ended.entropy, "stop" if ended.finished else "length"
+            )
+            if job.request.keep:
+                self._kept[ticket] = number
+
+    def _row(
+        self, job: _Job, tokens: list[int], logp: list[float], entropy: list[float] | None, finish: Finish
+    ) -> Row:
+        if entropy is None and job.sampling.with_entropy:
+            entropy = [0.0] * len(tokens)
+        drawn = None if entropy is None else tuple(entropy)
+        return Row(tuple(tokens), tuple(logp), finish, ((self.version, len(tokens)),), drawn)
+
+    def _enqueue(self, queue: RowQueue) -> None:
+        """What was submitted goes into the queue; requests with the same prompt share its computation."""
+        while self._waiting:
+            first = self._jobs[self._waiting[0]]
+            same = list(itertools.takewhile(lambda t: _is_alike(self._jobs[t], first), self._waiting))
+            del self._waiting[: len(same)]
+            seeds = []
+            numbers = []
+            for ticket in same:
+                job = self._jobs[ticket]
+                job.rows = tuple(next(self._numbers) for _ in job.request.seeds)
+                numbers += job.rows
+                seeds += job.request.seeds
+                self._places |= {number: (ticket, place) for place, number in enumerate(job.rows)}
+            request = first.request
+            continues = request.continues
+            try:
+                queue.add(
+                    Entry(
+                        rows=tuple(numbers),
+                        prompt=request.prompt,
+                        keys=tuple(seeds),
+                        sampling=first.sampling,
+                        find_stop=self._find_stop(first.sampling.stop),
+                        images=request.images,
+                        drawn=request.drawn,
+                        keep=request.keep,
+                        continues=None if continues is None else self._kept.pop(continues, None),
+                    )
+                )
+            except ValueError:
+                for ticket in same:
+                    for number in self._jobs.pop(ticket).rows:
+                        del self._places[number]
+                raise
+
+    def _find_stop(self, stop: tuple[str, ...]) -> FindStop | None:
+        if stop and self.decoder is None:
+            raise ValueError(f"stop = {stop}: this engine has no tokenizer that could find them")
+        if stop not in self._stops:
+            self._stops[stop] = self.decoder.find_stop(stop) if stop and self.decoder else None
+        return self._stops[stop]
+
+    def _again(self, weights: Weights, reason: str) -> None:
+        """After memory ran out: the rows under way begin again, half as many at a time.
+
+        Down to the rows of one request, which have a second try: what is cached may be in pieces.
         """
-        from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+        left = [ticket for ticket, job in self._jobs.items() if job.rows and not job.is_done]
+        largest = max(len(self._jobs[ticket].request.seeds) for ticket in left)
+        rows = sum(len(self._jobs[ticket].request.seeds) for ticket in left)
+        before = min(self.decoding.max_batch or rows, rows)
+        if before <= largest and self._tried == before:
+            self._restart(weights, [])
+            self._jobs.clear()
+            raise MemoryError(reason)
+        self._tried = before if before <= largest else 0
+        together = largest * max(before // largest // 2, 1)
+        self._restart(weights, left)
+        self.decoding = attrs.evolve(self.decoding, max_batch=together)
+        self.note(f"out of memory ({reason}): sampled again, {together:,} rows at a time")
 
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            known, caches = kept
-            pairs = enumerate(zip(known, prompt[:-1], strict=False))
-            shared = next((n for n, (a, b) in pairs if a != b), min(len(known), len(prompt) - 1))
-            held = getattr(caches[0], "offset", None)
-            if shared and isinstance(held, int) and can_trim_prompt_cache(caches):
-                shared = min(shared, held)
-                if trim_prompt_cache(caches, held - shared) == held - shared:
-                    return caches, shared
-        return make_prompt_cache(policy.module), 0
+    def _restart(self, weights: Weights, tickets: list[Ticket]) -> None:
+        """Submits these requests again; nothing is kept of any."""
+        self._queue = RowQueue(weights.policy)
+        self._kept.clear()
+        self._places.clear()
+        for ticket in tickets:
+            self._jobs[ticket].rows = ()
+            self._jobs[ticket].ended.clear()
+        self._waiting = tickets + self._waiting
+
+    def _report(self, column: Column | None) -> None:
+        """Says several times a second how many tokens have been drawn of all that may be."""
+        self._drawn += 0 if column is None else len(column.rows)
+        if self.advance is None or time.perf_counter() < self._reported + PAUSE:
+            return
+        most = sum(len(job.request.seeds) * job.sampling.max_new_tokens for job in self._jobs.values())
+        self.advance("tokens", min(self._drawn, most), most)
+        self._reported = time.perf_counter()
 
 
-def _delayed(columns: Columns[Any], lag: int) -> Iterator[Column | None]:
-    """The columns, each when the next `lag` are on their way: a pipelined step is not waited for at once."""
-    waiting: deque[Column] = deque()
-    for column in columns:
-        if column is not None:
-            waiting.append(column)
-        yield waiting.popleft() if len(waiting) > lag else None
-    yield from waiting
-
-
-def _empty(sampling: g.Sampling) -> g.Rollout:
-    """The rollout of no prompts."""
-    none = mx.zeros((0, 1))
-    return g.Rollout(
-        prompts=(),
-        num_generations=sampling.num_generations,
-        tokens_bt=none.astype(mx.int32),
-        lengths_b=mx.zeros((0,), mx.int32),
-        logp_bt=none,
-        finished_b=mx.zeros((0,), mx.bool_),
-        entropy_bt=none if sampling.with_entropy else None,
-    )
+def _is_alike(job: _Job, first: _Job) -> bool:
+    """Whether two requests can share the computation of their prompt."""
+    one, other = job.request, first.request
+    if one is other:
+        return True
+    plain = one.images is None and other.images is None and one.continues is None and other.continues is None
+    same = (one.prompt, one.drawn, one.keep) == (other.prompt, other.drawn, other.keep)
+    return plain and same and job.sampling == first.sampling

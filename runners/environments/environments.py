@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import mlx.core as mx
 import grpo_fn as g
 from grpo_fn.checks import TooLong
 from grpo_fn.rollout import Interrupted
-from grpo_fn.trees import on_host
 from runners.config.loading import Config
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
-from runners.engines.engine import Requests, Restart, Samples, ShouldStop, interruptible, never
+from runners.engines.engine import Engine, Request, ShouldStop, interruptible, never
+from runners.engines.rollouts import Cancelled, converse, seeds_of
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.episodes import Episode, Session
 from runners.environments.tool_calls import CallReader, Tool, mark_ids
@@ -59,54 +59,42 @@ class Environments:
 
     def play(
         self,
-        engine: Samples,
+        engine: Engine,
         examples: Sequence[Example],
         sampling: g.Sampling,
         *,
         key: mx.array,
         numbers: Sequence[int] | None = None,
         should_stop: ShouldStop = never,
-        agree: Callable[[bool], bool] = lambda differ: differ,
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the previous call are reused, so rewards must be finished with them. If the engine
-        restarts, the conversations start with `reset` again. If `reset` makes a group's prompts differ, each
-        row of all groups is played as a separate prompt: a row's random draws depend on it, so `agree` says
-        whether they differ on any rank. `numbers` of the examples are for their keys (None: 0, 1, 2, …).
-        Raises Cancelled as the engine does.
+        The environments of the previous call are reused, so rewards must be finished with them. Completion g
+        of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1, 2, …
+        Raises Cancelled if `should_stop` ended it.
         """
-        size = sampling.num_generations
-        rows = [example for example in examples for _ in range(size)]
+        rows = [example for example in examples for _ in range(sampling.num_generations)]
         numbers = range(len(examples)) if numbers is None else numbers
-        while True:
-            try:
-                session = self.begin(rows, should_stop)
-            except Interrupted:
-                session = self.begin(())  # the engine ends it, on all ranks
-            prompts = session.prompts
-            groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-            differ = any(len(set(group)) > 1 for group in groups)
-            if self.has_instances:
-                differ = agree(differ)
-            requests = Requests(
-                prompts=prompts if differ else [group[0] for group in groups],
-                numbers=[n * size + row for n in numbers for row in range(size)] if differ else numbers,
-                replies=session,
+        seeds = [seed for group in seeds_of(key, numbers, sampling) for seed in group]
+        try:
+            session = self.begin(rows, should_stop)
+        except Interrupted:
+            raise Cancelled(converse(engine, (), sampling, self.begin(()))) from None
+        requests = [
+            Request(prompt=prompt, seeds=(seed,)) for prompt, seed in zip(session.prompts, seeds, strict=True)
+        ]
+        ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
+        sampling = attrs.evolve(sampling, eos_ids=ends)
+        together = self.config.schedule == "together"
+        try:
+            rollout = converse(
+                engine, requests, sampling, session, together=together, should_stop=should_stop
             )
-            ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
-            drawn = attrs.evolve(sampling, num_generations=1 if differ else size, eos_ids=ends)
-            try:
-                rollout = engine.generate(requests, drawn, key=key, should_stop=should_stop)
-            except Restart:
-                continue
-            except TooLong as error:
-                raise UserError(str(error)) from error
-            finally:
-                self.release(session)
-            if differ and rows:
-                rollout = regrouped(rollout, size)
-            return rollout, session.finish(rollout)
+        except TooLong as error:
+            raise UserError(str(error)) from error
+        finally:
+            self.release(session)
+        return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
         """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
@@ -262,44 +250,3 @@ def all_rewards(rewards: Sequence[Reward], environments: Environments | None) ->
             "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
         )
     return (*rewards, *own)
-
-
-def regrouped(rollout: g.Rollout, num_generations: int) -> g.Rollout:
-    """A rollout of P·G prompts, one completion each, as P groups. A group's prompt is the shared start of its
-    prompts.
-
-    The rest of a prompt is put in front of its completion, as given tokens.
-    """
-    starts = range(0, len(rollout.prompts), num_generations)
-    groups = [rollout.prompts[start : start + num_generations] for start in starts]
-    shared = [_shared_length(group) for group in groups]
-    heads = [prompt[n:] for group, n in zip(groups, shared, strict=True) for prompt in group]
-    tokens = rollout.completions()
-    lengths = [len(head) + len(row) for head, row in zip(heads, tokens, strict=True)]
-    width = max(1, *lengths)
-
-    def padded(rows: Sequence[Sequence[Any]], dtype: mx.Dtype, before: Sequence[Sequence[int]]) -> mx.array:
-        """Rows [B,T] behind what stands before each, up to the common width."""
-        whole = [[*head, *row[: len(part)]] for head, row, part in zip(before, rows, tokens, strict=True)]
-        return mx.array([[*row, *[0] * (width - len(row))] for row in whole], dtype)
-
-    zeros = [[0] * len(head) for head in heads]
-    entropy = rollout.entropy_bt
-    return attrs.evolve(
-        rollout,
-        prompts=tuple(group[0][:n] for group, n in zip(groups, shared, strict=True)),
-        num_generations=num_generations,
-        tokens_bt=padded(tokens, mx.int32, heads),
-        lengths_b=mx.array(lengths, mx.int32),
-        logp_bt=padded(on_host(rollout.logp_bt), mx.float32, zeros),
-        entropy_bt=None if entropy is None else padded(on_host(entropy), mx.float32, zeros),
-        sampled_bt=padded(rollout.sampled(), mx.bool_, zeros),
-    )
-
-
-def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all prompts share at their start."""
-    same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
-    if count := sum(1 for _ in same):
-        return count
-    raise UserError("the prompts of a group have no first token in common: a template begins with one")

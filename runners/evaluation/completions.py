@@ -12,7 +12,7 @@ import numpy as np
 import grpo_fn as g
 from runners.answers.forms import AnswerForm, fitting_form
 from runners.data.prompts import Example, columns_of
-from runners.engines.engine import Samples
+from runners.engines.engine import Engine
 from runners.environments.environments import Environments
 from runners.errors import UserError
 from runners.images.tower import VisionPart
@@ -55,7 +55,7 @@ class Completion:
 class Evaluator:
     """Samples completions of problems, reads their answers and scores them with the run's own rewards."""
 
-    engine: Samples  # with the weights that it has loaded
+    engine: Engine  # with the weights that it has loaded
     scorer: Scorer | None  # None: there are no rewards
     form: AnswerForm | None  # None: no answers are read
     decoder: TextDecoder

@@ -16,7 +16,7 @@ from runners.config.loading import Config, load_config
 from runners.config.recorded import run_of
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import use_template
-from runners.engines.engine import sampling_of
+from runners.engines.settings import sampling_of
 from runners.environments.environments import Environments, build_environments
 from runners.errors import UserError
 from runners.evaluation.comparison import Metric, ModelResult, pass_at_k
@@ -113,7 +113,7 @@ def evaluator_of(
         environments=environments,
         vision=model.vision,
     )
-    sampling = sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop))
+    sampling = sampling_of(config, model.eos_ids)
     return evaluator, attrs.evolve(sampling, num_generations=1, with_entropy=False)
 
 

@@ -16,8 +16,9 @@ from runners.checkpoints.manifest import model_of_run
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.data.rendering import NO_KWARGS, render, use_template
-from runners.engines.engine import usual_launch
+from runners.engines.engine import Engine, Weights
 from runners.engines.local import LocalEngine
+from runners.engines.settings import usual_launch
 from runners.errors import UserError
 from runners.files.json_files import read_json
 from runners.images.image_files import ImageFile
@@ -55,7 +56,8 @@ class InferenceModel:
     """A model ready to sample."""
 
     module: nn.Module  # floating leaves in the compute dtype, packed ones unchanged
-    engine: LocalEngine  # over the same module
+    policy: g.Policy  # over the same module
+    engine: Engine  # it samples with these weights
     tokenizer: TokenizerWrapper
     decoder: TextDecoder
     path: Path  # the folder it was loaded from
@@ -66,7 +68,7 @@ class InferenceModel:
 
     def check(self, prompts: Sequence[Sequence[int]], most: int) -> None:
         """See `check_prompts`."""
-        check_prompts(str(self.path), prompts, most, self.engine.full.vocabulary, self.engine.full.positions)
+        check_prompts(str(self.path), prompts, most, self.policy.vocabulary, self.policy.positions)
 
     def example(
         self,
@@ -133,14 +135,17 @@ def load_inference(
     launch = usual_launch(platform)
     # On a CPU, checking which rows have ended costs nothing, and their steps are saved.
     decoding = g.Decoding(pipelined=launch == "async", check_every=8 if launch == "async" else 1)
-    engine = LocalEngine(g.Policy.for_inference(module), decoding)
-    engine.load({}, 0)  # the module has the weights
+    policy = g.Policy.for_inference(module)
+    decoder = TextDecoder(tokenizer)
+    engine = LocalEngine(decoder, decoding)
+    engine.load(Weights(policy, {}, 0))  # the module has the weights
     mx.eval(module.parameters())
     return InferenceModel(
         module=module,
+        policy=policy,
         engine=engine,
         tokenizer=tokenizer,
-        decoder=TextDecoder(tokenizer),
+        decoder=decoder,
         path=path,
         eos_ids=tuple(sorted(tokenizer.eos_token_ids)),
         prompt=prompt,

@@ -16,15 +16,8 @@ from grpo_fn.trees import on_host
 from runners.data.messages import Message
 from runners.data.prompts import Example
 from runners.data.rendering import NO_KWARGS
-from runners.engines.engine import (
-    DEFAULT_ROWS,
-    Cancelled,
-    Samples,
-    ShouldStop,
-    Token,
-    never,
-    requests_of,
-)
+from runners.engines.engine import DEFAULT_ROWS, Engine, ShouldStop, Ticket, Token, never
+from runners.engines.rollouts import Cancelled, generate, requests_of
 from runners.environments.environments import Environments
 from runners.errors import UserError, gigabytes
 from runners.images.image_files import ImageFile
@@ -51,7 +44,7 @@ class Batch:
 
 
 def sample_batches(
-    engine: Samples,
+    engine: Engine,
     examples: Sequence[Example],
     sampling: g.Sampling,
     *,
@@ -71,15 +64,20 @@ def sample_batches(
     conversations. `numbered` are the n of the examples; None: 0, 1, 2, …
     """
     together = max((rows or DEFAULT_ROWS) // sampling.num_generations, 1)
-    how, cut = {"key": key, "should_stop": should_stop}, False
+    cut = False
     for start in range(0, len(examples), together):
-        began, part = time.perf_counter(), examples[start : start + together]
-        numbers, played = (numbered or range(len(examples)))[start : start + len(part)], None
+        began = time.perf_counter()
+        part = examples[start : start + together]
+        numbers = (numbered or range(len(examples)))[start : start + len(part)]
+        played = None
         try:
             if environments is None:
-                rollout = engine.generate(requests_of(part, numbers, vision), sampling, **how)
+                requests = requests_of(part, sampling, key, numbers, vision)
+                rollout = generate(engine, requests, sampling, should_stop=should_stop)
             else:
-                rollout, played = environments.play(engine, part, sampling, numbers=numbers, **how)
+                rollout, played = environments.play(
+                    engine, part, sampling, key=key, numbers=numbers, should_stop=should_stop
+                )
         except Cancelled as cancelled:
             if environments is not None:
                 return
@@ -150,6 +148,7 @@ class Conversation:
     raw: bool = attrs.field(default=False, kw_only=True)  # texts are continued, as with data.prompt_form
     messages: list[Message] = attrs.field(init=False)
     turns: int = attrs.field(init=False)
+    _last: Ticket | None = attrs.field(default=None, init=False)  # of the turn before
 
     def __attrs_post_init__(self) -> None:
         self.clear()
@@ -175,14 +174,18 @@ class Conversation:
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         how = {"nudge": self.nudge, "template_kwargs": self.template_kwargs, "raw": self.raw}
         prompt = self.model.example(messages, images=images, most=self.sampling.max_new_tokens, **how)
-        request = requests_of([prompt], [self.turns], self.model.vision)
-        how = {"key": self.key, "should_stop": should_stop}
-        stream, tokens, times = TextStream(self.model.decoder), list[Token](), [time.perf_counter()]
+        one = attrs.evolve(self.sampling, num_generations=1)
+        (request,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
+        request = attrs.evolve(request, keep=True, continues=self._last)
+        stream = TextStream(self.model.decoder)
+        tokens: list[Token] = []
+        times = [time.perf_counter()]
         pieces = [self.nudge]
         if self.nudge:
             yield self.nudge
         try:
-            for token in self.model.engine.stream(request, self.sampling, **how):
+            self._last = self.model.engine.submit(request, one)
+            for token in self.model.engine.tokens(self._last, should_stop=should_stop):
                 tokens.append(token)
                 times.append(time.perf_counter())
                 if piece := stream.add(token.id):

@@ -64,7 +64,12 @@ class Experience:
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: Sequence[FinishedEpisode] | None = None  # conversations; None: single turns
     penalty_b: np.ndarray | None = None  # the length penalty that is part of rewards_pg; None: there is none
-    failed: Mapping[int, Failed] = attrs.field(factory=dict)  # by row of values_kb: at all completions
+    failed: Mapping[str, Failed] = attrs.field(factory=dict)  # rewards that failed at all completions
+    position: int = 0  # training examples handed out, up to these
+    fallback: str | None = None  # why the sampler gave up its few-bit weights meanwhile
+    rows: int = 0  # completions that the engine decodes together afterwards
+    # Rewards that were too slow, or ended their process, at all completions: in how many batch steps in a row.
+    slow_rewards: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def sampled_lengths(self) -> np.ndarray:
@@ -124,7 +129,11 @@ def join_experiences(parts: list[Experience]) -> Experience:
         },
         played=parts[0].played and [each for part in parts for each in part.played or ()],
         penalty_b=np.concatenate(penalties) if penalties else None,
-        failed={k: fault for k, fault in parts[0].failed.items() if all(k in part.failed for part in parts)},
+        failed={
+            name: fault
+            for name, fault in parts[0].failed.items()
+            if all(name in part.failed for part in parts)
+        },
     )
 
 

@@ -10,8 +10,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from runners.data.prompts import Example
-from runners.engines.engine import DEFAULT_ROWS
-from runners.engines.local import LocalEngine
+from runners.engines.engine import DEFAULT_ROWS, Weights
 from runners.evaluation.completions import Completion, Evaluator
 from runners.evaluation.evaluation import EvalResult, evaluate_on_ranks
 from runners.rewards.calls import TrainerState
@@ -32,7 +31,7 @@ def evaluate_if_due(session: Session) -> None:
 
 def evaluate(session: Session, name: str) -> None:
     """Measures exact match and the run's own rewards."""
-    with session.steps.times.timing(None):
+    with session.plan.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
         collector, form = session.run.collector, session.config.answer_form
@@ -64,9 +63,8 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     """The problems, and the answers to them."""
     config, run, state = session.config, session.run, session.state
-    problems, sampler = run.data.evaluation, run.learner.engine
-    engine = LocalEngine(run.learner.policy, sampler.decoding, advance=sampler.advance, note=sampler.note)
-    engine.load(state.train.params, state.update)
+    problems, engine = run.data.evaluation, run.learner.held_out
+    engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
     evaluator = Evaluator(
         engine=engine,
@@ -77,7 +75,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         rows=config.rollout.max_batch,
         environments=run.collector.environments,
         vision=run.loaded.vision,
-        state=TrainerState(state.update, run.length.updates, run.stream.epoch, config.optim.num_epochs),
+        state=TrainerState(state.update, run.length.updates, run.order.epoch(state.position), config.optim.num_epochs),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
@@ -88,6 +86,7 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         seconds += part.seconds
         completions += part.completions
         lines += part.problems
+    engine.load(None)
     result = EvalResult(seconds, tuple(completions), tuple(lines))
     notice = evaluator.notice(result.completions, problems, limit) if state.evaluated_at < 0 else ""
     for line in (*dict.fromkeys(result.problems), *filter(None, [notice])):

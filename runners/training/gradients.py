@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -21,7 +21,25 @@ from runners.errors import UserError, is_out_of_memory
 from runners.ranks.ranks import Ranks
 
 _Result = TypeVar("_Result")
-Pieces = Sequence[g.Batch]
+Pieces = Sequence[g.Batch]  # micro-batches
+LogprobStep = Callable[[Tree, g.Batch], mx.array]
+
+
+@attrs.frozen(eq=False)
+class Computed(Generic[_Result]):
+    """What was computed of micro-batches, and how."""
+
+    value: _Result
+    steps: Sequence[Pieces]  # the micro-batches that were used, of each batch step
+    micro_batch_tokens: int  # the budget that later ones keep
+
+
+@attrs.frozen(eq=False)
+class Gradients:
+    """Gradients that are added up."""
+
+    train: g.TrainState  # with them
+    stats: tuple[g.LossStats, ...]  # of each batch step
 
 
 @attrs.frozen(eq=False)
@@ -29,20 +47,18 @@ class MicroBatches:
     """Computes micro-batches; each rank its part of them. All ranks shrink the budget together."""
 
     grad_step: Callable[..., tuple[g.TrainState, g.LossStats]]  # a `GradStep`
-    logprob_step: Callable[[Tree, g.Batch], mx.array]
     asked: int  # tokens: system.micro_batch_tokens
     ranks: Ranks
     note: Callable[[str], None]  # takes a line when the budget shrinks
     longest: float = 0.0  # seconds of one micro-batch, above which the budget shrinks; 0: any
     advance: Advance = lambda what, done, total: None
 
-    def gradients(
-        self, start: g.TrainState, steps: Sequence[Pieces], budget: int
-    ) -> tuple[g.TrainState, list[g.LossStats], int]:
-        """`start` with the gradients of these batch steps added, their statistics, and the new budget."""
+    def gradients(self, start: g.TrainState, steps: Sequence[Pieces], budget: int) -> Computed[Gradients]:
+        """`start` with the gradients of these batch steps added."""
 
-        def act(steps: Sequence[Pieces]) -> tuple[g.TrainState, list[g.LossStats]]:
-            state, found = start, []
+        def act(steps: Sequence[Pieces]) -> Gradients:
+            state = start
+            found = []
             own = [pieces_of_rank(pieces, self.ranks.number, self.ranks.count) for pieces in steps]
             submitted = self._reported(sum(map(len, own)))
             for pieces in own:
@@ -50,36 +66,40 @@ class MicroBatches:
                 state, stats = self.grad_step(state, pieces, submitted=submitted)
                 g.materialize(state.accum_grads, state.accum_weight, stats)
                 found.append(stats)
-            return state, found
+            return Gradients(state, tuple(found))
 
-        started, traces = time.perf_counter(), getattr(self.grad_step, "traces", 0)
-        (state, found), used, budget = self._in_halves(act, steps, budget)
+        started = time.perf_counter()
+        traces = getattr(self.grad_step, "traces", 0)
+        computed = self._in_halves(act, steps, budget)
         if self.longest:
             compiled = traces != getattr(self.grad_step, "traces", 0)  # its time says nothing
-            budget = self._paced(0.0 if compiled else time.perf_counter() - started, used, budget)
-        return state, found if self.ranks.is_alone else self._merged(found), budget
+            computed = self._paced(0.0 if compiled else time.perf_counter() - started, computed)
+        if self.ranks.is_alone:
+            return computed
+        merged = attrs.evolve(computed.value, stats=self._merged(computed.value.stats))
+        return attrs.evolve(computed, value=merged)
 
-    def with_old_logp(self, params: Tree, pieces: Pieces, budget: int) -> tuple[list[g.Batch], int]:
-        """The micro-batches with the log-probs that these parameters give their tokens; the new budget."""
+    def logprobs(
+        self, step: LogprobStep, params: Tree, pieces: Pieces, budget: int
+    ) -> Computed[dict[int, mx.array]]:
+        """The log-probs that these parameters give the tokens of micro-batches, by the number of each one
+        that has rows. With several ranks each computes its part, and all get the whole."""
         rank, count = self.ranks.number, self.ranks.count
 
         def act(steps: Sequence[Pieces]) -> dict[int, mx.array]:
             found = {}
             for number, piece in enumerate(steps[0]):
                 if number % count == rank and piece.mask_bt.shape[0]:
-                    found[number] = self.logprob_step(params, piece)
+                    found[number] = step(params, piece)
                     mx.eval(found[number])
             return found
 
-        found, (pieces,), budget = self._in_halves(act, [pieces], budget)
-        if count > 1:  # every rank keeps all of them, so that a checkpoint fits any number of ranks
-            for message in self.ranks.all_gather_object("the old log-probs", found):
-                found |= {int(number): mx.array(array) for number, array in message.value.items()}
-        pieces = [
-            attrs.evolve(piece, old_logp_bt=found[number]) if number in found else piece
-            for number, piece in enumerate(pieces)
-        ]
-        return pieces, budget
+        computed = self._in_halves(act, [pieces], budget)
+        # Every rank keeps all of them, so that a checkpoint fits any number of ranks.
+        messages = self.ranks.all_gather_object("the log-probs", computed.value) if count > 1 else ()
+        for message in messages:
+            computed.value.update({int(n): mx.array(array) for n, array in message.value.items()})
+        return computed
 
     def _reported(self, total: int) -> Callable[[mx.array], None]:
         """Reports how many micro-batches are computed; the device stays one ahead of the reports."""
@@ -94,7 +114,7 @@ class MicroBatches:
 
         return submitted
 
-    def _merged(self, found: Sequence[g.LossStats]) -> list[g.LossStats]:
+    def _merged(self, found: Sequence[g.LossStats]) -> tuple[g.LossStats, ...]:
         """Each step's statistics over all ranks' parts, the same on every rank."""
         rows = np.array([[value.item() for value in stats] for stats in found], np.float32)
         messages = self.ranks.all_gather_object("the statistics", rows)
@@ -103,18 +123,16 @@ class MicroBatches:
             parts = [g.LossStats(*map(mx.array, m.value[number].tolist())) for m in messages]
             merged.append(g.merge_stats(parts))
         g.materialize(merged)
-        return merged
+        return tuple(merged)
 
     def _in_halves(
         self, act: Callable[[Sequence[Pieces]], _Result], steps: Sequence[Pieces], budget: int
-    ) -> tuple[_Result, Sequence[Pieces], int]:
-        """`act` of the steps' micro-batches, cut in halves as often as memory asks for, down to one row each.
-
-        Also returns the micro-batches that were used, and the budget in tokens that later ones keep.
-        """
+    ) -> Computed[_Result]:
+        """`act` of the steps' micro-batches, cut in halves as often as memory asks for, down to one row each."""
         while True:
-            steps = [self._fitting(pieces, budget) for pieces in steps]
-            reason, result = None, None
+            if budget < self.asked:  # they were made when it was larger
+                steps = [[part for piece in pieces for part in _fitting(piece, budget)] for pieces in steps]
+            reason = result = None
             try:
                 result = act(steps)
             except Exception as error:
@@ -124,24 +142,25 @@ class MicroBatches:
             messages = self.ranks.all_gather_object("the gradients", reason)
             reason = next((message.value for message in messages if message.value is not None), None)
             if reason is None:
-                return cast(_Result, result), steps, budget
+                return Computed(cast(_Result, result), steps, budget)
             del result
             # Outside the handler the failed step's arrays are free: only its traceback held them.
             mx.clear_cache()
             budget = self._smaller(steps, budget, reason)
 
-    def _paced(self, seconds: float, steps: Sequence[Pieces], budget: int) -> int:
-        """A budget whose micro-batches take at most `longest` at this pace; all ranks have the same."""
-        pieces = [_tokens(piece) for pieces in steps for piece in pieces]
-        paces = self.ranks.all_gather_object("the pace", seconds * self.ranks.count / max(sum(pieces), 1))
+    def _paced(self, seconds: float, computed: Computed[_Result]) -> Computed[_Result]:
+        """With a budget whose micro-batches take at most `longest` at this pace; all ranks have the same."""
+        tokens = [_tokens(piece) for pieces in computed.steps for piece in pieces]
+        pace = seconds * self.ranks.count / max(sum(tokens), 1)
+        paces = self.ranks.all_gather_object("the pace", pace)
         fits = max(int(self.longest / max(1e-9, *(message.value for message in paces))), 1)
-        if fits >= min(max(pieces), budget):
-            return budget
+        if fits >= min(max(tokens), computed.micro_batch_tokens):
+            return computed
         self.note(
-            f"a micro-batch takes over {self.longest:g} s, which a GPU that draws the screen may not; "
-            f"system.micro_batch_tokens is {fits:,} from now on"
+            f"a micro-batch took over {self.longest:g} s; macOS may kill GPU work that long while the display "
+            f"is on; system.micro_batch_tokens is {fits:,} from now on"
         )
-        return fits
+        return attrs.evolve(computed, micro_batch_tokens=fits)
 
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
         """A budget that cuts the largest micro-batches. Raises UserError if each has a single row."""
@@ -158,13 +177,12 @@ class MicroBatches:
         )
         return max(large // 2, 1)
 
-    def _fitting(self, pieces: Pieces, budget: int) -> Pieces:
-        """The pieces cut to a budget that has shrunk: they were made when it was larger."""
-        while budget < self.asked:
-            if not (large := {id(p) for p in pieces if _tokens(p) > budget and p.targets_bt.shape[0] > 1}):
-                break
-            pieces = [half for p in pieces for half in (halve_batch(p) if id(p) in large else [p])]
-        return pieces
+
+def _fitting(piece: g.Batch, budget: int) -> list[g.Batch]:
+    """A micro-batch cut to a budget, down to single rows."""
+    if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
+        return [piece]
+    return [part for half in halve_batch(piece) for part in _fitting(half, budget)]
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -13,15 +13,17 @@ from grpo_fn.policy import QuantizedRole, check_replay, checkpoint_layers, exper
 from grpo_fn.trees import Tree
 from runners.config.loading import Config
 from runners.data.stream import RunLength
-from runners.engines.engine import Advance, decoding_of
+from runners.engines.engine import Advance, Engine
 from runners.engines.local import LocalEngine
+from runners.engines.settings import decoding_of
 from runners.errors import UserError, error_line, is_out_of_memory
 from runners.machine.startup import Platform
 from runners.memory.sizes import shares_prompts
 from runners.models.loaded_model import LoadedModel
 from runners.models.model_check import check_model
-from runners.models.role_quantization import is_calibrated, make_quantized_role
-from runners.ranks.ranks import Ranks
+from runners.models.role_quantization import make_quantized_role
+from runners.tokenization.text import TextDecoder
+from runners.training.sampler import Sampler, first_sampler
 from runners.training.teacher import Grader, make_grader
 
 
@@ -30,7 +32,11 @@ class Learner:
     """The functional core of a run: its policies, its steps, and the state before the first of them."""
 
     policy: g.Policy
-    engine: LocalEngine  # it samples; the loop loads its weights
+    sampling: g.Policy  # the same function for the sampler, over a module of its own
+    quantized: QuantizedRole | None  # of the sampler, as it was checked; None: full precision
+    sampler: Sampler  # before the first step
+    engine: Engine  # it samples; the loop loads its weights
+    held_out: Engine  # it samples evaluations, with the learner's weights
     reference: QuantizedRole | None  # of the KL term; None: the learner's own function
     spec: g.LossSpec
     grad_step: g.GradStep
@@ -50,8 +56,8 @@ def build_learner(
     loaded: LoadedModel,
     length: RunLength,
     platform: Platform,
-    ranks: Ranks | None = None,
     prompts: Sequence[Sequence[int]] = (),
+    decoder: TextDecoder | None = None,
     say: Callable[[str], None] = lambda text: None,
     advance: Advance | None = None,
     note: Callable[[str], None] = lambda line: None,
@@ -69,6 +75,7 @@ def build_learner(
     how = {"model_config": loaded.config, "platform": platform, "share_prompts": share_prompts, "say": say}
     found = check_model(config, policy, params, prompts, **how)
     policy, notices = found.policy, list(found.notices)
+    sampling = policy.twin()
     compile_steps = config.system.compile and "compile" not in found.given_up
     quantized = None
     if rollout.quantization != "none" and is_quantized(policy.module):
@@ -77,7 +84,7 @@ def build_learner(
             f"rollout.quantization = {rollout.quantization} has no effect: the model's weights are quantized "
             "already, and sampler and learner use the same ones"
         )
-    elif quantized := make_quantized_role(config, policy, "rollout.quantization", rollout.storage, notices):
+    elif quantized := make_quantized_role(config, sampling, "rollout.quantization", rollout.storage, notices):
         try:
             checked = check_model(
                 config, quantized.policy, quantized.transform(params), prompts, role="rollout", **how
@@ -90,6 +97,7 @@ def build_learner(
             notices += checked.notices
     reference = make_quantized_role(config, policy, "loss.ref_quantization", config.loss.ref_storage, notices)
     policy = policy.without_weights()
+    sampling = sampling.without_weights()
     share_prompts = share_prompts and "share_prompts" not in found.given_up
     shares = {"share_prompts": share_prompts, "compile": compile_steps}
     grader = make_grader(config, policy, params, loaded, platform, **shares)
@@ -107,17 +115,11 @@ def build_learner(
     bound = config.optim.max_grad_norm or None  # 0 does not clip
     return Learner(
         policy=policy,
-        engine=LocalEngine(
-            policy,
-            decoding_of(config),
-            quantized=quantized,
-            name=rollout.quantization,
-            calibrates=quantized is not None and is_calibrated(config, rollout.quantization),
-            mismatch_limit=rollout.mismatch_limit,
-            advance=advance,
-            note=note,
-            ranks=ranks or Ranks(),
-        ),
+        sampling=sampling,
+        quantized=quantized,
+        sampler=first_sampler(config, quantized),
+        engine=LocalEngine(decoder, decoding_of(config), advance, note),
+        held_out=LocalEngine(decoder, decoding_of(config), advance, note),
         reference=reference,
         spec=spec,
         grad_step=g.make_grad_step(

@@ -6,9 +6,8 @@ A completion's random draws depend on its prompt's number, so that N ranks draw 
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +19,9 @@ from grpo_fn.prng import fold_in
 from runners.config.loading import Config
 from runners.data.curriculum import Outcome, passed
 from runners.data.prompts import Example, columns_of
-from runners.engines.engine import Engine, requests_of
+from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
+from runners.engines.engine import Engine, Weights
+from runners.engines.rollouts import generate, requests_of
 from runners.environments.environments import Environments
 from runners.errors import RewardError
 from runners.images.tower import VisionPart
@@ -43,29 +44,48 @@ from runners.rewards.scoring import Failed, Scorer
 from runners.tokenization.text import TextDecoder
 
 _PATIENCE = 3  # batch steps in a row in which a reward may be too slow
+NOT_FINITE = "its log-probs are not finite; the rollout was sampled again"
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Draw:
+    """All that a batch step's rollout needs, besides an engine."""
+
+    drawn: Drawn  # its prompts
+    gold: bool = False  # whether their gold completions are learned from: nothing is sampled
+    key: mx.array  # its random draws descend from it
+    weighted: Weighted | None = None  # how further prompts are drawn; None: in the usual order
+    trainer_state: TrainerState = NO_RUN  # for rewards
+    slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
+    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these weights.
+    full: Weights | None = None
+
+
+@attrs.frozen(eq=False)
+class _Round:
+    """One round of a batch step's sampling."""
+
+    key: mx.array
+    trainer_state: TrainerState
+    full: Weights | None
 
 
 @attrs.frozen(eq=False)
 class Collector:
     """Makes experiences; holds the settings for sampling and scoring."""
 
-    engine: Engine
     sampling: g.Sampling
     scorer: Scorer
     decoder: TextDecoder
     config: Config  # checked: [loss] complete
+    order: PromptOrder
     ranks: Ranks = attrs.field(factory=Ranks)
     environments: Environments | None = None  # they answer the model's turns
     vision: VisionPart | None = None
-    # Each reward's batch steps in a row in which its calls were too slow, or ended their process.
-    _ended: dict[int, int] = attrs.field(factory=dict, init=False)
 
-    def collect(
-        self, take: Callable[[int], Sequence[Example]], key: mx.array, trainer_state: TrainerState = NO_RUN
-    ) -> Experience:
-        """Sample and score `batch_size` prompts with the engine's weights.
+    def collect(self, engine: Engine, draw: Draw) -> Experience:
+        """Sample and score the prompts of a draw with the engine's weights.
 
-        `take(n)` gives the next n prompts; rewards get `trainer_state`.
         With dynamic sampling, groups without variance are replaced by new prompts for at most
         `max_resample` rounds. If groups are still missing, the last ones without variance fill the batch;
         the learner skips them.
@@ -73,17 +93,18 @@ class Collector:
         Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off. A
         call that was too slow, or that ended its process, has to be the third in a row.
         """
-        wanted = self.config.optim.batch_size
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
+        missing = len(draw.drawn.examples)
+        taken = draw.drawn
         kept: list[Experience] = []
-        outcomes: list[Outcome] = []
-        failed: dict[int, Failed] | None = None  # rewards that failed for every completion of every round
-        missing, spent, replaced = wanted, 0, 0
+        parts: list[Experience] = []
+        replaced = 0
         for number in range(rounds + 1):
-            part = self._on_all_ranks(take(missing), fold_in(key, number), trainer_state)
-            failed = {k: fault for k, fault in part.failed.items() if failed is None or k in failed}
-            spent += part.sampled_tokens
-            outcomes += self._outcomes(part)
+            if number:
+                taken = drawn(self.order, taken.position, missing, draw.weighted, taken.taken)
+            step = _Round(fold_in(draw.key, number), draw.trainer_state, draw.full)
+            part = self._on_all_ranks(engine, taken.examples, step)
+            parts.append(part)
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist()
             missing -= len(varied)
             if missing == 0 or number == rounds:
@@ -93,12 +114,20 @@ class Collector:
             replaced += missing
             if varied:
                 kept.append(select_groups(part, varied))
-        self._check_failed(failed or {})
         whole = join_experiences(kept)
         advantages_pg = advantages_of(whole, self.config.loss, with_turn_rewards=self._turn_rewards)
         mx.eval(advantages_pg)
-        counted = {"sampled_tokens": spent, "resampled": replaced, "outcomes": tuple(outcomes)}
-        return attrs.evolve(whole, advantages_pg=advantages_pg, **counted)
+        return attrs.evolve(
+            whole,
+            advantages_pg=advantages_pg,
+            sampled_tokens=sum(part.sampled_tokens for part in parts),
+            resampled=replaced,
+            outcomes=tuple(outcome for part in parts for outcome in self._outcomes(part)),
+            position=taken.position,
+            fallback=next((part.fallback for part in parts if part.fallback), None),
+            slow_rewards=self._slow_rewards(parts, draw.slow_rewards),
+            rows=engine.rows,
+        )
 
     def _outcomes(self, part: Experience) -> list[Outcome]:
         """How many completions of each group passed, of those with a reward."""
@@ -114,12 +143,18 @@ class Collector:
         """Whether the last reward is the sum of those of the turns."""
         return self.environments is not None and self.environments.turn_reward is not None
 
-    def _check_failed(self, failed: dict[int, Failed]) -> None:
-        """Raises RewardError for a reward that failed for every completion of a batch step."""
-        ended = {k: self._ended.get(k, 0) + 1 for k, fault in failed.items() if fault.ended}
-        self._ended.clear()
-        self._ended.update(ended)
-        broken = [fault.line for k, fault in failed.items() if ended.get(k, _PATIENCE) >= _PATIENCE]
+    def _slow_rewards(self, parts: Sequence[Experience], before: Mapping[str, int]) -> dict[str, int]:
+        """In how many batch steps in a row a reward was too slow, or ended its process, at all completions.
+
+        Raises RewardError for a reward that failed at every completion of the batch step, and may not.
+        """
+        failed = {
+            name: fault
+            for name, fault in parts[0].failed.items()
+            if all(name in part.failed for part in parts)
+        }
+        slow = {name: before.get(name, 0) + 1 for name, fault in failed.items() if fault.ended}
+        broken = [fault.line for name, fault in failed.items() if slow.get(name, _PATIENCE) >= _PATIENCE]
         if broken and self.config.reward.stop_if_all_fail:
             error = RewardError(
                 f"{broken[0]}; it failed for every completion of this batch step: fix it "
@@ -127,55 +162,76 @@ class Collector:
             )
             error.on_all_ranks = True
             raise error
+        return slow
 
-    def _on_all_ranks(
-        self, examples: Sequence[Example], key: mx.array, trainer_state: TrainerState
-    ) -> Experience:
+    def _on_all_ranks(self, engine: Engine, examples: Sequence[Example], step: _Round) -> Experience:
         """One round; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
         size, begun = self.sampling.num_generations, self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
-        part = self._scored(own, numbers, sampling, key, trainer_state)
+        part = self._scored(engine, own, numbers, sampling, step)
         if begun:  # all ranks sample equally often
             varied = np.flatnonzero(is_varied(part.rewards_pg)).tolist() if part else []
-            again = [own[p] for p in varied], [numbers[p] for p in varied]
+            again = [own[p] for p in varied]
+            places = [numbers[p] for p in varied]
             sampling = attrs.evolve(sampling, num_generations=size - begun, first_generation=begun)
-            rest = self._scored(*again, sampling, key, trainer_state)
+            rest = self._scored(engine, again, places, sampling, step)
             if part is not None:
                 whole = join_stages(part, rest, varied, size)
                 rewards_pg = self._combined(whole.values_kb, whole.penalty_b, size)
                 part = attrs.evolve(whole, rewards_pg=rewards_pg)
         return part if part and self.ranks.is_alone else gather_rollout(self.ranks, examples, part)
 
-    def _scored(
+    def _sampled(
         self,
+        engine: Engine,
         examples: Sequence[Example],
         numbers: Sequence[int],
         sampling: g.Sampling,
         key: mx.array,
-        trainer_state: TrainerState,
+    ) -> tuple[g.Rollout | None, list[FinishedEpisode] | None]:
+        """Completions, or conversations; None without examples."""
+        if not examples:
+            return None, None
+        if self.environments is not None:
+            return self.environments.play(engine, examples, sampling, key=key, numbers=numbers)
+        requests = requests_of(examples, sampling, key, numbers, self.vision)
+        return generate(engine, requests, sampling), None
+
+    def _scored(
+        self,
+        engine: Engine,
+        examples: Sequence[Example],
+        numbers: Sequence[int],
+        sampling: g.Sampling,
+        step: _Round,
     ) -> Experience | None:
         """This rank's completions, or conversations, with their rewards; None without examples.
 
         `numbers` are the examples' places among those of all ranks.
         """
-        started, played, size = time.perf_counter(), None, sampling.num_generations
-        if self.environments is None:
-            rollout = self.engine.generate(requests_of(examples, numbers, self.vision), sampling, key=key)
-        else:
-            how = {"numbers": numbers, "agree": functools.partial(self.ranks.any_rank, "the prompts")}
-            rollout, played = self.environments.play(self.engine, examples, sampling, key=key, **how)
-        if not examples:
+        started = time.perf_counter()
+        fallback = None
+        rollout, played = self._sampled(engine, examples, numbers, sampling, step.key)
+        if step.full is not None:  # the sampler has few bits; all ranks give them up together
+            bad = rollout is not None and not mx.isfinite(rollout.logp_bt).all().item()
+            if self.ranks.any_rank("the sampler", bad):
+                fallback = NOT_FINITE
+                engine.load(step.full)
+                rollout, played = self._sampled(engine, examples, numbers, sampling, step.key)
+        if rollout is None:
             return None
-        sampled, completions = time.perf_counter(), rollout.completions()
+        size = sampling.num_generations
+        sampled = time.perf_counter()
+        completions = rollout.completions()
         texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in examples for _ in range(size)],
             columns_of(examples, size),
             completions,
-            trainer_state,
+            step.trainer_state,
             conversations=None if played is None else [each.messages for each in played],
             environments=None if played is None else [each.environment for each in played],
         )
@@ -186,6 +242,7 @@ class Collector:
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         penalty_b = None if penalty_b is None else np.array(penalty_b)
         rewards_pg = self._combined(scores.values_kb, penalty_b, size)
+        names = tuple(reward.name for reward in self.scorer.rewards)
         return Experience(
             rollout=rollout,
             examples=tuple(examples),
@@ -198,10 +255,11 @@ class Collector:
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
-            reward_names=tuple(reward.name for reward in self.scorer.rewards),
+            reward_names=names,
             penalty_b=penalty_b,
             played=played,
-            failed=scores.failed,
+            failed={names[k]: fault for k, fault in scores.failed.items()},
+            fallback=fallback,
         )
 
     def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int) -> np.ndarray:
@@ -271,7 +329,7 @@ def _packed(experience: Experience) -> dict[str, Any]:
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
         "played": experience.played and [_fields(each, "environment") for each in experience.played],
-        "failed": [(k, *attrs.astuple(fault)) for k, fault in experience.failed.items()],
+        "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
     }
 
 
@@ -287,7 +345,7 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
         "played": played and [FinishedEpisode(environment=None, **each) for each in played],
-        "failed": {k: Failed(*fault) for k, *fault in value["failed"]},
+        "failed": {name: Failed(*fault) for name, *fault in value["failed"]},
     }
     return Experience(**fields)
 

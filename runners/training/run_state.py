@@ -1,6 +1,7 @@
 """`RunState`: all that a run has to remember between two steps, and what a checkpoint holds.
 
-It is saved and restored as a whole, and all ranks start from the same one.
+It is saved and restored field by field, and all ranks start from the same one. A field that is not saved says
+why in its metadata.
 """
 
 from __future__ import annotations
@@ -10,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
-import numpy as np
 
 import grpo_fn as g
-from grpo_fn.images import ImageRows
 from grpo_fn.learner import Shape, share
-from grpo_fn.policy import Moments
 from grpo_fn.trees import named_leaves, on_host, structure_of
-from runners.checkpoints.checkpoint import DTYPES, STATE_FILE, from_table, load_trees, pack, unpack
+from runners.checkpoints.checkpoint import DTYPES, STATE_FILE, load_trees, pack, unpack
 from runners.checkpoints.resume import Origin
 from runners.checkpoints.run_folder import TRAINER_STATE
 from runners.checkpoints.run_inputs import data_digest
+from runners.checkpoints.values import decoded, encoded, has_arrays
 from runners.config import rules
 from runners.data.curriculum import Estimates
 from runners.errors import UserError
@@ -29,20 +28,25 @@ from runners.ranks.ranks import Ranks
 from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import Tally
 from runners.telemetry.run_watch import Seen
+from runners.training.sampler import Sampler, restored
 
 if TYPE_CHECKING:
     from runners.training.setup import Run
 
 Pieces = list[g.Batch]  # micro-batches
 
-
 _COUNT = "0 <= x <= 1e18"
 
 
-@attrs.frozen(kw_only=True)
-class Counters:
-    """The part of a run's state that trainer_state.json holds as `loop`."""
+def _unsaved(default: Any, why: str) -> Any:
+    return attrs.field(default=default, metadata={"unsaved": why})
 
+
+@attrs.frozen(eq=False, kw_only=True)
+class RunState:
+    """The state of a run between two steps: a value, replaced as a whole when a step is done."""
+
+    train: g.TrainState = _unsaved(attrs.NOTHING, "a checkpoint has it in files of its own, as a model")
     batch_step: int = rules.key(0, "rollouts made", _COUNT)
     update: int = rules.key(0, "optimizer updates taken", _COUNT)
     reused: int = rules.key(0, "how many updates the current rollouts have served", _COUNT)
@@ -50,104 +54,61 @@ class Counters:
     sampled_tokens: int = rules.key(0, "by all ranks", _COUNT)
     synced_at: int = rules.key(0, "batch steps", _COUNT)
     ref_synced_at: int = rules.key(0, "batch steps", _COUNT)
-    version: int = rules.key(0, "the update that made the sampler's weights", _COUNT)
-    stale: bool = False  # whether the learner has changed since the sync
     evaluated_at: int = rules.key(-1, "updates; -1: never", "-1 or >= 0")
     scores: tuple[float, ...] = ()  # exact match, of each evaluation
     eval_rewards: tuple[float, ...] = ()  # the mean of the run's own rewards, of each evaluation
     reward: float | None = None  # of the last update
     elapsed: float = rules.key(0.0, "seconds, of all processes", ">= 0")
     micro_batch_tokens: int = rules.key(1, "the budget: the config's, or less once memory ran out", ">= 1")
-    fallback: str | None = None  # why the sampler gave up its quantized weights
-    sampler_format: str = ""  # of its quantized weights, if finer than the config's
     bad_updates: int = rules.key(0, "skipped", _COUNT)
     bad_updates_in_a_row: int = rules.key(0, "skipped, up to the last one", _COUNT)
     seen: Seen = attrs.field(factory=Seen)  # by the watch
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class RunState(Counters):
-    """The state of a run between two steps: a value, replaced as a whole when a step is done."""
-
-    train: g.TrainState
+    slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
+    sampler: Sampler = attrs.field(factory=Sampler)
     tallies: tuple[Tally, ...] = ()  # of the batch steps since the last update
-    waiting: tuple[list[Pieces], ...] = ()  # of these steps: minibatch × micro-batch
-    moments: Moments | None = None  # of the sampler's layers, for calibrated rounding
-    formats: Mapping[str, str] | None = None  # of its weights, by `rollout.bits_budget`
+    waiting: tuple[tuple[Pieces, ...], ...] = ()  # of these steps: minibatch × micro-batch
     shapes: frozenset[Shape] = frozenset()  # of micro-batches for which the steps are compiled
     curriculum: Estimates | None = None  # of the training prompts; None: data.curriculum is "none"
-    experiences: tuple[Experience, ...] = ()  # of these steps, as far as this process made them; not saved
+    experiences: tuple[Experience, ...] = _unsaved((), "of these steps, as far as this process made them")
+    loss_stats: tuple[g.LossStats, ...] = _unsaved((), "only between the gradients and their update")
 
     @property
     def em(self) -> float | None:
         """Exact match at the last evaluation, 0 to 1; None: not measured."""
         return self.scores[-1] if self.scores else None
 
-    def plain(self) -> dict[str, Any]:
-        """The counters, as JSON holds them."""
-        values = {field.name: getattr(self, field.name) for field in attrs.fields(Counters)}
-        return values | {"seen": attrs.asdict(self.seen)}
-
-    def trees(self) -> dict[str, Any]:
-        """What belongs to the TrainState, as dicts, lists, arrays and plain values."""
-        names = ("tallies", "waiting", "curriculum")
-        return {
-            **{name: _tree(getattr(self, name)) for name in names},
-            "shapes": [list(shape) for shape in sorted(self.shapes)],
-            "moments": dict(self.moments or {}),
-            "formats": dict(self.formats or {}),
-        }
+    def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Every saved field: those of plain values as JSON holds them, and those with arrays as trees."""
+        plain: dict[str, Any] = {}
+        trees: dict[str, Any] = {}
+        for field in attrs.fields(type(self)):
+            if "unsaved" not in field.metadata:
+                value = encoded(getattr(self, field.name))
+                (trees if has_arrays(value) else plain)[field.name] = value
+        return plain, trees
 
 
 def restore_state(
-    plain: Mapping[str, Any], trees: Mapping[str, Any], train: g.TrainState, where: str
+    plain: Mapping[str, Any],
+    trees: Mapping[str, Any],
+    train: g.TrainState,
+    where: str,
+    kind: type[RunState] = RunState,
 ) -> RunState:
-    """The inverse of `plain` (through JSON) and `trees`. UserError, which begins with `where`, for others."""
-    counters, known = from_table(plain, Counters, where), trees.get("curriculum")
-    try:
-        return RunState(
-            **_fields(counters),
-            train=train,
-            tallies=tuple(_tally_of(tree) for tree in trees["tallies"]),
-            waiting=tuple(
-                [[_piece_of(piece) for piece in pieces] for pieces in parts] for parts in trees["waiting"]
-            ),
-            shapes=frozenset(Shape(*map(int, shape)) for shape in trees["shapes"]),
-            curriculum=known and Estimates(**{name: np.array(array) for name, array in known.items()}),
-            moments=trees["moments"] or None,
-            formats=trees["formats"] or None,
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{where}: not what a run saved: {error}") from error
+    """The inverse of `saved` (through JSON). UserError, which begins with `where`, for anything else."""
+    return decoded({**plain, **trees}, kind, where, train=train)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in attrs.fields(type(value))}
-
-
-def _tree(value: Any) -> Any:
-    """Values of attrs as dicts, NumPy's arrays as MLX's."""
-    if attrs.has(type(value)):
-        value = _fields(value)
-    if isinstance(value, dict):
-        return {name: _tree(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_tree, value))
-    if isinstance(value, np.ndarray):  # MLX has float64 only on the CPU: they are pairs of integers
-        return mx.array(np.ascontiguousarray(value).view(np.uint32) if value.dtype == np.float64 else value)
-    return value
-
-
-def _piece_of(tree: Mapping[str, Any]) -> g.Batch:
-    images = tree.get("images")
-    return g.Batch(**{**tree, "images": None if images is None else ImageRows(**images)})
-
-
-def _tally_of(tree: Mapping[str, Any]) -> Tally:
-    arrays = {name: np.array(array) for name, array in tree.items() if isinstance(array, mx.array)}
-    floats = {name: arrays[name].view(np.float64) for name in ("rewards_pg", "values_kb")}
-    counts = {name: np.array(array) for name, array in tree["counts"].items()}
-    return Tally(**{**tree, **arrays, **floats, "counts": counts})
+def first_state(run: Run) -> RunState:
+    """The state before a run's first step."""
+    learner = run.learner
+    assert learner.state is not None
+    return RunState(
+        train=learner.state,
+        micro_batch_tokens=run.config.system.micro_batch_tokens,
+        curriculum=run.curriculum,
+        sampler=learner.sampler,
+    )
 
 
 _ROUNDING = ("quantization", "group_size", "quantize_head", "calibration", "bits_budget")  # of the sampler
@@ -188,8 +149,10 @@ def restore(run: Run, origin: Origin, *, changed: bool = False) -> RunState:
         state = attrs.evolve(state, curriculum=first)
     was, now = origin.facts.config.get("rollout", {}), run.config.to_dict()["rollout"]
     if any(was.get(key, now[key]) != now[key] for key in _ROUNDING):  # what was found is of another format
-        state = attrs.evolve(state, moments=None, formats=None, sampler_format="", fallback=None)
-    return attrs.evolve(state, train=train, micro_batch_tokens=budget)
+        sampler = attrs.evolve(run.learner.sampler, version=state.sampler.version)
+    else:
+        sampler = restored(state.sampler, run.config, run.learner.quantized)
+    return attrs.evolve(state, train=train, micro_batch_tokens=budget, sampler=sampler)
 
 
 def _shape(tree: Any) -> tuple[Any, Any]:
@@ -238,12 +201,15 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
     arrays: dict[str, mx.array] = {}
     about: dict[str, Any] = {}
     if resumed:
-        trees, known = {"train": attrs.asdict(state.train, recurse=False), "loop": state.trees()}, {}
+        plain, loop = state.saved()
+        trees = {"train": attrs.asdict(state.train, recurse=False), "loop": loop}
+        known: dict[int, str] = {}
         shapes = {name: pack(tree, name, arrays, known) for name, tree in trees.items()}
         leaves = {name: [list(a.shape), str(a.dtype).removeprefix("mlx.core.")] for name, a in arrays.items()}
-        about = {"shapes": shapes, "plain": state.plain(), "leaves": leaves}
+        about = {"shapes": shapes, "plain": plain, "leaves": leaves}
     with ranks.committing("the checkpoint", about) as messages:
-        if not (found := messages[0].value):
+        found = messages[0].value
+        if not found:
             return state
         with ranks.moving_arrays():
             if not ranks.is_rank_zero:
@@ -254,4 +220,6 @@ def share_start(ranks: Ranks, run: Run, state: RunState, *, resumed: bool) -> Ru
     if not ranks.is_rank_zero:
         trees = {name: unpack(shape, arrays) for name, shape in found["shapes"].items()}
         state = restore_state(found["plain"], trees["loop"], g.TrainState(**trees["train"]), "rank 0's state")
+        sampler = restored(state.sampler, run.config, run.learner.quantized)
+        state = attrs.evolve(state, sampler=sampler)
     return state

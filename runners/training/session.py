@@ -22,9 +22,9 @@ from runners.telemetry.diary import Diary
 from runners.telemetry.log import MetricsLog
 from runners.telemetry.run_watch import Watch
 from runners.tokenization.prompt_settings import PromptSettings
+from runners.training.plan import plan_of
 from runners.training.run_state import RunState
 from runners.training.setup import Run
-from runners.training.steps import TrainSteps
 
 
 class Session:
@@ -40,7 +40,7 @@ class Session:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it holds."""
         self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
         self.log, self.shown = log, shown
-        self.steps = TrainSteps(run, shown)
+        self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
@@ -64,7 +64,7 @@ class Session:
     def finished(self) -> bool:
         """Whether no step is left."""
         ended = self.state.seen.reached or self.state.batch_step >= self.run.length.batch_steps
-        return bool(ended) and not self.steps.update_due(self.state)
+        return bool(ended) and not self.plan.update_due(self.state)
 
     @contextmanager
     def committing(self, step: str) -> Iterator[None]:
@@ -84,12 +84,12 @@ class Session:
     def save_if_due(self) -> None:
         """The checkpoint that checkpoint.every asks for."""
         every = self.config.checkpoint.every
-        if every and self.state.batch_step % every == 0 and not self.steps.update_due(self.state):
+        if every and self.state.batch_step % every == 0 and not self.plan.update_due(self.state):
             self.save()
 
     def save(self, why: str = "", *, strict: bool = False) -> None:
         """Saves a checkpoint, which rank 0 writes; with `strict` it is on the disk when this returns."""
-        with self.steps.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
+        with self.plan.times.timing("checkpoint"), self.ranks.committing("the checkpoint"):
             if self.ranks.is_rank_zero:
                 self._write(why, strict)
             if strict:
@@ -128,13 +128,14 @@ class Session:
         folder, keep = self.run.folder, self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         try:
+            plain, trees = state.saved()
             facts = {
                 **self._facts,
                 "em": state.em,
                 "eval_reward": state.eval_rewards[-1] if state.eval_rewards else None,
                 "reward": state.reward,
                 "logs": self.log.positions(),
-                "loop": state.plain(),
+                "loop": plain,
             }
             with disk_errors(f"{folder}: checkpoint-{state.batch_step} cannot be saved"):
                 for log in self.log.names:
@@ -145,7 +146,7 @@ class Session:
                     state.train,
                     self.run.loaded,
                     facts,
-                    state.trees(),
+                    trees,
                     prompt=self._prompt,
                 )
                 prune_checkpoints(folder, keep_last=keep.keep_last, keep_best=keep.keep_best)

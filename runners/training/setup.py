@@ -17,8 +17,9 @@ from runners.data.datasets import load_rows, with_answers_of
 from runners.data.gold import GoldReader
 from runners.data.prompts import Example, build_examples, reward_columns
 from runners.data.rendering import template_notices, use_template
-from runners.data.stream import PromptStream, RunLength
-from runners.engines.engine import Advance, sampling_of, usual_launch
+from runners.data.stream import PromptOrder, RunLength, drawn
+from runners.engines.engine import Advance
+from runners.engines.settings import sampling_of, usual_launch
 from runners.environments.environments import (
     Environments,
     all_rewards,
@@ -64,7 +65,7 @@ class Run:
     loaded: LoadedModel
     data: Data
     length: RunLength
-    stream: PromptStream
+    order: PromptOrder  # of the training examples
     curriculum: Estimates | None  # of the training prompts before the first step; None: there is none
     learner: Learner
     collector: Collector
@@ -138,15 +139,25 @@ class SetUp:
         self.config = config = config.having("system", micro_batch_tokens=tokens)
         length = RunLength.of(config, len(data.train), len(data.gold))
         rates_n = curriculum.first_n if curriculum and config.data.curriculum == "static" else None
-        stream = PromptStream(data.train, config.run.seed, rates_n=rates_n)
-        first = [example.tokens for example in attrs.evolve(stream).take(config.optim.batch_size)]
-        how = {"say": self.say, "advance": self.advance, "note": self.note}
-        learner = build_learner(config, spec, loaded, length, platform, ranks, first, **how)
+        order = PromptOrder(data.train, config.run.seed, rates_n)
+        learner = build_learner(
+            config,
+            spec,
+            loaded,
+            length,
+            platform,
+            prompts=[example.tokens for example in drawn(order, 0, config.optim.batch_size).examples],
+            decoder=decoder,
+            say=self.say,
+            advance=self.advance,
+            note=self.note,
+        )
         if learner.grader is not None:
             prompts = [example.tokens for example in (*data.train, *data.gold)]
             limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
             check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
-        if loaded.vision is not None and not learner.engine.sampler[0].shares_prefix:
+        sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
+        if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
                 f"{loaded.path}: completions of prompts with images are decoded over one copy of their "
                 "prompt, which gives other numbers with this model on this machine"
@@ -157,15 +168,15 @@ class SetUp:
             loaded=loaded,
             data=data,
             length=length,
-            stream=stream,
+            order=order,
             curriculum=curriculum,
             learner=learner,
             collector=Collector(
-                learner.engine,
-                sampling_of(config, loaded.eos_ids, find_stop),
+                sampling_of(config, loaded.eos_ids),
                 Scorer(rewards, config.reward.timeout, config.reward.on_error),
                 decoder,
                 config,
+                order,
                 ranks,
                 environments,
                 loaded.vision,
@@ -232,7 +243,7 @@ def _setting_warnings(config: Config, learner: Learner) -> list[str]:
     """Warnings about settings that are allowed but probably a mistake."""
     rollout, spec = config.rollout, learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    rounded = bool(learner.engine.metrics()) and learner.engine.fallback is None
+    rounded = learner.quantized is not None
     if not (truncated or rounded) or spec.correction != "none":
         return []
     cause = "a truncated sampler" if truncated else f"rollout.quantization = {rollout.quantization}"

@@ -39,7 +39,8 @@ from runners.report.page import final_report
 from runners.telemetry.diary import Diary, start_facts
 from runners.telemetry.log import MetricsLog, check_dashboards_installed
 from runners.telemetry.report import PlainReport, Quiet, Report
-from runners.training.run_state import RunState, check_alike, restore, share_start
+from runners.training.run_state import RunState, check_alike, first_state, restore, share_start
+from runners.training.sampler import weights_of
 from runners.training.session import Session
 from runners.training.setup import Run, SetUp
 from runners.user_code.worker import Worker
@@ -85,8 +86,16 @@ def start_or_resume(
         if origin is not None:
             compare_config(config, origin, shown.note, allowed=allow_config_change)
             known = earlier_decisions(config, origin)
-        how = {"ranks": ranks, "worker": worker, "advance": shown.advanced, "note": shown.note}
-        run = SetUp(config, machine, shown.status, known, **how).build()
+        run = SetUp(
+            config,
+            machine,
+            shown.status,
+            known,
+            ranks=ranks,
+            worker=worker,
+            advance=shown.advanced,
+            note=shown.note,
+        ).build()
         data, rewards = run.data, run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
@@ -96,9 +105,7 @@ def start_or_resume(
             "inputs": inputs,
             "arithmetic": machine.arithmetic(),
         }
-        assert run.learner.state is not None
-        budget = run.config.system.micro_batch_tokens
-        state = RunState(train=run.learner.state, micro_batch_tokens=budget, curriculum=run.curriculum)
+        state = first_state(run)
         if origin is not None:
             compare_inputs(inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change)
             shown.status("loading the checkpoint")
@@ -106,11 +113,7 @@ def start_or_resume(
             shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
-        run.stream.position, run.learner.engine.fallback = state.position, state.fallback
-        if state.moments is not None or state.sampler_format:
-            formats = None if state.sampler_format else state.formats
-            run.learner.engine.round_as(state.sampler_format, state.moments, formats)
-        run.learner.engine.load(state.train.old_params, state.version)
+        run.learner.engine.load(weights_of(run.learner.sampling, state.train.old_params, state.sampler))
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
         if config.log.report:  # from now on there is something to report

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import grpo_fn as g
+from grpo_fn.learner import routing_stats, take_rows
+from grpo_fn.policy import has_routers
+from grpo_fn.trees import on_host
 from runners.data.stream import gold_batch
 from runners.files.run_files import METRICS
 from runners.machine.memory_readings import memory_metrics
@@ -15,8 +17,12 @@ from runners.rewards.experience import Experience
 from runners.telemetry.events import Completions, Finished, Started, Updated
 from runners.telemetry.records import completion_records
 from runners.telemetry.run_statistics import loss_metrics, rollout_metrics
+from runners.training.plan import Plan
+from runners.training.run_state import RunState
 from runners.training.session import Session
+from runners.training.steps import UpdateResult, batch_of
 
+_ROUTED_TOKENS = 4096  # tokens of an update from which the experts' load is logged
 # The metrics of an update that say nothing of gold completions begin so.
 _OF_SAMPLES = (
     *("reward", "frac_reward", "length_penalty", "ratio/", "clip_", "cispo_"),
@@ -71,7 +77,7 @@ def show_summary(session: Session, final: Path) -> None:
 
 def log_batch_step(session: Session, experience: Experience) -> None:
     """The problems of a batch step, and its completions, if they are not gold ones."""
-    if session.steps.supervised(session.state):
+    if session.plan.is_supervised(session.state):
         return
     for line in experience.problems:
         session.shown.note(line)
@@ -79,9 +85,9 @@ def log_batch_step(session: Session, experience: Experience) -> None:
     session.shown.handle(Completions(records))
 
 
-def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> None:
+def log_update(session: Session, updated: UpdateResult) -> None:
     """The metrics of an update, and the warnings about it."""
-    metrics = update_metrics(session, stats, update)
+    metrics = update_metrics(session, updated)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
     state, reward = session.state, metrics.get("reward", math.nan)
@@ -105,28 +111,28 @@ def log_update(session: Session, stats: g.LossStats, update: g.UpdateStats) -> N
         session.shown.note(line)
 
 
-def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) -> dict[str, Any]:
+def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
     """All metrics of an update."""
-    state, run, steps = session.state, session.run, session.steps
-    gold = steps.supervised(state)
+    state, run, plan = session.state, session.run, session.plan
+    gold = plan.is_supervised(state)
     rewards = [] if gold else [reward.name for reward in run.collector.scorer.rewards]
     sampled = sum(tally.sampled_tokens for tally in state.tallies)
     sampling = sum(tally.seconds["rollout"] for tally in state.tallies)
-    experts = steps.expert_metrics(state)  # its time counts for the step
-    times = steps.times.take()
+    experts = expert_metrics(plan, state)  # its time counts for the step
+    times = plan.times.take()
     metrics = {
         **session.place(),
-        "epoch": round((steps.gold_stream(state) if gold else run.stream).epoch, 4),
+        "epoch": round(_epoch(session, gold), 4),
         **rollout_metrics(state.tallies, rewards, session.config),
         **loss_metrics(
-            stats,
-            update,
+            updated.loss,
+            updated.update,
             run.learner.spec,
             has_reference=state.train.ref_params is not None,
             has_teacher=run.learner.grader is not None,
         ),
         **experts,
-        **steps.engine.metrics(),
+        **state.sampler.metrics(),
         "num_tokens": state.sampled_tokens,
         **times,
         "tokens_per_second": sampled / max(sampling, 1e-9),
@@ -138,6 +144,30 @@ def update_metrics(session: Session, stats: g.LossStats, update: g.UpdateStats) 
     if not gold:
         return metrics
     return {name: value for name, value in metrics.items() if not name.startswith(_OF_SAMPLES)}
+
+
+def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
+    """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for a
+    model without known routers, with checkpointed blocks, or if no token counts."""
+    policy = plan.run.learner.policy
+    if plan.config.system.grad_checkpoint or not has_routers(policy.module) or not state.experiences:
+        return {}
+    batch = batch_of(plan, state.experiences[-1])
+    counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
+    if not counted:
+        return {}
+    fit = max(1, min(_ROUTED_TOKENS, state.micro_batch_tokens) // batch.tokens_bl.shape[1])  # rows
+    every = -(-len(counted) // fit)
+    stats = routing_stats(policy, state.train.params, take_rows(batch, counted[::every]))
+    return {f"experts/{name}": float(value.item()) for name, value in stats._asdict().items()}
+
+
+def _epoch(session: Session, gold: bool) -> float:
+    """Epochs done of the training examples, or of the gold completions."""
+    run, state = session.run, session.state
+    if gold:
+        return state.batch_step * gold_batch(session.config) / len(run.data.gold)
+    return run.order.epoch(state.position)
 
 
 def _rank_metrics(session: Session) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from runners.machine.startup import Platform
 from runners.models.folders import resolve_model
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.experience import Experience
-from runners.training.gradients import MicroBatches
+from runners.training.gradients import Computed, MicroBatches
 
 
 @attrs.frozen(eq=False)
@@ -42,35 +42,34 @@ class Grader:
 
     def graded(
         self, batch: g.Batch, experience: Experience, micro_batches: MicroBatches, budget: int
-    ) -> tuple[g.Batch, int]:
+    ) -> Computed[g.Batch]:
         """The batch with the teacher's prompts if there are hints, and its advantages: those of the task,
-        and, if the KL is a reward, −(log π − log μ) of each token. Also the new budget in tokens."""
+        and, if the KL is a reward, −(log π − log μ) of each token."""
         config = self.config.teacher
         if config.hint:
             batch = self._hinted(batch, experience)
         adv = config.task_weight * batch.advantages_b
-        if not self.in_loss:
-            logp_bt, budget = self._logprobs(batch, micro_batches, budget)
-            adv = adv if adv.ndim == 2 else adv[:, None]
-            adv = adv + config.weight * (logp_bt - batch.rollout_logp_bt)
-            batch = attrs.evolve(batch, teacher_logp_bt=logp_bt)
-        return attrs.evolve(batch, advantages_b=adv), budget
+        if self.in_loss:
+            return Computed(attrs.evolve(batch, advantages_b=adv), (), budget)
+        found = self._logprobs(batch, micro_batches, budget)
+        adv = adv if adv.ndim == 2 else adv[:, None]
+        adv = adv + config.weight * (found.value - batch.rollout_logp_bt)
+        batch = attrs.evolve(batch, teacher_logp_bt=found.value, advantages_b=adv)
+        return Computed(batch, found.steps, found.micro_batch_tokens)
 
-    def _logprobs(self, batch: g.Batch, micro_batches: MicroBatches, budget: int) -> tuple[mx.array, int]:
-        """log μ of the batch's tokens [B,T], each rank computes its part, and the new budget."""
+    def _logprobs(self, batch: g.Batch, micro_batches: MicroBatches, budget: int) -> Computed[mx.array]:
+        """The teacher's log-probs of the batch's tokens [B,T]; each rank computes its part."""
         rows, width = batch.mask_bt.shape
-        # Rows are sorted into micro-batches: each carries its number, 0 is padding.
-        numbered = attrs.evolve(batch, advantages_b=mx.arange(1, rows + 1).astype(mx.float32))
+        numbered = attrs.evolve(batch, row_b=mx.arange(rows))  # rows are sorted into micro-batches
         pieces: Sequence[g.Batch] = g.split_batch(
             numbered, max_tokens=budget, share_prompts=self.share_prompts and not self.config.teacher.hint
         )
-        step = attrs.evolve(micro_batches, logprob_step=self._step)
-        pieces, budget = step.with_old_logp(self.teacher.params, pieces, budget)
-        found = np.zeros((rows + 1, width), np.float32)
-        for piece in pieces:
-            columns = np.array(piece.old_logp_bt)[:, :width]
-            found[np.array(piece.advantages_b).astype(int), : columns.shape[1]] = columns
-        return mx.array(found[1:]), budget
+        found = micro_batches.logprobs(self._step, self.teacher.params, pieces, budget)
+        logp_bt = np.zeros((rows + 1, width), np.float32)  # the last row takes what padding has
+        for number, part_bt in found.value.items():
+            columns = np.array(part_bt)[:, :width]
+            logp_bt[np.array(found.steps[0][number].row_b), : columns.shape[1]] = columns
+        return Computed(mx.array(logp_bt[:-1]), found.steps, found.micro_batch_tokens)
 
     def _step(self, params: Tree, piece: g.Batch) -> mx.array:
         return self.logprob_step(params, as_teacher_reads(piece, self.teacher.policy.vocabulary))
@@ -133,4 +132,4 @@ def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int |
                 f"{config.where('teacher.path')}: expected the vocabulary of {loaded.path}, whose "
                 f"{show(token)} is the id {number}, found {theirs.get(token, 'no such token')} in {folder}"
             )
-    return found.engine.full
+    return found.policy

@@ -21,6 +21,16 @@ from runners.training.evaluation import evaluate, evaluate_if_due
 from runners.training.session import Session
 from runners.training.start import start_or_resume
 from runners.training.step_log import log_batch_step, log_update, show_start, show_summary
+from runners.training.steps import (
+    experience,
+    gradients,
+    judge_sampler,
+    learn,
+    propose,
+    release_sampler,
+    sync,
+    update,
+)
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +73,6 @@ def run_training(
     Stopped (a KeyboardInterrupt) after SIGINT, SIGTERM or SIGHUP, OutputLost if the display can no longer be
     written, and NumbersError if too many updates in a row were skipped.
     """
-    how = {"resume": resume, "allow_config_change": allow_config_change, "overwrite": overwrite}
     with ExitStack() as stack:
         signals = signals or stack.enter_context(StopSignals())
         worker = stack.enter_context(closing(start_worker(config)))
@@ -72,7 +81,19 @@ def run_training(
         if ranks is None:  # else their owner ends them
             ranks = Ranks(read_rank_place(), signals=signals)
             stack.enter_context(ranks.ending_together())
-        session = stack.enter_context(start_or_resume(config, machine, ranks, signals, report, worker, **how))
+        session = stack.enter_context(
+            start_or_resume(
+                config,
+                machine,
+                ranks,
+                signals,
+                report,
+                worker,
+                resume=resume,
+                allow_config_change=allow_config_change,
+                overwrite=overwrite,
+            )
+        )
         try:
             try:
                 return train(session)
@@ -92,7 +113,7 @@ def train(session: Session) -> RunResult:
     show_start(session)
     evaluate_if_due(session)  # the one before training, or one that a signal has interrupted
     while not session.finished:
-        if session.steps.update_due(session.state):
+        if session.plan.update_due(session.state):
             take_update(session)
         else:
             take_batch_step(session)
@@ -107,25 +128,27 @@ def train(session: Session) -> RunResult:
 
 def take_batch_step(session: Session) -> None:
     """One rollout, with its rewards: its micro-batches wait for their updates."""
+    plan, state = session.plan, session.state
     session.shown.status("sampling")
-    experience = session.steps.roll_out(session.state)  # prompts -> completions -> rewards -> advantages
-    parts, budget = session.steps.cut(session.state, experience)  # -> micro-batches
+    found = experience(plan, plan.engine, propose(plan, state))  # prompts -> completions -> rewards
+    learned = learn(plan, state, found)  # -> advantages -> micro-batches
     with session.committing("the batch step"):
-        session.state = session.steps.accept(session.state, experience, parts, budget)
-        log_batch_step(session, experience)
+        session.state = learned
+        log_batch_step(session, found)
 
 
 def take_update(session: Session) -> None:
     """One optimizer update, with its gradients."""
-    steps = session.steps
+    plan = session.plan
     session.shown.status("learning")
-    session.state = steps.free_sampler(session.state)
-    sums = steps.gradients(session.state)  # Σ over the micro-batches that wait
+    session.state = release_sampler(plan, session.state)
+    summed = [gradients(plan, session.state)]  # Σ over the micro-batches that wait
     with session.committing("the update"):
         session.change(train=None)  # MLX writes the new weights in the place of the old ones
-        session.state, stats, update = steps.update(sums)
-        log_update(session, stats, update)
-        session.state = steps.sync(session.state)  # the sampler takes the new weights
+        session.state, updated = update(plan, summed.pop())
+        session.state = judge_sampler(plan, session.state, updated.loss)
+        log_update(session, updated)
+        session.state = sync(plan, session.state)  # the sampler takes the new weights
 
 
 def finish(session: Session) -> RunResult:

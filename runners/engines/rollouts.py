@@ -1,0 +1,288 @@
+"""Rollouts from any engine: completions of prompts, and conversations whose turns are answered from outside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import mlx.core as mx
+
+import grpo_fn as g
+from grpo_fn.images import PromptImages
+from grpo_fn.prng import completion_keys
+from grpo_fn.rollout import Ended, Interrupted, Replies, rollout_of
+from grpo_fn.trees import on_host
+from runners.engines.engine import Engine, Request, Row, Seed, ShouldStop, Ticket, never
+from runners.errors import UserError
+
+if TYPE_CHECKING:
+    from runners.images.tower import VisionPart
+
+
+class Cancelled(Exception):
+    """`should_stop` has ended the sampling. Nothing of it counts, except for those who show parts of it."""
+
+    def __init__(self, rollout: g.Rollout) -> None:
+        """`rollout`: what had been sampled; its rows may be empty."""
+        super().__init__("the sampling was interrupted")
+        self.rollout = rollout
+
+
+class Prompt(Protocol):
+    """What is completed, such as an `Example`."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+
+def requests_of(
+    prompts: Sequence[Prompt],
+    sampling: g.Sampling,
+    key: mx.array,
+    numbers: Sequence[int] | None = None,
+    vision: VisionPart | None = None,
+) -> list[Request]:
+    """G completions of each prompt; completion g of prompt n draws from (key, n, g).
+
+    `numbers` are the prompts' n; None: 0, 1, 2, … With a vision part prompts may have images.
+    """
+    images = vision.see(prompts) if vision else None
+    seeds = seeds_of(key, range(len(prompts)) if numbers is None else numbers, sampling)
+    return [
+        Request(prompt=each.tokens, seeds=seeds[p], images=None if images is None else images[p])
+        for p, each in enumerate(prompts)
+    ]
+
+
+def seeds_of(key: mx.array, numbers: Sequence[int], sampling: g.Sampling) -> list[tuple[Seed, ...]]:
+    """The seeds of G completions of each of these prompts."""
+    size = sampling.num_generations
+    if not numbers:
+        return []
+    prompt_n = mx.repeat(mx.array(list(numbers), mx.uint32), size)
+    first = sampling.first_generation
+    generation_n = mx.tile(mx.arange(first, first + size), len(numbers))
+    keys = list(map(tuple, on_host(completion_keys(key, prompt_n, generation_n))))
+    return [tuple(keys[start : start + size]) for start in range(0, len(keys), size)]
+
+
+def generate(
+    engine: Engine, requests: Sequence[Request], sampling: g.Sampling, *, should_stop: ShouldStop = never
+) -> g.Rollout:
+    """The completions of requests of G seeds each.
+
+    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
+    """
+    tickets = [engine.submit(request, sampling) for request in requests]
+    rows: dict[Ticket, tuple[Row, ...]] = {}
+    try:
+        while len(rows) < len(tickets) and not should_stop():
+            rows |= engine.collect(len(tickets) - len(rows), should_stop=should_stop)
+    finally:
+        left = [ticket for ticket in tickets if ticket not in rows]
+        for ticket in left:
+            engine.cancel(ticket)
+    rows |= engine.collect(len(left)) if left else {}
+    whole = [row for ticket in tickets for row in rows[ticket]]
+    images = [request.images for request in requests]
+    rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
+    if left:
+        raise Cancelled(rollout)
+    return rollout
+
+
+def _rollout(
+    prompts: Sequence[tuple[int, ...]],
+    sampling: g.Sampling,
+    rows: Sequence[Row | _Conversation],
+    images: Sequence[PromptImages | None],
+) -> g.Rollout:
+    """The rollout of these rows, with the versions of their weights."""
+    ended = [
+        Ended(
+            tokens=list(row.tokens),
+            logp=list(row.logp),
+            entropy=list(row.entropy or ()) if sampling.with_entropy else None,
+            finished=row.finish == "stop",
+        )
+        for row in rows
+    ]
+    versions = [min((version for version, _ in row.versions), default=0) for row in rows]
+    flags = [row.sampled for row in rows if isinstance(row, _Conversation)]
+    return rollout_of(
+        prompts,
+        sampling.num_generations,
+        ended,
+        vocabulary=1 + max(map(max, [*prompts, *(row.tokens for row in rows if row.tokens)]), default=0),
+        images=images if any(each is not None for each in images) else None,
+        sampled=flags if flags else None,
+        version_b=mx.array(versions, mx.int32),
+    )
+
+
+@attrs.define(eq=False)
+class _Conversation:
+    """One row: turns that were sampled, and between them tokens that were given."""
+
+    prompt: tuple[int, ...]
+    seed: Seed
+    ticket: Ticket | None = None  # of its present turn, or of the last one
+    tokens: list[int] = attrs.field(factory=list)
+    sampled: list[bool] = attrs.field(factory=list)
+    logp: list[float] = attrs.field(factory=list)
+    entropy: list[float] = attrs.field(factory=list)
+    versions: list[tuple[int, int]] = attrs.field(factory=list)
+    finish: str = "length"
+
+    def sample(self, row: Row) -> None:
+        """Append a turn."""
+        self.tokens += row.tokens
+        self.sampled += [True] * len(row.tokens)
+        self.logp += row.logp
+        self.entropy += row.entropy or ()
+        self.versions += row.versions
+        self.finish = row.finish
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Append tokens that were not sampled."""
+        self.tokens += tokens
+        self.sampled += [False] * len(tokens)
+        self.logp += [0.0] * len(tokens)
+        self.entropy += [0.0] * len(tokens)
+        self.finish = "length"
+
+    def after(self, head: Sequence[int]) -> _Conversation:
+        """The same row behind given tokens that are no longer part of its prompt."""
+        row = _Conversation(self.prompt, self.seed)
+        row.give(head)
+        for name in ("tokens", "sampled", "logp", "entropy", "versions"):
+            getattr(row, name).extend(getattr(self, name))
+        row.finish = self.finish
+        return row
+
+
+def converse(
+    engine: Engine,
+    requests: Sequence[Request],
+    sampling: g.Sampling,
+    replies: Replies,
+    *,
+    together: bool = True,
+    should_stop: ShouldStop = never,
+) -> g.Rollout:
+    """Conversations: each turn that ends may have a reply, whose tokens follow it, and then goes on.
+
+    Args:
+        engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens included.
+        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's prompts have
+            in common is put in front of its completion, as given tokens.
+        replies: answers turns. Rows are numbered as the requests.
+        together: begin turns when no row decodes any more and all replies are there: the same numbers bit for
+            bit each time. False: begin as soon as a reply is there, so that a slow one delays no other row.
+
+    Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
+    """
+    talks = [_Conversation(request.prompt, request.seeds[0]) for request in requests]
+    decoding: dict[Ticket, int] = {}
+    waiting: set[int] = set()
+
+    def take_turn(row: int) -> None:
+        talk = talks[row]
+        request = Request(
+            prompt=(*talk.prompt, *talk.tokens),
+            seeds=(talk.seed,),
+            drawn=sum(talk.sampled),
+            keep=True,
+            continues=talk.ticket,
+        )
+        room = sampling.max_new_tokens - len(talk.tokens)
+        talk.ticket = engine.submit(request, attrs.evolve(sampling, num_generations=1, max_new_tokens=room))
+        decoding[talk.ticket] = row
+
+    def hear(ticket: Ticket, turn: Row) -> None:
+        row = decoding.pop(ticket)
+        talk = talks[row]
+        talk.sample(turn)
+        goes_on = turn.finish == "stop" and len(talk.tokens) < sampling.max_new_tokens
+        if goes_on and turn.tokens and replies.begin(row, turn.tokens):
+            waiting.add(row)
+        else:
+            engine.cancel(ticket)  # nothing continues it
+
+    def answer(row: int, tokens: Sequence[int] | None) -> None:
+        waiting.remove(row)
+        talk = talks[row]
+        if tokens is None:
+            engine.cancel(_ticket(talk))
+        elif len(talk.tokens) + len(tokens) >= sampling.max_new_tokens:  # no room for an answer to it
+            talk.finish = "length"
+            engine.cancel(_ticket(talk))
+        else:
+            talk.give(tokens)
+            take_turn(row)
+
+    try:
+        for row in range(len(talks)):
+            take_turn(row)
+        while (decoding or waiting) and not should_stop():
+            if decoding:
+                polls = bool(waiting) and not together
+                turns = engine.collect(0 if polls else 1, should_stop=should_stop)
+                for ticket, (turn,) in sorted(turns.items(), key=lambda item: decoding[item[0]]):
+                    hear(ticket, turn)
+            if waiting and not (together and decoding):
+                least = len(waiting) if together else int(not decoding)
+                found = replies.collect(least)
+                _check_replies(found.keys(), waiting, least)
+                for row in sorted(found):
+                    answer(row, found[row])
+    except Interrupted:  # by `replies`, which asks `should_stop` too
+        pass
+    finally:
+        for talk in talks:
+            if talk.ticket is not None and (talk.ticket in decoding or waiting):
+                engine.cancel(talk.ticket)
+    cut = bool(decoding or waiting)
+    for ticket, (turn,) in engine.collect(len(decoding)).items() if decoding else ():
+        talks[decoding[ticket]].sample(turn)
+    rollout = _grouped(talks, sampling)
+    if cut:
+        raise Cancelled(rollout)
+    return rollout
+
+
+def _ticket(talk: _Conversation) -> Ticket:
+    assert talk.ticket is not None
+    return talk.ticket
+
+
+def _check_replies(found: Iterable[int], waiting: set[int], least: int) -> None:
+    rows = set(found)
+    if not rows <= waiting or len(rows) < least:
+        raise ValueError(
+            f"replies came of rows {sorted(rows)}: expected at least {least} of the rows {sorted(waiting)}"
+        )
+
+
+def _grouped(talks: Sequence[_Conversation], sampling: g.Sampling) -> g.Rollout:
+    """The rollout of groups of G rows, whose prompt is what theirs have in common."""
+    size = sampling.num_generations
+    prompts: list[tuple[int, ...]] = []
+    rows: list[_Conversation] = []
+    for start in range(0, len(talks), size):
+        group = talks[start : start + size]
+        shared = _shared_length([talk.prompt for talk in group])
+        prompts.append(group[0].prompt[:shared])
+        rows += [talk.after(talk.prompt[shared:]) for talk in group]
+    return _rollout(prompts, sampling, rows, [None] * len(prompts))
+
+
+def _shared_length(prompts: Sequence[tuple[int, ...]]) -> int:
+    """The number of tokens that all prompts share at their start."""
+    same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    count = sum(1 for _ in same)
+    if not count:
+        raise UserError("the prompts of a group have no first token in common: a template begins with one")
+    return count

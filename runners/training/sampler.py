@@ -1,0 +1,147 @@
+"""`Sampler`: what a run's completions are sampled with, as a value. Nothing else holds any part of it.
+
+Its weights are the learner's, in full precision or rounded to few bits. A format whose numbers are too coarse
+gives way to a finer one, after the last to full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+
+import grpo_fn as g
+from grpo_fn.policy import Moments, QuantizedRole
+from grpo_fn.trees import Tree
+from runners.config import rules
+from runners.config.loading import Config
+from runners.engines.engine import Weights
+from runners.models.role_quantization import is_calibrated
+
+FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
+    "affine-3": "affine-4",
+    "affine-4": "affine-6",
+    "affine-6": "affine-8",
+    "mxfp4": "mxfp8",
+    "nvfp4": "mxfp8",
+}
+SAMPLE_SIZE = 0.5  # effective sample size below which a format is too coarse
+FULL = "none"
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Sampler:
+    """The present sampler of a run."""
+
+    version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
+    format: str = FULL  # of its weights; finer than the config's if that was too coarse
+    formats: Mapping[str, str] | None = None  # of the weights that have another one, by rollout.bits_budget
+    moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
+    fallback: str | None = None  # why few-bit weights were given up
+    rows: int = rules.key(0, "completions decoded together: less once memory ran out; 0: all", ">= 0")
+    # How its weights are rounded; None: they are not, for good or until there are `moments`.
+    role: QuantizedRole | None = attrs.field(
+        default=None, metadata={"unsaved": "it is made again from format, formats and moments"}
+    )
+
+    @property
+    def quantization(self) -> str:
+        """The quantization of the present weights; "none" is full precision."""
+        return FULL if self.role is None else self.format
+
+    def metrics(self) -> dict[str, str]:
+        """Metrics of a sampler whose weights are or were quantized."""
+        if self.format == FULL:
+            return {}
+        why = {} if self.fallback is None else {"rollout/fallback": self.fallback}
+        return {"rollout/quantization": self.quantization, **why}
+
+
+def first_sampler(config: Config, quantized: QuantizedRole | None) -> Sampler:
+    """The sampler before the first step; with calibrated rounding it starts in full precision."""
+    rows = config.rollout.max_batch
+    if quantized is None:
+        return Sampler(rows=rows)
+    name = config.rollout.quantization
+    return Sampler(format=name, rows=rows, role=None if is_calibrated(config, name) else quantized)
+
+
+def rounded_as(
+    sampler: Sampler,
+    quantized: QuantizedRole,
+    name: str,
+    moments: Moments | None = None,
+    formats: Mapping[str, str] | None = None,
+) -> Sampler:
+    """The sampler with weights of that format, or of theirs in `formats`.
+
+    `quantized` is the role as it was checked at the start: what was found out there about its policy holds
+    for every format.
+    """
+    made = quantized.remade(name, moments, formats)
+    new = made.policy
+    policy = attrs.evolve(quantized.policy, module=new.module, frozen=new.frozen, split=new.split)
+    role = attrs.evolve(made, policy=policy)
+    return attrs.evolve(sampler, format=name, moments=moments, formats=formats, role=role)
+
+
+def restored(sampler: Sampler, config: Config, quantized: QuantizedRole | None) -> Sampler:
+    """A sampler that was read from a checkpoint, with its role."""
+    if quantized is None or sampler.fallback is not None:
+        return sampler
+    name = config.rollout.quantization
+    if is_calibrated(config, name) and sampler.moments is None:
+        return sampler
+    moments = sampler.moments if is_calibrated(config, sampler.format) else None
+    if sampler.format == name and moments is None:
+        return attrs.evolve(sampler, role=quantized)
+    made = rounded_as(sampler, quantized, sampler.format, moments, sampler.formats)
+    return attrs.evolve(made, moments=sampler.moments)
+
+
+def given_up(sampler: Sampler, reason: str) -> Sampler:
+    """The sampler in full precision, from now on."""
+    return attrs.evolve(sampler, fallback=reason, role=None)
+
+
+def fallback_line(sampler: Sampler) -> str:
+    """The line about a sampler that was given up."""
+    return f"sampling continues in full precision: {sampler.format}: {sampler.fallback}"
+
+
+def judged(
+    sampler: Sampler, stats: g.LossStats, quantized: QuantizedRole | None, config: Config
+) -> tuple[Sampler, str | None]:
+    """A finer format, after the last full precision, if the weights π/μ of an update are too uneven, and a
+    line about it; else the sampler as it is, and None.
+
+    rollout.mismatch_limit is the KL(μ ‖ π) in nats a token above which a format is too coarse.
+    """
+    limit = config.rollout.mismatch_limit
+    if sampler.role is None or quantized is None or not limit or not stats.num_tokens.item():
+        return sampler, None
+    size = float(stats.ess)
+    kl = float(stats.sampling_kl_k3)
+    if size >= SAMPLE_SIZE and kl <= limit:
+        return sampler, None
+    reason = (
+        f"an effective sample size of {size:.2g} and {kl:.2g} nats a token of KL divergence from the "
+        f"learner; expected at least {SAMPLE_SIZE:g}, and at most rollout.mismatch_limit = {limit:g}"
+    )
+    finer = FINER.get(sampler.format)
+    if finer is None:
+        sampler = given_up(sampler, reason)
+        return sampler, fallback_line(sampler)
+    line = f"sampling continues in {finer}: {sampler.format} has {reason}"
+    moments = sampler.moments if is_calibrated(config, finer) else None
+    return attrs.evolve(rounded_as(sampler, quantized, finer, moments), moments=sampler.moments), line
+
+
+def weights_of(policy: g.Policy, params: Tree, sampler: Sampler) -> Weights:
+    """What an engine samples with: the learner's `params`, rounded if the sampler rounds, and computed."""
+    role = sampler.role
+    if role is None or params is None:
+        return Weights(policy, params, sampler.version, sampler.rows)
+    rounded = role.transform(params)
+    g.materialize(rounded)
+    return Weights(role.policy, rounded, sampler.version, sampler.rows)
