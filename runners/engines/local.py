@@ -13,7 +13,7 @@ import mlx.core as mx
 
 import grpo_fn as g
 from grpo_fn.policy import Moments, QuantizedRole
-from grpo_fn.rollout import Column, Columns, Interrupted, decode, decode_after
+from grpo_fn.rollout import Column, Columns, Interrupted, decode
 from grpo_fn.trees import Tree, on_host
 from runners.engines.engine import Advance, Cancelled, Requests, Restart, ShouldStop, Token, never
 from runners.errors import is_out_of_memory
@@ -108,13 +108,8 @@ class LocalEngine:
         sampling = attrs.evolve(sampling, num_generations=1)
         # Ends are looked for here.
         how: dict[str, Any] = {"decoding": attrs.evolve(self.decoding, check_every=sampling.max_new_tokens)}
-        if request.images is None:
-            caches, held = self._caches_for(policy, prompt)
-            how |= {"caches": caches, "held": held, "number": number}
-            columns = decode_after(policy, params, prompt, sampling, key=key, **how)
-        else:
-            how |= {"images": request.images, "prompt_numbers": [number]}
-            columns = decode(policy, params, [prompt], sampling, key=key, **how)
+        how |= {"images": request.images, "prompt_numbers": [number]}
+        columns = decode(policy, params, [prompt], sampling, key=key, **how)
         tokens: list[int] = []
         with closing(columns):
             for column in _delayed(columns, int(self.decoding.pipelined)):
