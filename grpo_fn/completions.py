@@ -1,6 +1,7 @@
 """Rollout: sampled completions with their log-probs, before they are scored."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 import mlx.core as mx
@@ -8,6 +9,30 @@ import mlx.core as mx
 from grpo_fn.checks import check_rank
 from grpo_fn.images import PromptImages
 from grpo_fn.trees import on_host
+
+
+@attrs.frozen(eq=False)
+class Ended:
+    """A row that has ended: a completion of a prompt."""
+
+    tokens: list[int]
+    logp: list[float]  # of each token, nats
+    entropy: list[float] | None  # at each token, nats, if asked for
+    finished: bool  # True if an end token or stop string ended it, False at the length limit
+    prompt_computed: int = 0  # tokens of its prompt that were computed, not found in kept caches
+
+
+class EndedRow(Protocol):
+    """What `rollout_of` reads of a row, as `Ended` has it."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def logp(self) -> Sequence[float]: ...
+    @property
+    def entropy(self) -> Sequence[float] | None: ...
+    @property
+    def finished(self) -> bool: ...
 
 
 @attrs.frozen(eq=False)
@@ -98,15 +123,51 @@ def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequen
             f"expected as many completions as prompts, none of them empty, found {len(prompts)} prompts and "
             f"completions of {lengths} tokens"
         )
-    width = max(lengths)
-    tokens_bt = mx.array([[*tokens, *[0] * (width - len(tokens))] for tokens in completions], mx.int32)
+    rows = [
+        Ended(tokens=[*tokens], logp=[0.0] * len(tokens), entropy=None, finished=True)
+        for tokens in completions
+    ]
+    return rollout_of(prompts, 1, rows)
+
+
+def rollout_of(
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    rows: Sequence["EndedRow"],
+    *,
+    vocabulary: int | None = None,
+    images: Sequence[PromptImages | None] | None = None,
+    sampled: Sequence[Sequence[bool]] | None = None,
+    version_b: mx.array | None = None,
+) -> Rollout:
+    """The rollout of these rows, as wide as its longest one, at least 1.
+
+    Args:
+        prompts: token ids of each prompt.
+        num_generations: rows of each prompt.
+        rows: one for each completion, those of a prompt one after another.
+        vocabulary, images, version_b: as `Rollout` has them.
+        sampled: for each row whether the model sampled each token; None: it sampled all of them.
+    """
+    width = max((len(row.tokens) for row in rows), default=0) or 1
+
+    def array(values: Sequence[Sequence[float]], dtype: mx.Dtype) -> mx.array:
+        padded = [[*row, *[0] * (width - len(row))] for row in values]
+        return mx.array(padded, dtype).reshape(len(rows), width)
+
+    entropies = [row.entropy for row in rows if row.entropy is not None]
     return Rollout(
         prompts=tuple(map(tuple, prompts)),
-        num_generations=1,
-        tokens_bt=tokens_bt,
-        lengths_b=mx.array(lengths, mx.int32),
-        logp_bt=mx.zeros(tokens_bt.shape),
-        finished_b=mx.ones(len(lengths), mx.bool_),
+        num_generations=num_generations,
+        tokens_bt=array([row.tokens for row in rows], mx.int32),
+        lengths_b=mx.array([len(row.tokens) for row in rows], mx.int32),
+        logp_bt=array([row.logp for row in rows], mx.float32),
+        finished_b=mx.array([row.finished for row in rows], mx.bool_),
+        entropy_bt=array(entropies, mx.float32) if entropies else None,
+        vocabulary=vocabulary,
+        sampled_bt=None if sampled is None else array(sampled, mx.bool_),
+        images=None if images is None else tuple(images),
+        version_b=version_b,
     )
 
 

@@ -46,10 +46,14 @@ def completion_keys(key: mx.array, prompts_n: mx.array, generations_n: mx.array)
     return fold_in_rows(fold_in_rows(rows, prompts_n), generations_n)
 
 
-def random_bits(keys_b2: mx.array, first: int, count: int, words: int) -> mx.array:
-    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these keys."""
+def random_bits(keys_b2: mx.array, first: int | mx.array, count: int, words: int) -> mx.array:
+    """Random bits, uint32 [N,B,`words`], for the draws `first`, `first` + 1, … of rows with these keys.
+
+    `first`: the same of all rows, or int32 [B].
+    """
     rows = keys_b2.shape[0]
-    numbers = mx.repeat(mx.arange(first, first + count), rows)
+    first_b = mx.broadcast_to(mx.array(first, mx.int32), (rows,))
+    numbers = (mx.arange(count)[:, None] + first_b).reshape(-1)
     keys = _combined(mx.tile(_hashed(keys_b2), (count, 1)), numbers, -(-words // 2))
     return keys[:, :words].reshape(count, rows, words)
 

@@ -118,9 +118,9 @@ def steps_of(name: str) -> Iterator[tuple[str, Callable[[], tuple[float, str]]]]
                 num_generations=GENERATIONS,
                 max_new_tokens=NEW_TOKENS,
                 eos_ids=(3, 17) if stop else (),
-                find_stop=stop,
             ),
             key=mx.random.key(1),
+            find_stop=stop,
             decoding=g.Decoding(**options),
         )
         held["rollout"] = rollout

@@ -62,10 +62,9 @@ def ours(
         policy,
         policy.params,
         prompts,
-        g.Sampling(
-            num_generations=case.generations, max_new_tokens=case.new, find_stop=find_stop, eos_ids=eos_ids
-        ),
+        g.Sampling(num_generations=case.generations, max_new_tokens=case.new, eos_ids=eos_ids),
         key=mx.random.key(0),
+        find_stop=find_stop,
         decoding=decoding,
     )
 

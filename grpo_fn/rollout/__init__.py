@@ -4,8 +4,10 @@ Imports `grpo_fn.policy`, the backends' interface and the root helpers; not `grp
 `grpo_fn.learner`.
 """
 
-from grpo_fn.rollout.decode_loop import Column, Columns, Decoding
+from grpo_fn.completions import Ended, rollout_of
+from grpo_fn.rollout.decode_loop import Column, Columns, Decoding, decode_queue
 from grpo_fn.rollout.decode_step import PREFILL_TOKENS
-from grpo_fn.rollout.generation import Interrupted, decode, decode_after, generate
+from grpo_fn.rollout.generation import Interrupted, decode, generate
+from grpo_fn.rollout.row_queue import Entry, RowQueue
 from grpo_fn.rollout.sampling import FindStop, Sampling, draw, draw_bits
 from grpo_fn.rollout.turns import Replies, Respond

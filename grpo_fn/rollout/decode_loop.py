@@ -1,4 +1,4 @@
-"""The decode loop: draw a token of each row, store it, drop rows that have ended, take the next step.
+"""The decode loop: rows begin, draw a token each, take a step, and leave when they have ended.
 
 It is a generator: whoever drives it gets each step's tokens as a `Column`, and control between the steps.
 """
@@ -9,9 +9,12 @@ import attrs
 import mlx.core as mx
 
 from grpo_fn.backends import enabled
+from grpo_fn.policy.policy import Policy
+from grpo_fn.process_check import check_process
+from grpo_fn.rollout.begin import begin
 from grpo_fn.rollout.decode_step import RowBatch, T
-from grpo_fn.rollout.sampling import Sampling, compiled_draw, mark_seen, penalize
-from grpo_fn.rollout.turns import Transcript, Turns
+from grpo_fn.rollout.row_queue import End, RowQueue
+from grpo_fn.trees import Tree, on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 
@@ -20,7 +23,7 @@ COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 class Column:
     """One decoding step: a token of each row of a batch, possibly still being computed."""
 
-    rows: tuple[int, ...]  # their numbers in the rollout; among them some that ended in the last few steps
+    rows: tuple[int, ...]  # their numbers; among them some that ended in the last few steps
     tokens_b: mx.array  # int32
     logp_b: mx.array  # float32
 
@@ -51,45 +54,58 @@ class Decoding:
     turns_together: bool = True
 
 
-def decode_rows(
-    batches: list[RowBatch],
-    transcript: Transcript,
-    sampling: Sampling,
-    decoding: Decoding,
-    turns: Turns | None = None,
+def decode_queue(
+    policy: Policy, params: Tree, queue: RowQueue, decoding: Decoding | None = None
 ) -> Columns[None]:
-    """The decode loop of one part: until every row has ended; with `turns`, until every conversation has."""
-    draw, steps = compiled_draw(sampling), 0
-    while batches:
-        for batch in batches:
-            if batch.seen_bv is not None:
-                batch.logits_bv = penalize(batch.logits_bv, batch.seen_bv, sampling.repetition_penalty)
-            batch.drawn.append(draw(batch.logits_bv, batch.bits_nbw[batch.count]))
-            if batch.seen_bv is not None:
-                batch.seen_bv = mark_seen(batch.seen_bv, batch.drawn[-1]["tokens"])
-            batch.count += 1
-        (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
-        steps += 1
-        tokens = [batch.drawn[-1]["tokens"] for batch in batches]
-        for batch in batches:
-            yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
-        look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
-        if look or (turns is not None and turns.extender.sees_each_step):
+    """Decode until the queue is empty; gives each step's tokens, and None after a piece of a prefill.
+
+    Between two steps the caller may add, cancel and take rows, and the policy's module holds the parameters.
+    Rows join those that decode at a check for ended rows. If the generator is closed, the rows that decoded
+    are not continued by another one: cancel them.
+    """
+    check_process()
+    decoding = decoding or Decoding()
+    batches: list[RowBatch] = []
+    steps = 0
+    look = True
+    with policy.sampling(params, queue.widest(decoding.max_batch)) as model:
+        while batches or queue.waiting:
+            if look or not batches:
+                starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
+                begun = yield from begin(policy, model, queue, starts, decoding.share_prefix)
+                for batch in begun:
+                    _join(batches, batch)
             for batch in batches:
-                _collect(batch, transcript, sampling, turns)
-        for batch, token_b in zip(batches, tokens, strict=True):
-            if batch.alive and not batch.is_full:
-                if look and compacts(batch):
-                    places = [place for place, row in enumerate(batch.rows) if row in batch.alive]
-                    batch.keep_rows(places)
-                    token_b = token_b[mx.array(places)]
-                batch.logits_bv = batch.steps(token_b)
-        batches = [batch for batch in batches if batch.alive and not batch.is_full]
-        if turns is not None and (look or not batches):
-            joined = yield from turns.resumed(decoding=bool(batches))
-            while not batches and not joined and turns.waiting:
-                joined = yield from turns.resumed(decoding=False)
-            batches += joined
+                batch.draw()
+            (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
+            steps += 1
+            for batch in batches:
+                yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
+            look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
+            for batch in batches:
+                _advance(batch, queue, look)
+            batches = [batch for batch in batches if batch.alive]
+
+
+def _join(batches: list[RowBatch], new: RowBatch) -> None:
+    """Add rows that begin to a batch that decodes, if they can be decoded together."""
+    for batch in batches:
+        if batch.steps.drops_rows and len(batch.alive) < len(batch.rows):
+            batch.drop_ended()
+        if batch.join(new):
+            return
+    batches.append(new)
+
+
+def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
+    """Feed each row the token just drawn; if the loop looks, only those that have not ended."""
+    token_b = batch.drawn[-1]["tokens"]
+    if look or batch.watched:
+        _collect(batch, queue)
+    if batch.alive:
+        if look and compacts(batch):
+            token_b = token_b[mx.array(batch.drop_ended())]
+        batch.logits_bv = batch.steps(token_b)
 
 
 def compacts(batch: RowBatch) -> bool:
@@ -98,23 +114,25 @@ def compacts(batch: RowBatch) -> bool:
     return droppable and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
 
 
-def _collect(batch: RowBatch, transcript: Transcript, sampling: Sampling, turns: Turns | None) -> None:
-    """Store the batch's tokens since the last check, and find the rows that go on."""
-    start = batch.count - len(batch.drawn)
-    transcript.store(batch)
+def _collect(batch: RowBatch, queue: RowQueue) -> None:
+    """Move to the queue what the batch has drawn since the last check, and find the rows that have ended."""
+    columns = {name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]}
+    batch.drawn = []
+    batch.alive &= queue.rows.keys()  # without those that were cancelled
     ends = []
-    for place, row in enumerate(batch.rows):
-        if row not in batch.alive:
+    for place, number in enumerate(batch.rows):
+        if number not in batch.alive:
             continue
-        text = transcript.rows[row].last_turn
-        room = None if turns is None else turns.room(row)
-        end = sampling.end_of(text[:room], start)
-        if end is not None:
-            batch.alive.remove(row)
-            transcript.end(row, end, True)
-            ends.append((place, row, end))
-        elif room is not None and len(text) >= room:
-            batch.alive.remove(row)
-            transcript.end(row, room, False)
-    if turns is not None and ends:
-        turns.ended(batch, ends)
+        row = queue.rows[number]
+        start = len(row.tokens)
+        row.tokens += columns["tokens"][place]
+        row.logp += columns["logp"][place]
+        if row.entropy is not None:
+            row.entropy += columns["entropy"][place]
+        sampling = row.entry.sampling
+        limit = sampling.max_new_tokens
+        length = sampling.end_of(row.tokens[:limit], start, row.entry.find_stop)
+        if length is not None or len(row.tokens) >= limit:
+            batch.alive.remove(number)
+            ends.append(End(place, number, limit if length is None else length, length is not None))
+    queue.ended(batch, ends)

@@ -7,18 +7,21 @@ The functions of the prefill are generators: they give control after each layer,
 seconds.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
+from grpo_fn.compile import Compiled
 from grpo_fn.images import PromptImages, image_rows
 from grpo_fn.policy.caches import kv_caches as cache_rows
 from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.caches.prefix_cache import join_prefix_rows, keep_prefix_rows
 from grpo_fn.policy.image_forward import PositionedCache, forward_with_images
 from grpo_fn.policy.policy import Policy
+from grpo_fn.rollout.sampling import Sampling, compiled_draw, distribution_of, mark_seen, penalize
 from grpo_fn.trees import arrays_of, map_arrays
 
 T = TypeVar("T")
@@ -40,25 +43,49 @@ class Steps(Protocol):
     def keep_rows(self, rows: list[int]) -> None:
         """Keep these rows, in rising order."""
 
+    def join(self, other: Any) -> bool:
+        """Append the rows of other steps; False: nothing has changed, as they cannot be decoded together."""
+        ...
+
 
 class CacheSteps:
-    """Steps of a model over caches."""
+    """Steps of a model over caches with a copy of the prompt for each row."""
 
     drops_rows = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        caches: Caches,
-        keep: Callable[[Caches, list[int]], None] = cache_rows.keep_rows,
-    ) -> None:
-        self._model, self.caches, self._keep = model, caches, keep
+    def __init__(self, model: nn.Module, caches: Caches, *, joins: bool = False) -> None:
+        """`joins`: whether rows of other lengths may join, if the caches can be joined."""
+        self._model, self.caches, self._joins = model, caches, joins
+        self._joined = False
 
     def __call__(self, token_b: mx.array) -> mx.array:
         return self._model(token_b[:, None], cache=self.caches)[:, -1]
 
     def keep_rows(self, rows: list[int]) -> None:
-        self._keep(self.caches, rows)
+        cache_rows.keep_rows(self.caches, rows)
+        if self._joined:
+            cache_rows.drop_padding(self.caches)
+
+    def join(self, other: Any) -> bool:
+        if not self._joins or type(other) is not type(self):
+            return False
+        joined = self._join(other.caches)
+        self._joined |= joined
+        return joined
+
+    def _join(self, caches: Caches) -> bool:
+        return cache_rows.join_rows(self.caches, caches)
+
+
+class PrefixSteps(CacheSteps):
+    """Steps of a model over one copy of each prompt."""
+
+    def keep_rows(self, rows: list[int]) -> None:
+        keep_prefix_rows(self.caches, rows)
+
+    def _join(self, caches: Caches) -> bool:
+        join_prefix_rows(self.caches, caches)
+        return True
 
 
 @attrs.define(eq=False)
@@ -68,26 +95,61 @@ class RowBatch:
     steps: Steps
     logits_bv: mx.array  # of the next token
     bits_nbw: mx.array  # the random bits of each draw
-    rows: list[int]  # numbers of its rows in the whole
+    rows: list[int]  # their numbers
+    distribution: Sampling = attrs.field(factory=Sampling, converter=distribution_of)
     seen_bv: mx.array | None = None  # the tokens that each row has had, if repeating them is penalized
+    # Whether a row that ends has to be noticed before anything is fed after its last token.
+    watched: bool = False
     drawn: list[dict[str, mx.array]] = attrs.field(init=False, factory=list)  # since the last check
     alive: set[int] = attrs.field(init=False)  # of `rows`, those that have not ended
-    count: int = attrs.field(init=False, default=0)  # tokens drawn of each row
+    count: int = attrs.field(init=False, default=0)  # random bits that were used
+    _draw: Compiled = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.alive = set(self.rows)
+        self._draw = compiled_draw(self.distribution)
 
     @property
     def is_full(self) -> bool:
-        """Whether all rows have reached the length limit."""
+        """Whether all rows have reached their length limits."""
         return self.count == self.bits_nbw.shape[0]
 
-    def keep_rows(self, places: list[int]) -> None:
-        """Keep only the rows at these places."""
+    def draw(self) -> None:
+        """Draw the next token of each row."""
+        if self.seen_bv is not None:
+            penalty = self.distribution.repetition_penalty
+            self.logits_bv = penalize(self.logits_bv, self.seen_bv, penalty)
+        self.drawn.append(self._draw(self.logits_bv, self.bits_nbw[self.count]))
+        if self.seen_bv is not None:
+            self.seen_bv = mark_seen(self.seen_bv, self.drawn[-1]["tokens"])
+        self.count += 1
+
+    def drop_ended(self) -> list[int]:
+        """Keep only the rows that have not ended; returns their places before."""
+        places = [place for place, row in enumerate(self.rows) if row in self.alive]
         self.steps.keep_rows(places)
         index = mx.array(places)
-        self.bits_nbw, self.rows = self.bits_nbw[:, index], [self.rows[i] for i in places]
+        self.logits_bv, self.bits_nbw = self.logits_bv[index], self.bits_nbw[:, index]
+        self.rows = [self.rows[place] for place in places]
         self.seen_bv = None if self.seen_bv is None else self.seen_bv[index]
+        return places
+
+    def join(self, other: "RowBatch") -> bool:
+        """Append the rows of another batch, both right after a check; False: they stay side by side."""
+        if self.distribution != other.distribution or not self.steps.join(other.steps):
+            return False
+        left = [batch.bits_nbw[batch.count :] for batch in (self, other)]
+        most = max(bits_nbw.shape[0] for bits_nbw in left)
+        padded = [mx.pad(bits_nbw, [(0, most - bits_nbw.shape[0]), (0, 0), (0, 0)]) for bits_nbw in left]
+        self.bits_nbw = mx.concatenate(padded, axis=1)
+        self.count = 0
+        self.logits_bv = mx.concatenate([self.logits_bv, other.logits_bv])
+        if self.seen_bv is not None and other.seen_bv is not None:
+            self.seen_bv = mx.concatenate([self.seen_bv, other.seen_bv])
+        self.rows += other.rows
+        self.alive |= other.alive
+        self.watched |= other.watched
+        return True
 
 
 def prefill(
@@ -164,66 +226,20 @@ def computed(layers: Iterable[Any]) -> Prefill[None]:
         yield
 
 
-# Steps, the rows that they decode, logits [B,V] of the next token.
-Resumed = tuple[CacheSteps, list[int], mx.array]
+def caches_of_row(caches: Caches, place: int, surplus: int) -> Caches | None:
+    """Plain caches of one row of a batch, without its last `surplus` tokens; None if they cannot be cut."""
+    return shortened([_row_of(cache, place) for cache in caches], surplus)
 
 
-class Extender:
-    """Extends decoding rows by given tokens: one prefill over these rows, into their caches.
+def shortened(caches: Caches, surplus: int) -> Caches | None:
+    """The caches without their last `surplus` tokens; None if they cannot be cut."""
+    from mlx_lm.models.cache import can_trim_prompt_cache
 
-    A row whose turn has ended is parked: its caches, of whatever kind, are taken out of the batch. Later it
-    is resumed with others, each with its own tokens (ragged). Nothing is computed twice.
-
-    Rows of a model that cannot take rows of different lengths are decoded one by one after their first turn.
-
-    Attributes:
-        sees_each_step: whether a row has to be parked before anything is fed after its last token.
-    """
-
-    def __init__(self, policy: Policy, model: nn.Module, caches: Caches) -> None:
-        """`caches` are those after the prefill, a row for each completion."""
-        from mlx_lm.models.cache import BatchKVCache, KVCache
-
-        self._policy, self._model = policy, model
-        # Windows and recurrent states cannot give back what they were fed.
-        self.sees_each_step = not all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
-        self._parked: dict[int, Caches] = {}
-
-    def park(self, steps: Any, places: list[int], rows: list[int], fed: list[int], step: int) -> None:
-        """Take the caches of rows out of the batch.
-
-        Args:
-            steps: their decoding steps over caches; the batch itself does not change.
-            places, rows: their places in the batch, and their numbers.
-            fed: tokens of this turn that each row was fed and keeps.
-            step: tokens that all rows were fed since these steps began.
-        """
-        for place, row, tokens in zip(places, rows, fed, strict=True):
-            mine = [_row_of(cache, place) for cache in steps.caches]
-            for cache in mine if step > tokens else ():
-                cache.trim(step - tokens)
-            self._parked[row] = mine
-        # Otherwise they would keep the batch's buffers.
-        mx.eval([list(arrays_of([cache.state for cache in self._parked[row]])) for row in rows])
-
-    def drop(self, row: int) -> None:
-        """Forget a parked row."""
-        del self._parked[row]
-
-    def resume(self, given: Mapping[int, Sequence[int]]) -> Prefill[list[Resumed]]:
-        """Feed parked rows their tokens, at least one each; returns the steps that continue from there."""
-        rows = sorted(given)
-        parts = [rows] if self._policy.takes_ragged else [[row] for row in rows]
-        made: list[Resumed] = []
-        for part in parts:
-            found = [self._parked.pop(row) for row in part]
-            caches = found[0]
-            if self._policy.takes_ragged:
-                caches = [type(layer[0]).merge(list(layer)) for layer in zip(*found, strict=True)]
-            logits_bv, caches = yield from prefill(self._model, [given[row] for row in part], caches)
-            mx.eval(logits_bv)
-            made.append((CacheSteps(self._model, caches), part, logits_bv))
-        return made
+    if surplus and not can_trim_prompt_cache(caches):
+        return None  # windows and recurrent states cannot give back what they were fed
+    for cache in caches if surplus else ():
+        cache.trim(surplus)
+    return caches
 
 
 def _row_of(cache: Any, place: int) -> Any:

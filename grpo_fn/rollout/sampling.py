@@ -33,7 +33,7 @@ class Sampling:
         top_p, top_k, min_p: which tokens to keep, see `truncate`; 1, 0 and 0 keep all.
         repetition_penalty: on tokens of the prompt and the completion so far, see `penalize`; 1: none.
         eos_ids: tokens that end a completion; the token stays in the completion and counts.
-        find_stop: another end, such as a stop string, see `FindStop`; None: there is none.
+        stop: strings that end a completion; a `FindStop` finds them in tokens.
         with_entropy: whether to record the entropy of the whole distribution at each position.
 
     Raises ValueError if a number is out of range.
@@ -48,7 +48,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     eos_ids: frozenset[int] = attrs.field(factory=frozenset, converter=frozenset)
-    find_stop: FindStop | None = None
+    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     with_entropy: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -65,15 +65,17 @@ class Sampling:
             if not fits:
                 raise ValueError(f"{name}: expected {wanted}, found {getattr(self, name)}")
 
-    def end_of(self, tokens: Sequence[int], start: int) -> int | None:
+    def end_of(self, tokens: Sequence[int], start: int, find_stop: FindStop | None = None) -> int | None:
         """The number of tokens to keep if a completion has ended at or after `start`, else None.
+
+        `find_stop` finds an end other than an end token, such as `stop`; None: there is none.
 
         Raises ValueError if `find_stop` keeps more tokens than there are.
         """
         ends = [n + 1 for n in range(start, len(tokens)) if tokens[n] in self.eos_ids][:1]
-        if self.find_stop is not None:
+        if find_stop is not None:
             seen = tokens[: ends[0]] if ends else tokens
-            found = self.find_stop(seen, start)
+            found = find_stop(seen, start)
             if found is not None:
                 if not 0 <= found <= len(seen):
                     raise ValueError(
@@ -83,8 +85,8 @@ class Sampling:
         return min(ends, default=None)
 
 
-def draw_bits(keys_b2: mx.array, first: int, count: int) -> mx.array:
-    """The random bits [N,B,W] for the draws `first`, `first` + 1, … of rows with these keys."""
+def draw_bits(keys_b2: mx.array, first: int | mx.array, count: int) -> mx.array:
+    """The random bits [N,B,W] for the draws `first` (int or [B]), `first` + 1, … of rows with these keys."""
     return random_bits(keys_b2, first, count, RANDOM_NUMBERS)
 
 
@@ -109,10 +111,16 @@ def draw(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> dict[str
     return drawn
 
 
+def distribution_of(sampling: Sampling) -> Sampling:
+    """The same distribution, and nothing else: equal for samplings that differ in limits, ends or G."""
+    return attrs.evolve(
+        sampling, num_generations=1, first_generation=0, max_new_tokens=1, eos_ids=(), stop=()
+    )
+
+
 def compiled_draw(sampling: Sampling) -> Compiled:
     """`draw` with this sampling, compiled; one object for each distribution, traced once for each shape."""
-    names = ("temperature", "top_p", "top_k", "min_p", "with_entropy")
-    return _compiled_draw(Sampling(**{name: getattr(sampling, name) for name in names}))
+    return _compiled_draw(attrs.evolve(distribution_of(sampling), repetition_penalty=1.0))
 
 
 @functools.cache

@@ -1,12 +1,13 @@
 """Operations on mlx-lm's caches of any kind for decoding: make, fork, keep some rows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.layers import CANNOT_CALL
-from grpo_fn.trees import map_arrays
+from grpo_fn.trees import map_arrays, on_host
 
 Caches = list[Any]
 
@@ -23,8 +24,12 @@ def plain_caches(model: nn.Module) -> Caches:
 def ragged_caches(model: nn.Module, rows: int) -> Caches:
     """Empty caches for rows of different lengths; only for models that `takes_ragged`."""
     # A separate cache for each row: merging reads them one by one.
-    rows_of_layers = zip(*(plain_caches(model) for _ in range(rows)), strict=True)
-    return [type(per_row[0]).merge(list(per_row)) for per_row in rows_of_layers]
+    return merged([plain_caches(model) for _ in range(rows)])
+
+
+def merged(rows: Sequence[Caches]) -> Caches:
+    """Plain caches of one row each as caches of all these rows."""
+    return [type(per_row[0]).merge(list(per_row)) for per_row in zip(*rows, strict=True)]
 
 
 def takes_ragged(model: nn.Module) -> bool:
@@ -118,6 +123,45 @@ def keep_rows(caches: Caches, rows: list[int]) -> None:
     for cache in caches:
         _drop_spare_room(cache)
         cache.state = map_arrays(lambda array: array[index] if array.ndim else array, cache.state)
+
+
+def hold_all_tokens(caches: Caches) -> bool:
+    """Whether they hold keys and values of every token: they can be cut, and joined with others."""
+    from mlx_lm.models.cache import BatchKVCache, KVCache
+
+    return all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
+
+
+def join_rows(caches: Caches, others: Caches) -> bool:
+    """Append the rows of other caches, padded on the left; False if caches of such a kind cannot join."""
+    if not hold_all_tokens([*caches, *others]):
+        return False
+    for number, other in enumerate(others):
+        caches[number] = _padded(caches[number])
+        caches[number].extend(_padded(other))
+    return True
+
+
+def drop_padding(caches: Caches) -> None:
+    """Cut the columns that are padding in every row from caches after `join_rows`."""
+    spare = min(on_host(caches[0].left_padding))
+    for cache in caches if spare else ():
+        keys, values, offset_b, padding_b, used = cache.state
+        cache.state = (keys[:, :, spare:], values[:, :, spare:], offset_b, padding_b - spare, used - spare)
+
+
+def _padded(cache: Any) -> Any:
+    """A plain cache as one that can hold padding."""
+    from mlx_lm.models.cache import BatchKVCache
+
+    if hasattr(cache, "left_padding"):
+        return cache
+    keys, values = cache.keys_and_values()
+    padded: Any = BatchKVCache([0] * keys.shape[0])
+    padded.keys, padded.values = keys, values
+    padded.offset = padded.offset + cache.offset
+    padded._idx = cache.offset
+    return padded
 
 
 def _drop_spare_room(cache: Any) -> None:

@@ -34,11 +34,13 @@ class Layout:
     grid_n: mx.array | None  # row at each place of a P × largest group grid, flat; None: the rows fill it
     place_b: mx.array | None  # place of each row in that grid
     seen_p11l: mx.array | None  # the valid positions of each prompt; None: all of one length
-    starts: tuple[int, ...]  # B: position of each row's first own place
+    starts: tuple[int, ...]  # B: position that the rows' first own column has in each row
     start: int | mx.array  # the same: of all rows, or [B]
+    firsts: tuple[int, ...]  # B: each row's first own column; the ones before are padding
+    first_b111: mx.array | None  # the same; None: no row has padding
 
     @classmethod
-    def of(cls, prompt_of: list[int], lengths: list[int], starts: list[int]) -> "Layout":
+    def of(cls, prompt_of: list[int], lengths: list[int], starts: list[int], firsts: list[int]) -> "Layout":
         """The layout of rows that are sorted by prompt; each prompt has a row."""
         groups = [prompt_of.count(p) for p in range(len(lengths))]
         widest = max(groups)
@@ -52,7 +54,18 @@ class Layout:
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]
         start = starts[0] if len(set(starts)) == 1 else mx.array(starts, mx.int32)
-        return cls(tuple(prompt_of), tuple(lengths), grid, place, seen, tuple(starts), start)
+        first = mx.array(firsts, mx.int32).reshape(-1, 1, 1, 1) if max(firsts) else None
+        return cls(
+            prompt_of=tuple(prompt_of),
+            lengths=tuple(lengths),
+            grid_n=grid,
+            place_b=place,
+            seen_p11l=seen,
+            starts=tuple(starts),
+            start=start,
+            firsts=tuple(firsts),
+            first_b111=first,
+        )
 
     def by_prompt(self, row_bx: mx.array) -> mx.array:
         """[B,...] to [P,G,...]: each prompt's rows; in smaller groups the last row is repeated."""
@@ -113,6 +126,9 @@ class PrefixCache:
             scores_pkml = mx.where(layout.seen_p11l, scores_pkml, mx.finfo(scores_pkml.dtype).min)
         scores = layout.by_row(scores_pkml.reshape(*grid, columns).transpose(0, 2, 1, 3, 4))
         own_scores = q_bknd @ keys.swapaxes(-1, -2)
+        if layout.first_b111 is not None:
+            own = mx.arange(own_scores.shape[-1]) >= layout.first_b111
+            own_scores = mx.where(own, own_scores, mx.finfo(own_scores.dtype).min)
         weights = softmax(mx.concatenate([scores, own_scores], axis=-1))
 
         w_pkml = layout.by_prompt(weights[..., :columns]).transpose(0, 2, 1, 3, 4)
@@ -121,8 +137,32 @@ class PrefixCache:
         out = out + _mixed(weights[..., columns:], values)
         return out.astype(queries.dtype).reshape(rows, heads, 1, out.shape[-1])
 
-    def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout) -> None:
-        """Keep these rows, and the prompts that still have a row (None: all)."""
+    @property
+    def columns(self) -> int:
+        """Columns of the rows' own part."""
+        return self._own.offset
+
+    def join(self, other: "PrefixCache", layout: Layout) -> None:
+        """Append the prompts and rows of another cache; own parts end in the same column."""
+        (keys, values), (other_keys, other_values) = self.prompt, other.prompt
+        self.prompt = _stacked(keys, other_keys), _stacked(values, other_values)
+        (keys, values), (other_keys, other_values) = self._own_part(), other._own_part()
+        self._own.keys = _stacked(keys, other_keys, left=True)
+        self._own.values = _stacked(values, other_values, left=True)
+        self._own.offset = max(self.columns, other.columns)
+        self.layout = layout
+
+    def _own_part(self) -> Pair:
+        if self._own.keys is not None:
+            return self._own.keys_and_values()
+        keys, values = (mx.repeat(a[:1, :, :0], len(self.layout.prompt_of), axis=0) for a in self.prompt)
+        return keys, values
+
+    def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout, spare: int) -> None:
+        """Keep these rows, and the prompts that still have a row (None: all).
+
+        The first `spare` columns of the own parts are left out, as no row uses them.
+        """
         self.layout = layout
         if prompts is not None:
             keys, values = self.prompt
@@ -130,7 +170,9 @@ class PrefixCache:
             self.prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
         if self._own.keys is not None:
             own_keys, own_values = self._own.keys_and_values()
-            self._own.keys, self._own.values = own_keys[rows], own_values[rows]
+            self._own.keys = own_keys[:, :, spare:][rows]
+            self._own.values = own_values[:, :, spare:][rows]
+            self._own.offset -= spare
 
 
 def sharing_pays() -> bool:
@@ -153,7 +195,7 @@ def shares_prefix(module: nn.Module) -> bool:
         return False
     try:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
-        forked = fork(caches, [3, 2], 5)
+        forked = fork(caches, [3, 2], [5, 5])
         module(mx.zeros((10, 1), mx.int32), cache=forked)
     except CANNOT_CALL:
         return False
@@ -161,14 +203,15 @@ def shares_prefix(module: nn.Module) -> bool:
 
 
 def fork(
-    caches: Caches, lengths: list[int], group_size: int, shifts: Sequence[int] | None = None
+    caches: Caches, lengths: list[int], groups: Sequence[int], shifts: Sequence[int] | None = None
 ) -> list[PrefixCache]:
-    """Plain caches after P prompts, padded on the right, as caches of P · G rows.
+    """Plain caches after P prompts, padded on the right, as caches of their rows, `groups` of each prompt.
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
-    prompt_of = [p for p in range(len(lengths)) for _ in range(group_size)]
-    layout = Layout.of(prompt_of, lengths, [lengths[p] + (shifts[p] if shifts else 0) for p in prompt_of])
+    prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+    starts = [lengths[p] + (shifts[p] if shifts else 0) for p in prompt_of]
+    layout = Layout.of(prompt_of, lengths, starts, [0] * len(prompt_of))
     longest = max(lengths)
     forked = []
     for cache in caches:
@@ -186,11 +229,45 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
     live = sorted(set(prompt_of))
     number = {p: i for i, p in enumerate(live)}
     index = mx.array(rows, mx.int32)
-    starts = [old.starts[row] for row in rows]
-    layout = Layout.of([number[p] for p in prompt_of], [old.lengths[p] for p in live], starts)
+    spare = min(old.firsts[row] for row in rows)
+    layout = Layout.of(
+        [number[p] for p in prompt_of],
+        [old.lengths[p] for p in live],
+        [old.starts[row] + spare for row in rows],
+        [old.firsts[row] - spare for row in rows],
+    )
     prompts = None if len(live) == len(old.lengths) else mx.array(live, mx.int32)
     for cache in caches:
-        cache.keep(index, prompts, layout)
+        cache.keep(index, prompts, layout, spare)
+
+
+def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> None:
+    """Append the prompts and rows of other caches. Their next tokens share a column of the own parts."""
+    width = max(caches[0].columns, others[0].columns)
+    prompt_of: list[int] = []
+    lengths: list[int] = []
+    starts: list[int] = []
+    firsts: list[int] = []
+    for cache in (caches[0], others[0]):
+        layout, padding = cache.layout, width - cache.columns
+        prompt_of += [len(lengths) + p for p in layout.prompt_of]
+        lengths += layout.lengths
+        starts += [start - padding for start in layout.starts]
+        firsts += [first + padding for first in layout.firsts]
+    layout = Layout.of(prompt_of, lengths, starts, firsts)
+    for cache, other in zip(caches, others, strict=True):
+        cache.join(other, layout)
+
+
+def _stacked(one: mx.array, other: mx.array, *, left: bool = False) -> mx.array:
+    """[B,K,L,D] of both, the shorter L filled up with zeros on the right or the left."""
+    longest = max(one.shape[2], other.shape[2])
+    padded = []
+    for array in (one, other):
+        missing = longest - array.shape[2]
+        width = (missing, 0) if left else (0, missing)
+        padded.append(mx.pad(array, [(0, 0), (0, 0), width, (0, 0)]))
+    return mx.concatenate(padded)
 
 
 def _mixed(weights: mx.array, values: mx.array) -> mx.array:

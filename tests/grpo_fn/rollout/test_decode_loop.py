@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
-from grpo_fn.policy.caches.kv_caches import plain_caches
-from grpo_fn.rollout import Interrupted, Respond, decode, decode_after
+from grpo_fn.rollout import Interrupted, Respond, decode
 from tests.support.generating import EOS, RAGGED, assert_same, roll
 from tests.support.tiny_policies import VOCAB, tiny_policy
 
@@ -201,24 +200,3 @@ def test_a_long_prefill_gives_control_after_each_layer():
     steps = started(policy, [list(range(3, 40))] * 4)
     layers = len(policy.module.layers)
     assert [next(steps) for _ in range(layers)] == [None] * layers
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0, "repetition_penalty": 1.4}], ids=str)
-def test_one_completion_over_kept_caches_is_that_of_a_rollout(options):
-    """With a new cache, with one that holds the beginning, and in two turns that count their draws."""
-    policy, prompt = tiny_policy(), RAGGED[0]
-    sampling = g.Sampling(max_new_tokens=10, **options)
-    want = roll(policy, [RAGGED[1], prompt], generations=1, limit=10, **options).completions()[1]
-
-    def completion(prompt, held, caches, drawn=0, limit=10):
-        how = {"key": mx.random.key(0), "number": 1, "caches": caches, "held": held, "drawn": drawn}
-        limited = g.Sampling(max_new_tokens=limit, **options)
-        columns, _ = columns_of(decode_after(policy, policy.params, prompt, limited, **how))
-        return [column.tokens_b.item() for column in columns]
-
-    caches = plain_caches(policy.module)
-    assert completion(prompt, 0, caches, limit=4) == want[:4]
-    held = caches[0].offset
-    assert held == len(prompt) + 3, "the last token was not fed"
-    assert completion([*prompt, *want[:4]], held, caches, drawn=4, limit=6) == want[4:]
-    assert sampling.max_new_tokens == len(want)

@@ -33,7 +33,7 @@ def test_a_prompt_is_held_once():
     policy = tiny_policy()
     steps = decode_step.prefill_once(policy, policy.module, [[1, 2, 3, 4], [5, 6, 7, 8]])
     _, plain = decode_step.result_of(steps)
-    caches = fork(plain, [4, 4], 50)
+    caches = fork(plain, [4, 4], [50, 50])
     assert [sum(a.nbytes for a in cache.state) for cache in caches] == [2 * 4 * 2 * 16 * 4] * 2
 
 

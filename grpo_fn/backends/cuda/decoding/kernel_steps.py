@@ -35,7 +35,7 @@ class KernelSteps:
         params: Tree,
         caches: list[Any],
         lengths: Sequence[int],
-        group_size: int,
+        groups: Sequence[int],
         room: int,
     ) -> None:
         """After a prefill.
@@ -45,12 +45,12 @@ class KernelSteps:
             params: all leaves of the model, as they are in the forward.
             caches: plain ones after P prompts, padded on the right; their spare room is used.
             lengths: tokens of each prompt.
-            group_size: rows of each prompt.
+            groups: rows of each prompt.
             room: tokens that a row may be fed.
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
-        prompt_of = [p for p in range(len(lengths)) for _ in range(group_size)]
+        prompt_of = [p for p in range(len(lengths)) for _ in range(groups[p])]
         one_length = min(lengths) == max(lengths)
         starts = lengths[0] if one_length else [lengths[p] for p in prompt_of]
         self._rows = (
@@ -70,6 +70,10 @@ class KernelSteps:
         used = self._counts[self._used]
         self._used += 1
         return self._program([*self._fixed, used, token_b])
+
+    def join(self, other: Any) -> bool:
+        """No rows join: see `Steps`."""
+        return False
 
     def _grow(self) -> None:
         room = FIRST_ROOM

@@ -14,8 +14,10 @@ from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
+from grpo_fn.rollout import Entry
+from grpo_fn.rollout.begin import prefilled
 from grpo_fn.rollout.decode_step import CacheSteps, result_of
-from grpo_fn.rollout.generation import prefilled
+from grpo_fn.rollout.row_queue import Start
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import tiny_policy, token_rows
 
@@ -92,8 +94,11 @@ def both_steps(policy, prompts, generations, *, room):
     """The kernel's steps after these prompts, and those of `PrefixCache`."""
     sampling = g.Sampling(num_generations=generations, max_new_tokens=room)
     policies = policy, attrs.evolve(policy, supports_compiled_decode=False)
-    given = policy.module, prompts, None, sampling, True
-    ours, theirs = (result_of(prefilled(each, *given))[1] for each in policies)
+    rows = list(range(generations))
+    starts = [
+        Start(Entry(rows=(), prompt=prompt, keys=(), sampling=sampling), rows, None, 0) for prompt in prompts
+    ]
+    ours, theirs = (result_of(prefilled(each, policy.module, starts, True))[1] for each in policies)
     assert isinstance(ours, KernelSteps) and isinstance(theirs, CacheSteps)
     return ours, theirs
 

@@ -1,0 +1,108 @@
+"""Rows begin: what can be computed together in one prefill, then steps for its rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from grpo_fn.backends import find
+from grpo_fn.policy.caches import kv_caches as cache_rows
+from grpo_fn.policy.caches.prefix_cache import fork, sharing_pays
+from grpo_fn.policy.policy import Policy
+from grpo_fn.rollout.decode_step import (
+    CacheSteps,
+    Prefill,
+    PrefixSteps,
+    RowBatch,
+    Steps,
+    prefill,
+    prefill_once,
+)
+from grpo_fn.rollout.row_queue import Entry, RowQueue, Start
+from grpo_fn.rollout.sampling import distribution_of, draw_bits, seen_tokens
+
+
+def begin(
+    policy: Policy, model: nn.Module, queue: RowQueue, starts: Sequence[Start], wanted: bool | None
+) -> Prefill[list[RowBatch]]:
+    """Batches that are ready for their first draw; `wanted` is `Decoding.share_prefix`."""
+    kinds: dict[Any, list[Start]] = {}
+    for start in starts:
+        shared = shares_prompt(policy, start.entry, wanted)
+        kinds.setdefault(_kind(policy, start, shared), []).append(start)
+    batches = []
+    for (shared, *_), part in kinds.items():
+        logits_pv, steps = yield from prefilled(policy, model, part, shared)
+        batches.append(_batch(queue, part, logits_pv, steps))
+    return batches
+
+
+def shares_prompt(policy: Policy, entry: Entry, wanted: bool | None) -> bool:
+    """Whether its rows are decoded over one copy of the prompt."""
+    if entry.keep or not policy.shares_prefix:
+        return False
+    if entry.images is not None:
+        return True
+    return sharing_pays() if wanted is None else wanted
+
+
+def _kind(policy: Policy, start: Start, shared: bool) -> tuple[Any, ...]:
+    """Equal for all that can begin in one prefill."""
+    entry = start.entry
+    kept = start.caches is not None
+    length = None
+    if not shared and not policy.takes_ragged:
+        length = entry.rows if kept else len(entry.prompt)
+    # Learned positions: no row is fed tokens beyond its own limit.
+    limit = None if policy.positions is None else entry.sampling.max_new_tokens
+    return shared, kept, entry.keep, distribution_of(entry.sampling), length, limit
+
+
+def prefilled(
+    policy: Policy, model: nn.Module, starts: Sequence[Start], shared: bool
+) -> Prefill[tuple[mx.array, Steps]]:
+    """Logits [P,V] after the prompts, and the steps that decode from there."""
+    prompts = [start.entry.prompt for start in starts]
+    lengths = [len(prompt) for prompt in prompts]
+    groups = [len(start.rows) for start in starts]
+    joins = policy.positions is None  # a row that has ended may be fed any number of tokens
+    if not shared:
+        kept = [start.caches for start in starts if start.caches is not None]
+        rest = [prompt[start.held :] for prompt, start in zip(prompts, starts, strict=True)]
+        before = None
+        if kept:
+            before = cache_rows.merged(kept) if policy.takes_ragged else kept[0]
+        logits_pv, caches = yield from prefill(model, rest, before)
+        if before is None or max(groups) > 1:
+            cache_rows.keep_rows(caches, [p for p, rows in enumerate(groups) for _ in range(rows)])
+        return logits_pv, CacheSteps(model, caches, joins=joins and policy.takes_ragged)
+    images = [start.entry.images for start in starts]
+    some = any(each is not None for each in images)
+    logits_pv, caches = yield from prefill_once(policy, model, prompts, images if some else None)
+    program = None if some or not policy.supports_compiled_decode else find("kernel_steps")
+    if program is not None:
+        step = policy.program("kernel_steps", program.forward)
+        room = max(start.entry.sampling.max_new_tokens for start in starts)
+        return logits_pv, program.steps(step, model.parameters(), caches, lengths, groups, room)
+    shifts = [0 if each is None else each.shift for each in images]
+    return logits_pv, PrefixSteps(model, fork(caches, lengths, groups, shifts), joins=joins)
+
+
+def _batch(queue: RowQueue, starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
+    """The rows that begin, with their random bits."""
+    numbers = [row for start in starts for row in start.rows]
+    prompt_b = mx.array([p for p, start in enumerate(starts) for _ in start.rows])
+    entry = starts[0].entry
+    # All at once on the device, because a number from the host at each step would be waited for.
+    bits_nbw = draw_bits(
+        mx.array([queue.rows[row].key for row in numbers], mx.uint32),
+        mx.array([start.entry.drawn for start in starts], mx.int32)[prompt_b],
+        max(start.entry.sampling.max_new_tokens for start in starts),
+    )
+    seen_bv = None
+    if entry.sampling.repetition_penalty != 1:
+        prompts = [start.entry.prompt for start in starts]
+        seen_bv = seen_tokens(prompts, logits_pv.shape[-1])[prompt_b]
+    watched = isinstance(steps, CacheSteps) and entry.keep and not cache_rows.hold_all_tokens(steps.caches)
+    return RowBatch(steps, logits_pv[prompt_b], bits_nbw, numbers, entry.sampling, seen_bv, watched)

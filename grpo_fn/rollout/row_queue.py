@@ -1,0 +1,286 @@
+"""The queue of rows to decode: entries that wait, rows that decode, what they have drawn, and kept caches.
+
+    add ─→ entries that wait ─due→ rows that decode ─ended→ take
+                  ↑  continues              │ keep
+                  └────── kept caches ←─────┘
+
+It lives on the host and computes nothing. `decode_queue` asks it what to begin, and tells it what has ended.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from grpo_fn.checks import check_positions, check_token_ids
+from grpo_fn.completions import Ended
+from grpo_fn.images import PromptImages
+from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.policy.image_forward import takes_images
+from grpo_fn.policy.policy import Policy
+from grpo_fn.rollout.decode_step import RowBatch, caches_of_row, shortened
+from grpo_fn.rollout.sampling import FindStop, Sampling
+from grpo_fn.trees import arrays_of
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Entry:
+    """Rows that begin after one prompt.
+
+    Attributes:
+        rows: their numbers, unique in the queue's life.
+        prompt: token ids.
+        keys: the PRNG key of each row, as `completion_keys` makes it, in plain numbers.
+        sampling: the distribution, and what ends a row; its `num_generations` and `first_generation` are not
+            used.
+        find_stop: finds `sampling.stop` in tokens; None: there is nothing to find.
+        images: those of the prompt; None: it has none.
+        drawn: tokens that were drawn with these keys before: the n-th token uses the (`drawn` + n)-th bits.
+        keep: keep the rows' caches when they end, for an entry that continues one of them.
+        continues: a row that was kept. It saves computing the tokens at the prompt's beginning that the
+            kept caches hold; the first entry that continues a row uses them up.
+    """
+
+    rows: tuple[int, ...]
+    prompt: Sequence[int]
+    keys: tuple[tuple[int, int], ...]
+    sampling: Sampling
+    find_stop: FindStop | None = None
+    images: PromptImages | None = None
+    drawn: int = 0
+    keep: bool = False
+    continues: int | None = None
+
+
+@attrs.define(eq=False)
+class Row:
+    """A row that waits or decodes."""
+
+    entry: Entry
+    key: tuple[int, int]
+    tokens: list[int] = attrs.field(factory=list)
+    logp: list[float] = attrs.field(factory=list)
+    entropy: list[float] | None = None
+    prompt_computed: int = 0
+
+    def ended(self, length: int | None = None, finished: bool = False) -> Ended:
+        """The row up to so many tokens (None: all)."""
+        return Ended(
+            tokens=self.tokens[:length],
+            logp=self.logp[:length],
+            entropy=None if self.entropy is None else self.entropy[:length],
+            finished=finished,
+            prompt_computed=self.prompt_computed,
+        )
+
+
+@attrs.frozen(eq=False)
+class Start:
+    """An entry whose rows begin now."""
+
+    entry: Entry
+    rows: list[int]  # those that were not cancelled
+    caches: Caches | None  # plain caches of one row; None: nothing was kept
+    held: int  # tokens of the prompt that they hold
+
+
+@attrs.frozen(eq=False)
+class End:
+    """A row of a batch that has ended."""
+
+    place: int  # in the batch
+    row: int
+    length: int  # tokens to keep
+    finished: bool
+
+
+class RowQueue:
+    """Entries in the order in which they were added, and their rows until they are taken."""
+
+    def __init__(self, policy: Policy) -> None:
+        """`policy` says which token ids, positions and images there may be."""
+        self._policy = policy
+        self.rows: dict[int, Row] = {}  # those that wait or decode
+        self._entries: list[Entry] = []  # in no round yet
+        self._rounds: deque[list[Entry]] = deque()  # each begins when nothing decodes
+        self._ended: dict[int, Ended] = {}
+        self._kept: dict[int, tuple[list[int], Caches]] = {}  # tokens that the caches hold
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows wait or decode."""
+        return bool(self.rows)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something may begin that does not decode yet."""
+        return bool(self._entries or self._rounds)
+
+    def add(self, entry: Entry) -> None:
+        """Put an entry at the queue's end.
+
+        Raises:
+            ValueError: the prompt is empty or has a token id outside of the model's embedding, there is not
+                one key for each row, a row's number is in use, nothing finds `sampling.stop`, or images do
+                not fit the prompt, the policy's module (`use_multimodal_rope`) or `keep`.
+            TooLong: prompt and `max_new_tokens` need more positions than the model has learned.
+        """
+        check_prompts(self._policy, [entry.prompt], entry.sampling.max_new_tokens)
+        check_images(self._policy, entry)
+        if entry.sampling.stop and entry.find_stop is None:
+            raise ValueError(f"find_stop is None: expected a function that finds {entry.sampling.stop}")
+        if not entry.rows or len(entry.keys) != len(entry.rows):
+            raise ValueError(f"expected a key for each row, found {len(entry.keys)} for rows {entry.rows}")
+        used = (self.rows.keys() | self._ended.keys() | self._kept.keys()) & set(entry.rows)
+        if used or len(set(entry.rows)) != len(entry.rows):
+            raise ValueError(f"rows {entry.rows}: expected new numbers, found {sorted(used)} in use")
+        self._entries.append(entry)
+        for row, key in zip(entry.rows, entry.keys, strict=True):
+            self.rows[row] = Row(entry, key, entropy=[] if entry.sampling.with_entropy else None)
+
+    def cancel(self, rows: Iterable[int]) -> None:
+        """Rows that wait or decode leave, the latter at the next check; kept caches of these are freed."""
+        for row in rows:
+            for known in (self.rows, self._ended, self._kept):
+                known.pop(row, None)
+
+    def take(self) -> dict[int, Ended]:
+        """The rows that have ended since the last call."""
+        ended = self._ended
+        self._ended = {}
+        return ended
+
+    def so_far(self, row: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probs of a row as of the last check, if it was not taken."""
+        found = self._ended.get(row) or self.rows[row]
+        return [*found.tokens], [*found.logp]
+
+    def forget(self) -> None:
+        """Free all kept caches: the weights have changed."""
+        self._kept.clear()
+
+    def widest(self, most: int) -> int:
+        """The most rows of which a round consists, by what waits now; `most` as in `due`."""
+        rounds = [*self._rounds, *_rounds(self._entries, most)]
+        return max((sum(len(entry.rows) for entry in each) for each in rounds), default=1)
+
+    def due(self, decoding: int, most: int) -> list[Start]:
+        """What begins now, beside so many rows that decode.
+
+        If nothing decodes, all entries that wait are cut into rounds. Later entries join the rows that decode
+        once every round has begun. Those that continue kept rows go first, as their caches hold memory.
+
+        Args:
+            decoding: rows that decode.
+            most: rows that may be decoded together; 0: any number.
+        """
+        self._entries = [entry for entry in self._entries if self._alive(entry)]
+        if not decoding and not self._rounds:
+            self._rounds.extend(_rounds(self._entries, most))
+            self._entries = []
+        continuing = [entry for entry in self._entries if entry.continues in self._kept]
+        if not decoding and not continuing:
+            return self._starts(self._rounds.popleft()) if self._rounds else []
+        candidates = continuing if self._rounds else self._entries
+        begun = _first(candidates, (most or math.inf) - decoding)
+        if not decoding:
+            begun = begun or continuing[:1]
+        self._entries = [entry for entry in self._entries if entry not in begun]
+        return self._starts(begun)
+
+    def ended(self, batch: RowBatch, ends: Sequence[End]) -> None:
+        """Rows of a batch have ended: every token they drew so far but the last one was fed to its steps."""
+        for end in ends:
+            row = self.rows.pop(end.row)
+            if not self._finish(end.row, row, row.ended(end.length, end.finished)):
+                continue
+            held = max(end.length, 1) - 1
+            steps: Any = batch.steps  # over caches, as its rows are kept
+            caches = caches_of_row(steps.caches, end.place, len(row.tokens) - 1 - held)
+            if caches is not None:
+                # Computed now, otherwise they would hold the batch's buffers.
+                mx.eval(list(arrays_of([cache.state for cache in caches])))
+                self._kept[end.row] = [*row.entry.prompt, *row.tokens[:held]], caches
+
+    def completions(self, rows: int) -> list[Any]:
+        """The rows 0, 1, … as far as they have come; those that have ended are taken."""
+        ended = self.take()
+        return [ended.get(row) or self.rows[row].ended() for row in range(rows)]
+
+    def _finish(self, number: int, row: Row, ended: Ended) -> bool:
+        """Store a row that has ended; returns whether its caches are kept."""
+        self._ended[number] = ended
+        return row.entry.keep
+
+    def _alive(self, entry: Entry) -> list[int]:
+        return [row for row in entry.rows if row in self.rows]
+
+    def _starts(self, entries: Iterable[Entry]) -> list[Start]:
+        starts = []
+        for entry in entries:
+            if rows := self._alive(entry):
+                caches, held = self._resumed(entry)
+                starts.append(Start(entry, rows, caches, held))
+                for row in rows:
+                    self.rows[row].prompt_computed = len(entry.prompt) - held
+        return starts
+
+    def _resumed(self, entry: Entry) -> tuple[Caches | None, int]:
+        """The kept caches that the entry continues, cut to what they share with its prompt; and how much.
+
+        The prompt's last token is not among it.
+        """
+        if entry.continues is None or entry.continues not in self._kept:
+            return None, 0
+        tokens, caches = self._kept.pop(entry.continues)
+        pairs = enumerate(zip(tokens, entry.prompt[:-1], strict=False))
+        shared = next((n for n, (a, b) in pairs if a != b), min(len(tokens), len(entry.prompt) - 1))
+        cut = shortened(caches, len(tokens) - shared) if shared else None
+        return cut, 0 if cut is None else shared
+
+
+def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> None:
+    """Raise ValueError unless the model can continue each of the prompts by `most` tokens."""
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        found = [len(prompt) for prompt in prompts]
+        raise ValueError(f"expected at least one prompt, and no empty one, found lengths {found}")
+    check_token_ids(prompts, policy.vocabulary)
+    longest = max(map(len, prompts))
+    both = f"a prompt of {longest} tokens and max_new_tokens = {most}"
+    check_positions(both, longest + most - 1, policy.positions)
+
+
+def check_images(policy: Policy, entry: Entry) -> None:
+    """Raise ValueError unless the model takes the entry's images, if it has any."""
+    if entry.images is None:
+        return
+    if entry.keep:
+        raise ValueError("images and replies, or rows that are kept, do not go together")
+    if not (policy.shares_prefix and takes_images(policy.module)):
+        raise ValueError(
+            "this policy takes no images: expected a module with `use_multimodal_rope`, whose completions "
+            "can be decoded over one copy of their prompt"
+        )
+
+
+def _rounds(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
+    """The entries in parts of at most `most` rows (0: any number), at least one entry each."""
+    room = most or math.inf
+    left = list(entries)
+    if sum(len(entry.rows) for entry in left) > room:
+        left.sort(key=lambda entry: len(entry.prompt))  # similar lengths together, for less padding
+    rounds = []
+    while left:
+        rounds.append(_first(left, room) or left[:1])
+        left = left[len(rounds[-1]) :]
+    return rounds
+
+
+def _first(entries: Sequence[Entry], room: float) -> list[Entry]:
+    """As many of the first entries as there is room for their rows."""
+    totals = accumulate(len(entry.rows) for entry in entries)
+    return [entry for entry, total in zip(entries, totals, strict=True) if total <= room]

@@ -1,0 +1,316 @@
+"""Rows that arrive while others decode: they join, leave and continue, and draw what they draw alone."""
+
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import grpo_fn as g
+from grpo_fn.checks import TooLong
+from grpo_fn.policy.caches import prefix_cache
+from grpo_fn.prng import completion_keys
+from grpo_fn.rollout import Entry, RowQueue, decode_queue, rollout_of
+from grpo_fn.trees import on_host
+from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
+from tests.support.tiny_policies import VOCAB, tiny_policy
+
+MANY = [[7 * n + i for i in range(1, 2 + 3 * n % 11)] for n in range(8)]  # of 1 to 11 tokens
+LIMITS = [20, 7, 12, 30, 1, 16, 9, 25]
+
+
+def key_of(prompt, generation=0):
+    """The key of a completion, as plain numbers."""
+    (key,) = on_host(completion_keys(mx.random.key(0), mx.array([prompt]), mx.array([generation])))
+    return tuple(key)
+
+
+def entry(number, prompt, *, group=1, sampling=None, **options) -> Any:
+    """Completions of prompt `number`: rows number · group, …, with the keys that `generate` would use."""
+    return Entry(
+        rows=tuple(range(number * group, (number + 1) * group)),
+        prompt=prompt,
+        keys=tuple(key_of(number, generation) for generation in range(group)),
+        sampling=sampling or g.Sampling(max_new_tokens=12, eos_ids=EOS),
+        **options,
+    )
+
+
+def drive(policy, queue, arrivals=(), **options):
+    """Decode the queue; `arrivals` are (columns seen before, what happens then). The columns of each step."""
+    waiting = list(arrivals)
+    columns = []
+    for column in decode_queue(policy, policy.params, queue, g.Decoding(**options)):
+        if column is not None:
+            columns.append(column)
+            while waiting and len(columns) >= waiting[0][0]:
+                waiting.pop(0)[1]()
+    assert not queue.busy and not waiting
+    return columns
+
+
+def alone(policy, number, prompt, **options):
+    """The completion of prompt `number` as `generate` draws it by itself, and its log-probs."""
+    rollout = roll(policy, [prompt], prompt_numbers=[number], generations=1, **options)
+    return rollout.completions()[0], rollout.logp_bt[0].tolist(), rollout.finished_b.item()
+
+
+def assert_alone(policy, done, number, prompt, **options):
+    """The row has the tokens, the end and (to rounding) the log-probs that it has alone."""
+    tokens, logp, finished = alone(policy, number, prompt, **options)
+    assert (done.tokens, done.finished) == (tokens, finished), f"prompt {number}"
+    assert np.abs(np.array(done.logp) - logp[: len(tokens)]).max(initial=0.0) < 1e-4
+
+
+@pytest.mark.parametrize("prompts", [EQUAL, RAGGED], ids=["equal", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mamba"])
+@pytest.mark.parametrize("options", [{}, {"max_batch": 4, "check_every": 3}], ids=["", "parts"])
+def test_entries_that_wait_together_are_a_rollout_bit_for_bit(name, prompts, options):
+    """Rows that are there from the start get every number of `generate`."""
+    policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
+    sampling = g.Sampling(max_new_tokens=12, eos_ids=EOS, with_entropy=True)
+    for number, prompt in enumerate(prompts):
+        queue.add(entry(number, prompt, group=3, sampling=sampling))
+    assert queue.busy
+    drive(policy, queue, **options)
+    done = queue.take()
+    assert {row.prompt_computed for row in done.values()} == set(map(len, prompts))
+    got = rollout_of(prompts, 3, [done[row] for row in range(len(done))])
+    want = roll(policy, prompts, sampling=sampling, **options)
+    for field in ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt"):
+        assert mx.array_equal(getattr(got, field), getattr(want, field)).item(), field
+    assert queue.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "joins"),
+    [
+        *[(name, True) for name in ("llama", "qwen2", "phi", "smollm3", "deepseek")],
+        *[(name, False) for name in ("gemma2", "gemma3", "mamba")],
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"share_prefix": False}, {"check_every": 1}], ids=str)
+def test_late_rows_join_and_draw_what_they_draw_alone(name, joins, options):
+    """One prompt after another, each row with its own limit: in one batch, if the caches can be joined."""
+    policy = tiny_policy(name)
+    queue = RowQueue(policy)
+    samplings = [g.Sampling(max_new_tokens=limit) for limit in LIMITS]
+    late = [(2 * n, lambda n=n: queue.add(entry(n, MANY[n], sampling=samplings[n]))) for n in range(1, 8)]
+    queue.add(entry(0, MANY[0], sampling=samplings[0]))
+    columns = drive(policy, queue, late, **{"check_every": 2, **options})
+    assert (max(len(column.rows) for column in columns) > 3) is joins
+    done = queue.take()
+    for n, prompt in enumerate(MANY):
+        assert_alone(policy, done[n], n, prompt, limit=LIMITS[n])
+
+
+def test_learned_positions_are_not_exceeded():
+    """Rows that have ended are fed on until they leave: so rows of such a model do not join others, and those
+    that begin together have one limit."""
+    policy, fed = tiny_policy(), []
+    policy = attrs.evolve(policy, positions=40)
+    queue = RowQueue(policy)
+    for n, limit in enumerate([40, 30, 30]):
+        queue.add(entry(n, [n + 1], sampling=g.Sampling(max_new_tokens=limit)))
+    late = [(9, lambda: queue.add(entry(3, [5], sampling=g.Sampling(max_new_tokens=30))))]
+    for column in drive(policy, queue, late, check_every=4):
+        fed.append(column.rows)
+    assert {rows: fed.count(rows) for rows in set(fed)} == {(0,): 40, (1, 2): 30, (3,): 30}
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prefix": False}], ids=str)
+def test_groups_join_groups(options):
+    """Late groups of several sizes, over one copy of each prompt or over copies; what nobody uses any more is
+    cut off the caches."""
+    policy, widths = tiny_policy(), []
+    queue, rows = RowQueue(policy), iter(range(100))
+    want = {}
+
+    def add(number, prompt, size, limit):
+        sampling = g.Sampling(max_new_tokens=limit)
+        mine = tuple(next(rows) for _ in range(size))
+        keys = tuple(key_of(number, generation) for generation in range(size))
+        queue.add(Entry(rows=mine, prompt=prompt, keys=keys, sampling=sampling))
+        how = {"generations": size, "limit": limit, "prompt_numbers": [number]}
+        want.update(zip(mine, roll(policy, [prompt], **how).completions(), strict=True))
+
+    add(0, RAGGED[0], 3, 9)
+    late = [(4 * n, lambda n=n: add(n, RAGGED[n % 3], 1 + n % 4, 12 + n % 5)) for n in range(1, 16)]
+    original = prefix_cache.PrefixCache.update_and_fetch
+
+    def watched(self, keys, values):
+        found = original(self, keys, values)
+        widths.append(found[0].shape[2])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache.PrefixCache, "update_and_fetch", watched)
+        drive(policy, queue, late, check_every=2, **options)
+    assert {row: ended.tokens for row, ended in queue.take().items()} == want
+    assert max(widths, default=0) < 35, "columns of rows that have left"
+
+
+def test_a_bound_of_rows_holds_for_late_ones():
+    """They wait until others have ended, in the order in which they came, a large group included."""
+    policy, queue = tiny_policy(), RowQueue(tiny_policy())
+    queue.add(entry(0, EQUAL[0], group=2, sampling=g.Sampling(max_new_tokens=8)))
+    sampling = g.Sampling(max_new_tokens=5)
+    sizes = {1: 1, 2: 1, 3: 4, 4: 1}
+
+    def add(n):
+        rows = tuple(range(10 * n, 10 * n + sizes[n]))
+        keys = tuple(key_of(n, i) for i in range(sizes[n]))
+        queue.add(Entry(rows=rows, prompt=EQUAL[1], keys=keys, sampling=sampling))
+
+    columns = drive(policy, queue, [(1, lambda: [add(n) for n in sizes])], max_batch=3, check_every=1)
+    order = []
+    for column in columns:
+        order += [row for row in column.rows if row not in order]
+        assert len(column.rows) <= (4 if 30 in column.rows else 3)
+    assert order == [0, 1, 10, 20, 30, 31, 32, 33, 40]
+
+
+def test_different_distributions_decode_side_by_side():
+    """Each row from its own: temperature, truncation, penalty, entropy, ends and limits."""
+    policy, queue = tiny_policy(), RowQueue(tiny_policy())
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 5, "with_entropy": True},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.5, "limit": 20},
+        {"eos_ids": ()},
+    ]
+    samplings = []
+    for each in options:
+        limit = each.get("limit", 12)
+        rest = {name: value for name, value in each.items() if name != "limit"}
+        samplings.append(g.Sampling(max_new_tokens=limit, **{"eos_ids": EOS, **rest}))
+    late = [(n, lambda n=n: queue.add(entry(n, MANY[n], sampling=samplings[n]))) for n in range(1, 6)]
+    queue.add(entry(0, MANY[0], sampling=samplings[0]))
+    drive(policy, queue, late, check_every=2)
+    done = queue.take()
+    for n, each in enumerate(options):
+        assert_alone(policy, done[n], n, MANY[n], **{"eos_ids": EOS, **each})
+        assert (done[n].entropy is not None) == ("with_entropy" in each)
+
+
+def test_cancelled_rows_leave_whether_they_wait_or_decode():
+    """They are never taken; the other rows draw what they would have drawn."""
+    policy, queue = tiny_policy(), RowQueue(tiny_policy())
+    sampling = g.Sampling(max_new_tokens=30)
+    for n in range(3):
+        queue.add(entry(n, RAGGED[n], group=2, sampling=sampling))
+    queue.cancel([4])
+
+    def cancel():
+        assert len(queue.so_far(0)[0]) == 8 and len(queue.so_far(0)[1]) == 8
+        queue.add(entry(3, [5], group=2, sampling=sampling))
+        queue.cancel([1, 2, 3, 6, 7])
+
+    columns = drive(policy, queue, [(9, cancel)], check_every=4)
+    assert 4 not in columns[0].rows and columns[-1].rows == (0, 5)
+    done = queue.take()
+    assert sorted(done) == [0, 5]
+    want = roll(policy, RAGGED, generations=2, limit=30).completions()
+    assert [done[0].tokens, done[5].tokens] == [want[0], want[5]]
+    queue.add(entry(0, RAGGED[0], sampling=sampling))
+    queue.cancel([0])
+    assert not queue.busy and list(decode_queue(policy, policy.params, queue)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0, "repetition_penalty": 1.4}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
+def test_a_kept_row_is_continued_as_if_it_had_not_ended(name, options):
+    """Its tokens are not computed again, and its draws are counted on."""
+    policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
+    prompt, sampling = RAGGED[0], g.Sampling(max_new_tokens=10, **options)
+    want = roll(policy, [prompt], generations=1, limit=10, **options).completions()[0]
+    for n, (first, last) in enumerate([(0, 4), (4, 5), (5, 10)]):
+        limited = attrs.evolve(sampling, max_new_tokens=last - first)
+        queue.add(
+            Entry(
+                rows=(n,),
+                prompt=[*prompt, *want[:first]],
+                keys=(key_of(0),),
+                sampling=limited,
+                drawn=first,
+                keep=True,
+                continues=n - 1 if n else None,
+            )
+        )
+        drive(policy, queue)
+        (done,) = queue.take().values()
+        assert done.tokens == want[first:last]
+        assert done.prompt_computed == (1 if n else len(prompt))
+
+
+@pytest.mark.parametrize(("name", "trims"), [("llama", True), ("gemma2", True), ("mamba", False)])
+def test_a_branch_reuses_the_longest_common_beginning(name, trims):
+    """If the caches can be cut; else, or after `forget`, all is computed again. The tokens are the same."""
+    policy, queue = tiny_policy(name), RowQueue(tiny_policy(name))
+    sampling = g.Sampling(max_new_tokens=6)
+    for row in range(3):
+        queue.add(Entry(rows=(row,), prompt=RAGGED[0], keys=(key_of(0),), sampling=sampling, keep=True))
+    drive(policy, queue)
+    first = queue.take()[0].tokens
+    branch = [*RAGGED[0], *first[:2], (first[2] + 1) % VOCAB, 3]
+
+    def add(row, continues, **options):
+        keys = (key_of(0),) * (2 if row == 20 else 1)
+        rows = (20, 21) if row == 20 else (row,)
+        queue.add(
+            Entry(rows=rows, prompt=branch, keys=keys, sampling=sampling, continues=continues, **options)
+        )
+
+    add(10, 0)
+    drive(policy, queue, [(2, lambda: add(20, 1, keep=True)), (3, lambda: add(11, 1))], check_every=1)
+    queue.forget()
+    add(12, 2)
+    drive(policy, queue)
+    done = queue.take()
+    want = roll(policy, [branch], generations=1, limit=6)
+    computed = {10: 2, 20: 2, 21: 2} if trims else {}
+    assert sorted(done) == [10, 11, 12, 20, 21]
+    for row, ended in done.items():
+        assert ended.tokens == want.completions()[0], row
+        assert ended.prompt_computed == computed.get(row, len(branch))
+        assert np.abs(np.array(ended.logp) - np.array(want.logp_bt[0])).max() < 1e-4
+
+
+def test_what_does_not_fit_is_refused():
+    """Before anything waits."""
+    policy = tiny_policy()
+    queue = RowQueue(policy)
+    usual = entry(0, [1, 2])
+    for change, message in [
+        ({"prompt": []}, "no empty one"),
+        ({"prompt": [VOCAB]}, f"token id {VOCAB}"),
+        ({"keys": ()}, "a key for each row"),
+        ({"rows": ()}, "a key for each row"),
+        ({"rows": (1, 1), "keys": ((0, 0), (0, 1))}, "new numbers"),
+        ({"sampling": g.Sampling(stop=["."])}, "a function that finds"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            queue.add(attrs.evolve(usual, **change))
+    with pytest.raises(TooLong):
+        RowQueue(attrs.evolve(policy, positions=12)).add(usual)
+    assert not queue.busy
+    queue.add(usual)
+    with pytest.raises(ValueError, match=r"found \[0\] in use"):
+        queue.add(usual)
+
+
+def test_rows_of_a_rollout_keep_their_meaning():
+    """`rollout_of` over rows of the queue: padded, one for each completion."""
+    policy, queue = tiny_policy(), RowQueue(tiny_policy())
+    for n, prompt in enumerate(RAGGED):
+        queue.add(entry(n, prompt, group=2))
+    drive(policy, queue)
+    done = queue.take()
+    rollout = rollout_of(RAGGED, 2, [done[row] for row in range(6)], vocabulary=VOCAB)
+    assert_teacher_forced(policy, rollout)
+    assert_same(rollout, roll(policy, generations=2, eos_ids=EOS))
+    empty = rollout_of([], 2, [])
+    assert empty.tokens_bt.shape == (0, 1) and empty.lengths_b.shape == (0,)
