@@ -107,7 +107,9 @@ def bench_steps(
     formats = state.sampler.formats
     return {
         "steps": steps,
-        "formats": formats_line(config, formats, run.learner.policy, state.train.old_params) if formats else "",
+        "formats": formats_line(config, formats, run.learner.policy, state.train.old_params)
+        if formats
+        else "",
         "first_step_seconds": first,
         "step_seconds": step,
         "part_seconds": seconds,

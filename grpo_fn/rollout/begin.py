@@ -92,11 +92,13 @@ def prefilled(
 def _batch(queue: RowQueue, starts: Sequence[Start], logits_pv: mx.array, steps: Steps) -> RowBatch:
     """The rows that begin, with their random bits."""
     numbers = [row for start in starts for row in start.rows]
+    # Not from the queue: a row may have been cancelled during the prefill.
+    keys = {row: key for start in starts for row, key in start.entry.keyed_rows}
     prompt_b = mx.array([p for p, start in enumerate(starts) for _ in start.rows])
     entry = starts[0].entry
     # All at once on the device, because a number from the host at each step would be waited for.
     bits_nbw = draw_bits(
-        mx.array([queue.rows[row].key for row in numbers], mx.uint32),
+        mx.array([keys[row] for row in numbers], mx.uint32),
         mx.array([start.entry.drawn for start in starts], mx.int32)[prompt_b],
         max(start.entry.sampling.max_new_tokens for start in starts),
     )

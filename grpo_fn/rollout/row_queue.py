@@ -55,6 +55,11 @@ class Entry:
     keep: bool = False
     continues: int | None = None
 
+    @property
+    def keyed_rows(self) -> Iterable[tuple[int, tuple[int, int]]]:
+        """Each row with its key."""
+        return zip(self.rows, self.keys, strict=True)
+
 
 @attrs.define(eq=False)
 class Row:
@@ -139,7 +144,7 @@ class RowQueue:
         if used or len(set(entry.rows)) != len(entry.rows):
             raise ValueError(f"rows {entry.rows}: expected new numbers, found {sorted(used)} in use")
         self._entries.append(entry)
-        for row, key in zip(entry.rows, entry.keys, strict=True):
+        for row, key in entry.keyed_rows:
             self.rows[row] = Row(entry, key, entropy=[] if entry.sampling.with_entropy else None)
 
     def cancel(self, rows: Iterable[int]) -> None:

@@ -74,7 +74,7 @@ def draw_weights(known: Estimates, step: int, *, target: float, decay: float, si
     return np.exp(-2 * size * divergence_n) * np.where(known.step_n == NEVER, 1.0, 1 - faded_n)
 
 
-def drawn(weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int) -> list[int]:
+def drawn_by_weight(weights_n: np.ndarray, number: int, taken: Collection[int], seed: int, position: int) -> list[int]:
     """Prompts drawn by their weights without replacement, none of `taken` while there are others.
 
     The bits of a prompt decide its place (Efraimidis and Spirakis, 2006): the largest log(u) / w win. They

@@ -10,8 +10,7 @@ import attrs
 import numpy as np
 
 from runners.config.loading import Config
-from runners.data.curriculum import explores
-from runners.data.curriculum import drawn as drawn_by_weight
+from runners.data.curriculum import drawn_by_weight, explores
 from runners.data.datasets import epoch_order
 from runners.data.prompts import Example
 

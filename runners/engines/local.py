@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 import grpo_fn as g
-from grpo_fn.rollout import Column, Columns, Ended, Entry, FindStop, RowQueue, decode_queue
+from grpo_fn.rollout import Column, Columns, Entry, FindStop, RowQueue, decode_queue
 from runners.engines.engine import (
     Advance,
     Finish,
@@ -66,6 +66,7 @@ class LocalEngine:
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
+    _most: int = attrs.field(default=0, init=False)  # tokens that these rows may have
     _reported: float = attrs.field(default=0.0, init=False)
     _tried: int = attrs.field(default=0, init=False)  # rows of one request for which memory ran out once
 
@@ -117,6 +118,9 @@ class LocalEngine:
             while True:
                 row = job.ended.get(0)
                 tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
+                known = self._queue.rows.get(job.rows[0]) if self._queue and job.rows else None
+                if known is not None:
+                    job.computed = known.prompt_computed
                 for n in range(sent, len(tokens)):
                     sent = n + 1
                     yield Token(tokens[n], logp[n], job.computed)
@@ -194,6 +198,7 @@ class LocalEngine:
             self._columns.close()
         self._columns = None
         self._drawn = 0
+        self._most = 0
 
     def _take(self, queue: RowQueue) -> None:
         """Hands the rows that have ended to their requests."""
@@ -219,8 +224,11 @@ class LocalEngine:
         """What was submitted goes into the queue; requests with the same prompt share its computation."""
         while self._waiting:
             first = self._jobs[self._waiting[0]]
-            same = list(itertools.takewhile(lambda t: _is_alike(self._jobs[t], first), self._waiting))
-            del self._waiting[: len(same)]
+            count = 1
+            while count < len(self._waiting) and _is_alike(self._jobs[self._waiting[count]], first):
+                count += 1
+            same = self._waiting[:count]
+            del self._waiting[:count]
             seeds = []
             numbers = []
             for ticket in same:
@@ -229,6 +237,7 @@ class LocalEngine:
                 numbers += job.rows
                 seeds += job.request.seeds
                 self._places |= {number: (ticket, place) for place, number in enumerate(job.rows)}
+            self._most += len(seeds) * first.sampling.max_new_tokens
             request = first.request
             continues = request.continues
             try:
@@ -292,16 +301,13 @@ class LocalEngine:
         self._drawn += 0 if column is None else len(column.rows)
         if self.advance is None or time.perf_counter() < self._reported + PAUSE:
             return
-        most = sum(len(job.request.seeds) * job.sampling.max_new_tokens for job in self._jobs.values())
-        self.advance("tokens", min(self._drawn, most), most)
+        self.advance("tokens", min(self._drawn, self._most), self._most)
         self._reported = time.perf_counter()
 
 
 def _is_alike(job: _Job, first: _Job) -> bool:
     """Whether two requests can share the computation of their prompt."""
     one, other = job.request, first.request
-    if one is other:
-        return True
     plain = one.images is None and other.images is None and one.continues is None and other.continues is None
     same = (one.prompt, one.drawn, one.keep) == (other.prompt, other.drawn, other.keep)
     return plain and same and job.sampling == first.sampling

@@ -75,7 +75,9 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         rows=config.rollout.max_batch,
         environments=run.collector.environments,
         vision=run.loaded.vision,
-        state=TrainerState(state.update, run.length.updates, run.order.epoch(state.position), config.optim.num_epochs),
+        state=TrainerState(
+            state.update, run.length.updates, run.order.epoch(state.position), config.optim.num_epochs
+        ),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count

@@ -34,7 +34,6 @@ from runners.training.run_state import Pieces, RunState
 from runners.training.sampler import rounded_as, weights_of
 from runners.training.setup import Run
 
-
 _SMALL = 2_500_000  # parameters; below this size, step time no longer depends on the parameter count
 
 

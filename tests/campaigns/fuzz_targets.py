@@ -207,10 +207,11 @@ def checkpoint(folder: Path) -> Made:
     arrays = {"a.weight": params["a"]["weight"]}
     save_arrays(place / "model.safetensors", arrays, {"format": "mlx"})
     run = RunState(train=state, batch_step=1, update=1, scores=(0.5,))
-    save_arrays(place / STATE_FILE, *pack_state(state, arrays, run.trees()))
+    plain, trees = run.saved()
+    save_arrays(place / STATE_FILE, *pack_state(state, arrays, trees))
     facts = {"version": VERSION, "step": 1, "em": 0.25, "eval_reward": 0.5, "reward": 1.5, "data": "x"}
     facts |= {name: {} for name in ("config", "inputs", "arithmetic", "logs")}
-    facts |= {"decided": {"launch": "eval", "max_batch": 1}, "loop": run.plain()}
+    facts |= {"decided": {"launch": "eval", "max_batch": 1}, "loop": plain}
     (place / "trainer_state.json").write_bytes(dumped(facts))
     write_manifest(place)
     whole = Folder(place)

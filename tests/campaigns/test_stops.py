@@ -35,7 +35,7 @@ STAGES = {
     "the first rollout": ("grpo_fn.policy.policy:Policy.sampling", 3, LONG, 0),
     "a rollout": ("runners.training.rollout:Collector.collect", 2, LONG, 1),
     "a reward's answer": ("runners.user_code.worker:Calls.collect", 3, LONG, 1),
-    "the commit to a step": ("runners.training.steps:TrainSteps.accept", 2, SHORT, 2),
+    "the commit to a step": ("runners.training.train:log_batch_step", 2, SHORT, 2),
     "the learner": ("runners.training.gradients:MicroBatches.gradients", 1, LONG, 2),
     "the writing of a checkpoint": ("runners.training.session:write_checkpoint", 1, SHORT, 2),
     "the evaluation at the end": (EVALUATION, 3, LONG, 3),

@@ -69,7 +69,7 @@ from runners.cli import main
 from runners.commands import chat
 from runners.engines.engine import Token
 from runners.engines.local import LocalEngine
-def stream(self, request, sampling, *, key, should_stop=lambda: False):
+def tokens(self, ticket, *, should_stop=lambda: False):
     while True:
         time.sleep(0.02)
         yield Token(50, 0.0, 1)
@@ -78,7 +78,7 @@ def stream(self, request, sampling, *, key, should_stop=lambda: False):
 def reading(read=chat._read):
     print("reading", file=sys.stderr, flush=True)
     return read()
-LocalEngine.stream, chat._read = stream, reading
+LocalEngine.tokens, chat._read = tokens, reading
 main()
 """
 

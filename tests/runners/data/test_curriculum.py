@@ -15,7 +15,7 @@ from runners.data.curriculum import (
     NEVER,
     Estimates,
     draw_weights,
-    drawn,
+    drawn_by_weight,
     explores,
     passed,
     prompt_id,
@@ -25,7 +25,7 @@ from runners.data.curriculum import (
     with_difficulty,
 )
 from runners.data.prompts import Example
-from runners.data.stream import PromptStream
+from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.errors import UserError
 
 HOW = {"target": 0.5, "decay": 0.9, "size": 8}
@@ -76,7 +76,7 @@ def test_a_draw_has_no_prompt_twice_and_needs_no_other_state(passes, seed, numbe
     """Without replacement, the same each time; prompts that are taken come last."""
     weights_n = draw_weights(Estimates.of([(each, 8) for each in passes]), 3, **HOW)
     taken = set(range(0, len(passes), 2))
-    first, again = (drawn(weights_n, number, taken, seed, position) for _ in range(2))
+    first, again = (drawn_by_weight(weights_n, number, taken, seed, position) for _ in range(2))
     assert first == again
     others = len(passes) - len(taken)
     assert not taken & set(first[:others])
@@ -87,7 +87,7 @@ def test_prompts_are_drawn_as_often_as_their_weights_say():
     """The first of a draw, over many keys, against weights with a ratio of 1 to 2 to 5."""
     weights_n, found = np.array([1.0, 2.0, 5.0]), np.zeros(3)
     for position in range(2000):
-        found[drawn(weights_n, 1, (), 0, position)[0]] += 1
+        found[drawn_by_weight(weights_n, 1, (), 0, position)[0]] += 1
     np.testing.assert_allclose(found / 2000, weights_n / 8, atol=4 * np.sqrt(0.25 / 2000))
 
 
@@ -103,26 +103,33 @@ def test_a_step_draws_no_prompt_twice_and_ranks_and_resumes_draw_alike(explore):
     """Two streams of one state, the second resumed at the step; rounds of a step share what is taken."""
     config, prompts = adaptive(explore=explore), examples(9)
     known = Estimates.of([(n % 9, 8) for n in range(9)])
-    one, other = (PromptStream(prompts, 3) for _ in range(2))
+    position = 0
     for step, sizes in enumerate([(4,), (3, 2, 4), (8,)]):
-        other = PromptStream(prompts, 3, position=other.position)
-        takes = [stream.taking(known, step, config) for stream in (one, other)]
-        rounds = [[take(size) for size in sizes] for take in takes]
+        settings = config.data
+        weights_n = draw_weights(known, step, target=settings.target_rate, decay=settings.rate_decay, size=8)
+        weighted = Weighted(weights_n=weights_n, explore=explore)
+        rounds = []
+        for order in (PromptOrder(prompts, 3), PromptOrder(prompts, 3)):
+            found, parts = Drawn((), position), []
+            for size in sizes:
+                found = drawn(order, found.position, size, weighted, found.taken)
+                parts.append(found.examples)
+            rounds.append(parts)
+        position = found.position
         assert rounds[0] == rounds[1]
         numbers = [example.number for part in rounds[0] for example in part]
         assert len(set(numbers)) == len(numbers) or explore == 1.0  # an epoch may end within the step
         known = updated(known, [(number, 1, 8) for number in numbers], step, 0.98)
-    assert one.position == other.position == 21
+    assert position == 21
 
 
 def test_without_a_curriculum_the_order_is_the_usual_one():
     """With measured rates each epoch goes from easy to hard."""
-    config, stream = load_config(None, ["model.path=embedded"]), PromptStream(examples(6), 1)
-    assert stream.taking(None, 0, config) == stream.take
     rates = np.array([0.5, 0.1, 0.5, 0.9, 0.1, 0.5])
-    ordered = PromptStream(examples(6), 1, rates_n=rates)
-    for _ in range(2):
-        assert [rates[example.number] for example in ordered.take(6)] == sorted(rates, reverse=True)
+    ordered = PromptOrder(examples(6), 1, rates)
+    for epoch in range(2):
+        found = drawn(ordered, 6 * epoch, 6).examples
+        assert [rates[example.number] for example in found] == sorted(rates, reverse=True)
 
 
 def test_static_leaves_out_what_is_too_easy_or_too_hard(tmp_path):

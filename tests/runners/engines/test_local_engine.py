@@ -1,4 +1,4 @@
-"""The engine of this process: versions, streams over kept caches, and an end between two steps."""
+"""The engine of this process: what it samples, kept caches, cancelled requests, and memory that runs out."""
 
 import time
 from typing import Any
@@ -10,8 +10,9 @@ import pytest
 
 import grpo_fn as g
 from runners.engines import local
-from runners.engines.engine import Cancelled, Requests
+from runners.engines.engine import Request, Weights
 from runners.engines.local import LocalEngine
+from runners.engines.rollouts import Cancelled, generate, seeds_of
 from tests.support.generating import EOS, RAGGED, roll
 from tests.support.tiny_policies import tiny_policy
 
@@ -19,11 +20,17 @@ SAMPLING = g.Sampling(num_generations=3, max_new_tokens=12, eos_ids=EOS)
 KEY = mx.random.key(0)
 
 
-def engine_of(policy, version=0, **options):
+def engine_of(policy, version=0, rows=0, **options):
     """An engine with the policy's own parameters."""
-    engine = LocalEngine(policy, g.Decoding(**options))
-    engine.load(policy.params, version)
+    engine = LocalEngine(decoding=g.Decoding(**options))
+    engine.load(Weights(policy, policy.params, version, rows))
     return engine
+
+
+def requests(prompts=RAGGED, sampling=SAMPLING):
+    """A request for G completions of each prompt."""
+    seeds = seeds_of(KEY, range(len(prompts)), sampling)
+    return [Request(prompt=tuple(prompt), seeds=seeds[p]) for p, prompt in enumerate(prompts)]
 
 
 def versions(rollout):
@@ -32,41 +39,72 @@ def versions(rollout):
 
 
 def test_the_engine_samples_like_generate_and_records_the_version():
-    """The rollout of `generate`, with the version of the weights; no prompt gives no row."""
+    """The rollout of `generate` to the bit, with the version of the weights; no request gives no row."""
     policy = tiny_policy()
     engine = engine_of(policy, version=7)
-    found = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
-    assert found.completions() == roll(policy, eos_ids=EOS).completions()
+    found = generate(engine, requests(), SAMPLING)
+    plain = roll(policy, eos_ids=EOS)
+    assert found.completions() == plain.completions()
+    assert mx.array_equal(found.logp_bt, plain.logp_bt)
     assert versions(found) == [7] * 9
-    engine.load(policy.params, 8)
-    both = g.join_rollouts([found, engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)])
+    engine.load(Weights(policy, policy.params, 8))
+    both = g.join_rollouts([found, generate(engine, requests(), SAMPLING)])
     assert versions(both) == [7] * 9 + [8] * 9
     assert versions(g.take_groups(both, [5, 0])) == [8] * 3 + [7] * 3
-    nothing = engine.generate(Requests(prompts=[]), SAMPLING, key=KEY)
+    nothing = generate(engine, [], SAMPLING)
     assert nothing.completions() == [] == versions(nothing)
 
 
+def test_requests_of_one_prompt_are_computed_together():
+    """A group asked for row by row has the rows, to the bit, that one request has."""
+    policy = tiny_policy()
+    whole = generate(engine_of(policy), requests(), SAMPLING)
+    one = attrs.evolve(SAMPLING, num_generations=1)
+    apart = [attrs.evolve(each, seeds=(seed,)) for each in requests() for seed in each.seeds]
+    found = generate(engine_of(policy), apart, one)
+    assert found.completions() == whole.completions()
+    assert mx.array_equal(found.logp_bt, whole.logp_bt)
+
+
+def test_a_request_that_comes_late_gets_what_it_gets_alone():
+    """It joins rows that decode; a request for one more token than the engine may wait for is collected."""
+    policy = tiny_policy()
+    alone = [roll(policy, [prompt], eos_ids=EOS).completions() for prompt in RAGGED]
+    engine = engine_of(policy, check_every=1)
+    seeds = seeds_of(KEY, [0] * len(RAGGED), SAMPLING)
+    tickets = []
+    rows = {}
+    for prompt in RAGGED:
+        tickets.append(engine.submit(Request(prompt=tuple(prompt), seeds=seeds[0]), SAMPLING))
+        rows |= engine.collect(0)
+        rows |= engine.collect(0)
+    rows |= engine.collect(len(RAGGED))
+    found = [[list(row.tokens) for row in rows[ticket]] for ticket in tickets]
+    assert found == alone
+
+
 @pytest.mark.parametrize(("fits", "tries"), [(6, [0, 3]), (3, [0, 3]), (0, [0, 3, 3])])
-def test_a_rollout_that_runs_out_of_memory_is_sampled_again_in_smaller_parts(fits, tries, monkeypatch):
-    """With half as many rows, down to one prompt's, tried twice: the same completions, or it ends."""
+def test_rows_that_run_out_of_memory_are_sampled_again_in_smaller_parts(fits, tries, monkeypatch):
+    """With half as many rows, down to one request's, tried twice: the same completions, or it ends."""
     policy = tiny_policy()
     engine = engine_of(policy)
     engine.note = (notes := []).append
-    sampled, found = engine._sampled, []
+    real, found = local.decode_queue, []
 
-    def short(*rest):
-        found.append(engine.decoding.max_batch)
-        if (engine.decoding.max_batch or 9) > fits:
+    def short(policy, params, queue, decoding):
+        found.append(decoding.max_batch)
+        if (decoding.max_batch or 9) > fits:
             raise RuntimeError("cudaMallocAsync(&data, size, stream) failed: out of memory")
-        return sampled(*rest)
+        yield from real(policy, params, queue, decoding)
 
-    monkeypatch.setattr(engine, "_sampled", short)
+    monkeypatch.setattr(local, "decode_queue", short)
     if fits:
-        rollout = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+        rollout = generate(engine, requests(), SAMPLING)
         assert rollout.completions() == roll(policy, eos_ids=EOS).completions()
+        assert engine.rows == 3
     else:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+        with pytest.raises(MemoryError, match="out of memory"):
+            generate(engine, requests(), SAMPLING)
     assert found == tries and len(notes) == len(tries) - 1
 
 
@@ -94,10 +132,10 @@ def test_a_slow_rollout_ends_at_the_step_in_which_it_is_asked_to(prompts):
     sampling = g.Sampling(num_generations=2, max_new_tokens=400)
     engine = engine_of(policy, check_every=1)
     with pytest.raises(Cancelled) as cancelled:
-        engine.generate(Requests(prompts=prompts), sampling, key=KEY, should_stop=lambda: slow.calls >= 3)
+        generate(engine, requests(prompts, sampling), sampling, should_stop=lambda: slow.calls >= 3)
     assert slow.calls == 3
     assert max(map(len, cancelled.value.rollout.completions())) <= 3
-    again = engine.generate(Requests(prompts=RAGGED), SAMPLING, key=KEY)
+    again = generate(engine, requests(), SAMPLING)
     assert again.completions() == roll(tiny_policy(), eos_ids=EOS).completions()
 
 
@@ -105,18 +143,20 @@ def test_a_rollout_reports_how_far_it_has_come(monkeypatch):
     """The tokens that were drawn of those that may be, over all parts of a rollout."""
     policy, reports = tiny_policy("llama"), []
     monkeypatch.setattr(local, "PAUSE", 0.0)
-    engine = LocalEngine(policy, g.Decoding(max_batch=2), advance=lambda *report: reports.append(report))
-    engine.load(policy.params, 0)
+    engine = LocalEngine(decoding=g.Decoding(), advance=lambda *report: reports.append(report))
+    engine.load(Weights(policy, policy.params, 0, rows=2))
     prompts = [[1, 2, 3], [4, 5, 6], [1, 2, 4], [4, 5, 1]]
-    engine.generate(Requests(prompts=prompts), g.Sampling(max_new_tokens=3), key=mx.random.key(1))
+    sampling = g.Sampling(max_new_tokens=3)
+    generate(engine, requests(prompts, sampling), sampling)
     assert list(dict.fromkeys(reports)) == [("tokens", n, 12) for n in (0, 2, 4, 6, 8, 10, 12)]
 
 
-def stream(engine, prompt, **options):
-    """(token ids, tokens of the prompt that were computed) of a stream."""
-    request = Requests(prompts=[prompt], numbers=[0], **options)
-    tokens = list(engine.stream(request, SAMPLING, key=KEY))
-    return [token.id for token in tokens], tokens[0].prompt_tokens
+def stream(engine, prompt, continues=None):
+    """(token ids, tokens of the prompt that were computed, ticket) of a stream."""
+    request = Request(prompt=tuple(prompt), seeds=requests()[0].seeds[:1], keep=True, continues=continues)
+    ticket = engine.submit(request, SAMPLING)
+    tokens = list(engine.tokens(ticket))
+    return [token.id for token in tokens], tokens[0].prompt_tokens, ticket
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mamba"])
@@ -126,37 +166,63 @@ def test_a_stream_continues_over_what_it_kept(name, pipelined):
     policy = tiny_policy(name)
     engine = engine_of(policy, pipelined=pipelined)
     first = [5, 9, 11, 3, 7]
-    said, computed = stream(engine, first)
+    said, computed, ticket = stream(engine, first)
     assert computed == len(first)
     longer = [*first, *said, 8, 9]
     for prompt in (longer, [*longer[:4], 30, 31], longer, longer):
-        fresh = engine_of(policy)
-        want, whole = stream(fresh, prompt)
-        got, computed = stream(engine, prompt)
+        want, whole, _ = stream(engine_of(policy), prompt)
+        got, computed, ticket = stream(engine, prompt, ticket)
         assert got == want and whole == len(prompt)
         if name == "llama":
             assert 1 <= computed < len(prompt), "the beginning was kept"
-    engine.load(policy.params, 1)
-    assert stream(engine, longer)[1] == len(longer), "other weights"
+    engine.load(Weights(policy, policy.params, 1))
+    assert stream(engine, longer, ticket)[1] == len(longer), "other weights"
 
 
-def test_a_closed_or_failed_stream_keeps_nothing():
-    """The next one computes its whole prompt, whatever ended this one in the midst of a token."""
+def test_a_closed_or_failed_stream_leaves_the_engine_as_it_was():
+    """The next one has the same tokens, whatever ended this one in the midst of a token."""
     policy, prompt = tiny_policy(), [5, 9, 11, 3, 7]
-    engine = engine_of(policy)
-    whole = stream(engine, prompt)
-    steps: Any = engine.stream(Requests(prompts=[prompt]), SAMPLING, key=KEY)
+    engine = engine_of(policy, check_every=1)
+    whole = stream(engine, prompt)[:2]
+    endless = attrs.evolve(SAMPLING, eos_ids=())
+    request = Request(prompt=tuple(prompt), seeds=requests()[0].seeds[:1])
+    steps: Any = engine.tokens(engine.submit(request, endless))
     next(steps)
     steps.close()
-    assert stream(engine, prompt) == whole
+    assert stream(engine, prompt)[:2] == whole
     with pytest.raises(ValueError, match="token id"):
         stream(engine, [*prompt, 10**6])
-    assert stream(engine, prompt) == whole
+    assert stream(engine, prompt)[:2] == whole
 
     def interrupt():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        endless = attrs.evolve(SAMPLING, eos_ids=())
-        list(engine.stream(Requests(prompts=[prompt]), endless, key=KEY, should_stop=interrupt))
-    assert stream(engine, prompt) == whole
+        list(engine.tokens(engine.submit(request, endless), should_stop=interrupt))
+    assert stream(engine, prompt)[:2] == whole
+
+
+def test_a_cancelled_request_is_collected_with_what_it_has():
+    """Its rows are "cancelled"; the others go on as if it had not been there."""
+    policy = tiny_policy()
+    engine = engine_of(policy, check_every=1)
+    endless = attrs.evolve(SAMPLING, eos_ids=(), max_new_tokens=50)
+    one = engine.submit(requests()[0], endless)
+    other = engine.submit(requests()[1], SAMPLING)
+    waiting = engine.submit(requests()[2], SAMPLING)
+    engine.collect(0)
+    engine.collect(0)
+    engine.cancel(one)
+    engine.cancel(waiting)
+    rows = engine.collect(3)
+    assert {row.finish for row in rows[one]} == {"cancelled"} == {row.finish for row in rows[waiting]}
+    assert 0 < len(rows[one][0].tokens) < 50 or not rows[one][0].tokens
+    want = roll(policy, eos_ids=EOS).completions()[3:6]
+    assert [list(row.tokens) for row in rows[other]] == want
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    """The line names them."""
+    engine = engine_of(tiny_policy())
+    with pytest.raises(ValueError, match="no tokenizer"):
+        generate(engine, requests(), attrs.evolve(SAMPLING, stop=("x",)))

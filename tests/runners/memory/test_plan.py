@@ -16,6 +16,7 @@ from runners.memory.forecast import GPU_TOKENS, ROOM_TO_LEARN, forecast, largest
 from runners.memory.sizes import model_shape, model_sizes
 from runners.models.loaded_model import load_model
 from runners.training.learner import build_learner
+from runners.training.sampler import weights_of
 from tests.support.commands import grpo
 from tests.support.runs.forecasts import check_forecast
 from tests.support.tiny_models import make_config, make_model_folder
@@ -100,9 +101,9 @@ def test_sizes_are_those_of_the_loaded_model_and_loading_is_not_needed(config, o
     roles = (state.params, {} if state.ref_params is None else state.ref_params)
     assert found.weights == pytest.approx(sum(map(nbytes, roles)) + nbytes(loaded.frozen), rel=0.02)
     assert found.moments == nbytes(state.opt_state) - 4  # the counter of updates
-    learner.engine.load(state.old_params, 0)
-    policy, params = learner.engine.sampler
-    own = 0 if learner.engine.quantization == "none" else nbytes(params, policy.frozen)
+    weights = weights_of(learner.sampling, state.old_params, learner.sampler)
+    policy, params = weights.policy, weights.params
+    own = 0 if learner.sampler.quantization == "none" else nbytes(params, policy.frozen)
     assert found.rollout == pytest.approx(own, rel=0.02)
     assert found.compute == (2 if "model.dtype=bfloat16" in overrides else 4)
     assert found.shares_prompts

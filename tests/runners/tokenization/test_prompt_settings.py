@@ -181,15 +181,13 @@ def test_a_run_s_commands_render_its_prompts_with_the_template_s_arguments(grpo,
     )
     asked = []
 
-    def watched(real):
-        def call(self, requests, *arguments, **how):
-            asked.extend(map(tuple, requests.prompts))
-            return real(self, requests, *arguments, **how)
+    submit = LocalEngine.submit
 
-        return call
+    def watched(self, request, sampling):
+        asked.append(request.prompt)
+        return submit(self, request, sampling)
 
-    for name in ("generate", "stream"):
-        monkeypatch.setattr(LocalEngine, name, watched(getattr(LocalEngine, name)))
+    monkeypatch.setattr(LocalEngine, "submit", watched)
     run = ran(tmp_path, text=config).result.folder
     spelled = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n7+7=7"
     wanted = tuple(load_inference(str(base), CPU).tokenizer.encode(spelled))

@@ -9,7 +9,7 @@ from grpo_fn.backends import cpu, cuda
 from runners.errors import UserError, is_out_of_memory
 from runners.ranks.ranks import Ranks
 from runners.training.gradients import MicroBatches
-from runners.training.steps import new_shape_tokens
+from runners.training.plan import new_shape_tokens
 from tests.support.closeness import assert_same_gradients
 from tests.support.naive_learner import SPECS, grad_step_of, make_batch, make_state, near_policy
 from tests.support.tiny_policies import same_tree, tiny_policy
@@ -51,7 +51,7 @@ def pieces_of(policy, seed, tokens=200):
 
 
 def micro_batches(fakes, asked=200, note=print):
-    return MicroBatches(fakes.grad_step, fakes.logprob_step, asked, Ranks(), note)
+    return MicroBatches(fakes.grad_step, asked, Ranks(), note)
 
 
 def gathered(policy, fails=(), error=METAL, steps=3, budget=200):
@@ -59,8 +59,7 @@ def gathered(policy, fails=(), error=METAL, steps=3, budget=200):
     fakes, notes = Steps(policy, fails, error), []
     pieces = [pieces_of(policy, seed) for seed in range(steps)]
     found = micro_batches(fakes, note=notes.append).gradients(make_state(policy), pieces, budget)
-    state, stats, budget = found
-    return state, fakes, notes, stats, budget
+    return found.value.train, fakes, notes, found.value.stats, found.micro_batch_tokens
 
 
 @pytest.mark.parametrize("fails", [[0], [1], [2], [0, 1], [2, 5]])
@@ -90,11 +89,12 @@ def test_old_log_probs_are_taken_again_in_halves(policy):
     """The pass before the gradient may fail as well: the halves have the log-probs of the whole."""
     fakes, notes = Steps(policy, [0]), []
     piece = max(g.split_batch(make_batch(), max_tokens=1000), key=lambda piece: piece.tokens_bl.size)
-    halves, _ = micro_batches(fakes, 1000, notes.append).with_old_logp(policy.params, [piece], 1000)
+    steps = micro_batches(fakes, 1000, notes.append)
+    found = steps.logprobs(fakes.logprob_step, policy.params, [piece], 1000)
     want_bt = fakes.real_logprobs(policy.params, piece)
-    got_bt = np.concatenate([np.array(half.old_logp_bt) for half in halves])
+    got_bt = np.concatenate([np.array(found.value[number]) for number in range(2)])
     np.testing.assert_allclose(got_bt, np.array(want_bt), atol=1e-5)
-    one, two = (half.targets_bt for half in halves)
+    one, two = (half.targets_bt for half in found.steps[0])
     assert len(notes) == 1 and same_tree(one, piece.targets_bt[: one.shape[0]]) and two.shape[0]
 
 
@@ -129,10 +129,10 @@ def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrink
     fakes, notes = Steps(policy, ()), []
     steps = attrs.evolve(micro_batches(fakes, note=notes.append), longest=longest)
     pieces = [pieces_of(policy, 0)]
-    first, _, budget = steps.gradients(make_state(policy), pieces, 200)
-    again, _, smaller = steps.gradients(make_state(policy), pieces, budget)
-    assert (smaller < 200) == shrinks == bool(notes)
-    assert_same_gradients(first.accum_grads, again.accum_grads)
+    first = steps.gradients(make_state(policy), pieces, 200)
+    again = steps.gradients(make_state(policy), pieces, first.micro_batch_tokens)
+    assert (again.micro_batch_tokens < 200) == shrinks == bool(notes)
+    assert_same_gradients(first.value.train.accum_grads, again.value.train.accum_grads)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_micro_batches_that_take_too_long_become_smaller(policy, longest, shrink
 )
 def test_a_new_shape_costs_less_with_more_parameters(numbers, parameters, tokens, later, monkeypatch):
     """Below a bound models compute no faster. After an epoch a CPU accepts hardly a new shape."""
-    monkeypatch.setattr("runners.training.steps.number", ({"launch": 0} | numbers).__getitem__)
+    monkeypatch.setattr("runners.training.plan.number", ({"launch": 0} | numbers).__getitem__)
     assert new_shape_tokens(parameters, epoch=0) == tokens
     assert new_shape_tokens(parameters, epoch=1) == later

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from runners.config.loading import load_config
+from runners.data.stream import drawn
 from runners.environments.tool_calls import CallReader, ToolCall
 from runners.errors import RewardError
 from runners.machine import startup
 from runners.quickstart import DATA
 from runners.ranks.ranks import Ranks
+from runners.training.rollout import Draw
+from runners.training.sampler import weights_of
 from runners.training.setup import SetUp
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.tiny_runs import small
@@ -102,8 +105,10 @@ def collected(path: Path, ranks: Ranks) -> tuple[dict[str, Any], np.ndarray]:
     """The first batch step on one of these ranks: all that no rounding changes, and the log-probs."""
     run = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks).build()
     assert run.learner.state is not None
-    run.learner.engine.load(run.learner.state.old_params, 0)
-    found = run.collector.collect(run.stream.take, mx.random.key(3))
+    engine, old_params = run.learner.engine, run.learner.state.old_params
+    engine.load(weights_of(run.learner.sampling, old_params, run.learner.sampler))
+    draw = Draw(drawn=drawn(run.order, 0, PROMPTS), key=mx.random.key(3))
+    found = run.collector.collect(engine, draw)
     rollout, played = found.rollout, found.played
     assert played is not None
     facts = {

@@ -2,14 +2,18 @@
 
 from collections import defaultdict
 
-import mlx.core as mx
+import attrs
 import pytest
 
 from runners.data.curriculum import updated
 from runners.machine import startup
 from runners.ranks.ranks import Ranks
-from runners.telemetry.report import Quiet
+from runners.telemetry.diary import Diary
+from runners.telemetry.report import Quiet, Report
+from runners.training.plan import plan_of
+from runners.training.run_state import first_state
 from runners.training.setup import SetUp
+from runners.training.steps import experience, propose
 from runners.training.train import run_training
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.resuming import config_in, lines_of
@@ -86,11 +90,13 @@ def test_completions_are_those_of_a_single_stage(tmp_path, name):
 def collected(config, ranks):
     """Three batch steps on one of these ranks: prompts, completions, rewards, and what is known then."""
     run, facts = SetUp(config.check(), startup.prepare(), ranks=ranks).build(), []
-    run.learner.engine.load(run.learner.state.old_params, 0)
+    plan, state = plan_of(run, Diary(Report())), first_state(run)
+    plan.engine.load(plan.weights(state))
     known = run.curriculum
     for step in range(3):
-        take = run.stream.taking(known, step, run.config)
-        found = run.collector.collect(take, mx.random.key(step))
+        state = attrs.evolve(state, curriculum=known, batch_step=step)
+        found = experience(plan, plan.engine, propose(plan, state))
+        state = attrs.evolve(state, position=found.position)
         known = updated(known, found.outcomes, step, run.config.data.rate_decay)
         asked = [example.number for example in found.examples]
         facts.append((asked, found.texts, str(found.rewards_pg), found.sampled_tokens, found.outcomes))

@@ -8,6 +8,7 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import arrays_of, named_leaves
 from runners.checkpoints.checkpoint import load_trees
+from runners.data.stream import PromptOrder, drawn
 from runners.machine.startup import Platform
 from runners.telemetry.report import Quiet
 from runners.training.setup import SetUp
@@ -38,7 +39,7 @@ def test_losses_in_the_log_are_cross_entropies(tmp_path):
     from mlx_lm import load
 
     module, _ = load(config.model.path)[:2]
-    first = type(run.stream)(run.data.gold, config.run.seed).take(16)
+    first = drawn(PromptOrder(run.data.gold, config.run.seed), 0, 16).examples
     log = lines_of(run_training(config, report=Quiet()).folder / "training_log.jsonl")
     start, update = log[0], next(line for line in log if "loss" in line)
     assert update["loss"] == pytest.approx(cross_entropy(module, first), rel=1e-4)

@@ -12,9 +12,10 @@ from runners.config.loading import load_config
 from runners.errors import ConfigError, UserError
 from runners.machine import startup
 from runners.ranks.ranks import Ranks
-from runners.training.run_state import RunState
+from runners.training.plan import plan_of
+from runners.training.run_state import first_state
 from runners.training.setup import SetUp
-from runners.training.steps import TrainSteps
+from runners.training.steps import batch_of, experience, propose
 from tests.support.ranks.rank_threads import as_run_ranks, on_ranks
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, LETTERS, ran, small
@@ -71,13 +72,12 @@ def test_a_student_approaches_its_teacher(write, form, task):
 def first_batch(path: Path, ranks: Ranks | None = None):
     """A run's first experience, its batch as it is cut, and the run."""
     run: Any = SetUp(load_config(str(path)).check(), startup.prepare(), ranks=ranks or Ranks()).build()
-    run.learner.engine.load(run.learner.state.old_params, 0)
-    steps = TrainSteps(run, cast(Any, Silent()))
-    state = RunState(train=run.learner.state, micro_batch_tokens=run.config.system.micro_batch_tokens)
-    experience = steps.roll_out(state)
-    batch = steps.counted(experience)
-    graded, _ = run.learner.grader.graded(batch, experience, steps.micro_batches, 64)
-    return run, experience, batch, graded
+    plan, state = plan_of(run, cast(Any, Silent())), first_state(run)
+    plan.engine.load(plan.weights(state))
+    found = experience(plan, plan.engine, propose(plan, state))
+    batch = batch_of(plan, found)
+    graded = run.learner.grader.graded(batch, found, plan.micro_batches, 64)
+    return run, found, batch, graded.value
 
 
 class Silent:

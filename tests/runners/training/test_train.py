@@ -11,7 +11,9 @@ import grpo_fn as g
 from grpo_fn.compile import Compiled
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
+from runners.engines import local
 from runners.engines.local import LocalEngine
+from runners.environments import environments
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.resuming import lines_of
@@ -69,14 +71,14 @@ def test_a_run_leaves_what_the_design_lists(tmp_path: Path) -> None:
 
 def test_seeds_share_no_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every batch step and round of dynamic sampling of seeds 0 and 3 has a random key of its own."""
-    keys, generate = [], LocalEngine.generate
+    keys, submit = [], LocalEngine.submit
 
-    def watched(self: Any, requests: Any, sampling: g.Sampling, *, key: mx.array, **options: Any) -> Any:
+    def watched(self: Any, request: Any, sampling: g.Sampling) -> Any:
         if sampling.temperature:  # evaluation draws nothing
-            keys.append(str(key))
-        return generate(self, requests, sampling, key=key, **options)
+            keys.append(request.seeds)
+        return submit(self, request, sampling)
 
-    monkeypatch.setattr(LocalEngine, "generate", watched)
+    monkeypatch.setattr(LocalEngine, "submit", watched)
     (tmp_path / "mine.py").write_text("def same(completions, **_):\n    return [1.0] * len(completions)\n")
     short = ['reward.functions=["mine.py:same"]', "rollout.max_new_tokens=2", "rollout.launch=eval"]
     for seed in (0, 3):
@@ -144,13 +146,13 @@ def test_conversations_that_are_drawn_again_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the quantized sampler's numbers fail, the second draw does not go on with the first."""
-    spoil, fitting = [mx.nan], LocalEngine._fitting
+    spoil, converse = [mx.nan], environments.converse
 
-    def first_fails(*given: Any) -> g.Rollout:
-        rollout = fitting(*given)
+    def first_fails(*given: Any, **how: Any) -> g.Rollout:
+        rollout = converse(*given, **how)
         return attrs.evolve(rollout, logp_bt=rollout.logp_bt + (spoil.pop() if spoil else 0.0))
 
-    monkeypatch.setattr(LocalEngine, "_fitting", first_fails)
+    monkeypatch.setattr(environments, "converse", first_fails)
     folder = talking_run(tmp_path, monkeypatch, rollout={"quantization": "affine-8", "max_new_tokens": 40})
     lines = lines_of(folder / "completions.jsonl")
     turns = [sum(message["role"] == "assistant" for message in line["messages"]) for line in lines]
@@ -179,15 +181,15 @@ def test_the_first_evaluation_judges_the_form_of_answers(tmp_path, at_start):
 
 def test_an_evaluation_that_runs_out_of_memory_is_repeated_and_says_so(tmp_path, monkeypatch):
     """As a rollout does: the line is the evaluation's."""
-    sampled, tries = LocalEngine._sampled, []
+    real, tries = local.decode_queue, []
 
-    def short(engine, *rest):
-        tries.append(engine)
+    def short(*given):
+        tries.append(given)
         if len(tries) == 1:
             raise RuntimeError("out of memory")
-        return sampled(engine, *rest)
+        return real(*given)
 
-    monkeypatch.setattr(LocalEngine, "_sampled", short)
+    monkeypatch.setattr(local, "decode_queue", short)
     found = ran(tmp_path, text=small(optim={"max_steps": 1}, eval={"samples": 12, "at_start": True}))
     assert found.result.first_em is not None
     assert sum(line.startswith("out of memory") for line in found.notes) == 1

@@ -75,20 +75,20 @@ def _write_digests(file: Path) -> None:
     import hashlib
 
     from grpo_fn.trees import named_leaves
-    from runners.training.steps import TrainSteps
+    from runners.training import train
 
-    real = TrainSteps.sync
+    real = train.sync
 
-    def sync(self: Any, state: Any) -> Any:
+    def sync(plan: Any, state: Any) -> Any:
         digest = hashlib.sha256()
         for name, leaf in sorted(named_leaves(state.train.params).items()):
             digest.update(name.encode())
             digest.update(bytes(memoryview(cast(Any, leaf))))
         with file.open("a") as stream:
             stream.write(f"{state.update} {digest.hexdigest()}\n")
-        return real(self, state)
+        return real(plan, state)
 
-    TrainSteps.sync = sync
+    train.sync = sync
 
 
 def _call_tools() -> None:

@@ -1,4 +1,4 @@
-"""The engine's quantized weights: what it draws from, and how it gives way to full precision."""
+"""The sampler as a value: how it gives way to finer formats and full precision, and runs that show it."""
 
 import json
 from pathlib import Path
@@ -14,24 +14,15 @@ import grpo_fn as g
 from grpo_fn.policy import input_moments
 from grpo_fn.policy.quantized_role import quantized_role
 from runners.checkpoints.checkpoint import load_trees
-from runners.engines import local
-from runners.engines.engine import Requests
-from runners.engines.local import LocalEngine
+from runners.config.loading import load_config
+from runners.engines.engine import Weights
 from runners.ranks.messages import RankMessage
 from runners.ranks.ranks import Ranks
+from runners.training import rollout as rollout_module
+from runners.training.sampler import first_sampler, judged, restored, rounded_as, weights_of
 from tests.support.tiny_models import make_model_folder
-from tests.support.tiny_policies import same_tree, tiny_policy, tiny_rollout
+from tests.support.tiny_policies import same_tree, tiny_policy
 from tests.support.tiny_runs import BY_LETTERS, ran, small
-
-REQUESTS, SAMPLING, KEY = Requests(prompts=[[1]]), g.Sampling(), mx.random.key(0)
-
-
-def engine_of(policy, **options):
-    """An engine in affine-4 over a tiny policy, with its parameters."""
-    quantized = quantized_role(policy, "affine-4", group_size=32)
-    engine = LocalEngine(policy, quantized=quantized, name="affine-4", **options)
-    engine.load(policy.params, 3)
-    return engine
 
 
 @pytest.fixture(name="policy")
@@ -39,22 +30,10 @@ def _policy():
     return tiny_policy("llama-untied", hidden_size=64, intermediate_size=64)
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-    """A function that sets what the decode loop returns, one after another; the list of its calls grows."""
-
-    def use(*rollouts):
-        calls = []
-
-        def decode(policy, params, prompts, sampling, **how):
-            calls.append((policy, params))
-            return rollouts[len(calls) - 1]
-            yield
-
-        monkeypatch.setattr(local, "decode", decode)
-        return calls
-
-    return use
+def config_of(name="affine-4", limit=0.2, calibration="none"):
+    """A config whose sampler has this format."""
+    settings = [f"rollout.quantization={name}", f"rollout.mismatch_limit={limit}", "model.path=embedded"]
+    return load_config(None, [*settings, f"rollout.calibration={calibration}"])
 
 
 def seen(size, kl, tokens=9.0):
@@ -76,81 +55,96 @@ def seen(size, kl, tokens=9.0):
     ],
 )
 def test_a_coarse_format_gives_way_to_finer_ones_and_at_last_to_full_precision(policy, stats, limit, finer):
-    """By effective sample size and KL divergence; each step has its line, and new weights at once."""
-    engine = engine_of(policy, mismatch_limit=limit, note=(lines := []).append)
-    before = engine.sampler[1]
-    engine.check_mismatch(stats)
-    assert len(lines) == finer and same_tree(engine.sampler[1], before) is not finer
-    assert engine.metrics() == {"rollout/quantization": "affine-6" if finer else "affine-4"}
+    """By effective sample size and KL divergence; each step has its line, and other weights."""
+    config, role = config_of(limit=limit), quantized_role(policy, "affine-4", group_size=32)
+    first = first_sampler(config, role)
+    sampler, line = judged(first, stats, role, config)
+    assert bool(line) == finer
+    rounded = [weights_of(policy, policy.params, each).params for each in (first, sampler)]
+    assert same_tree(*rounded) is not finer
+    assert sampler.metrics() == {"rollout/quantization": "affine-6" if finer else "affine-4"}
     if finer:
-        engine.check_mismatch(stats)
-        assert engine.quantization == "affine-8"
-        assert f"affine-6 has an effective sample size of {float(stats.ess):.2g}" in lines[1]
-        engine.check_mismatch(stats)
-        assert engine.sampler == (policy, policy.params)
-        assert "full precision: affine-8" in lines[2]
-        assert engine.metrics() == {"rollout/quantization": "none", "rollout/fallback": engine.fallback}
-        engine.check_mismatch(stats)
-        assert len(lines) == 3
+        sampler, line = judged(sampler, stats, role, config)
+        assert sampler.quantization == "affine-8"
+        assert f"affine-6 has an effective sample size of {float(stats.ess):.2g}" in str(line)
+        sampler, line = judged(sampler, stats, role, config)
+        full = weights_of(policy, policy.params, sampler)
+        assert (full.policy, full.params) == (policy, policy.params)
+        assert "full precision: affine-8" in str(line)
+        assert sampler.metrics() == {"rollout/quantization": "none", "rollout/fallback": sampler.fallback}
+        assert judged(sampler, stats, role, config) == (sampler, None)
 
 
 @pytest.mark.parametrize("storage", ["packed", "dequantized"])
-def test_an_engine_that_calibrates_samples_in_full_precision_until_it_has_moments(policy, storage):
+def test_a_sampler_that_calibrates_has_full_precision_until_it_has_moments(policy, storage):
     """Then its weights are the role's with these moments, also in finer formats and after a restart."""
     role = quantized_role(policy, "affine-3", storage, group_size=32)
     tokens_bl = mx.array([[1, 2, 3, 4], [5, 6, 7, 8]])
     moments = input_moments(policy, policy.params, tokens_bl, mx.array([4, 3]), role.names, 32)
-
-    def loaded(**options):
-        engine = LocalEngine(policy, quantized=role, name="affine-3", calibrates=True, **options)
-        engine.load(policy.params, 3)
-        return engine
-
-    engine = loaded(mismatch_limit=0.2)
-    assert engine.quantization == "none" and engine.sampler == (policy, policy.params)
-    engine.check_mismatch(seen(0.1, 9.0))
-    engine.round_as("", moments)
-    assert engine.quantization == "affine-3" and engine.version == 3
+    config = config_of("affine-3", calibration="activations")
+    sampler = first_sampler(config, role)
+    assert sampler.quantization == "none" and weights_of(policy, policy.params, sampler).policy is policy
+    assert judged(sampler, seen(0.1, 9.0), role, config) == (sampler, None)
+    sampler = rounded_as(sampler, role, "affine-3", moments)
+    assert sampler.quantization == "affine-3"
     for name in ("affine-3", "affine-4"):
-        again = loaded()
-        again.round_as(name, moments)
+        again = restored(attrs.evolve(sampler, role=None), config, role)
         wanted = role.remade(name, moments).transform(policy.params)
-        assert same_tree(engine.sampler[1], wanted) and same_tree(again.sampler[1], wanted)
-        rollouts = [
-            each.generate(REQUESTS, g.Sampling(max_new_tokens=4), key=KEY) for each in (engine, again)
-        ]
-        assert same_tree(*(rollout.logp_bt for rollout in rollouts))
-        engine.check_mismatch(seen(0.1, 9.0))
+        for each in (sampler, again):
+            assert same_tree(weights_of(policy, policy.params, each).params, wanted)
+        sampler, _ = judged(sampler, seen(0.1, 9.0), role, config)
 
 
-@pytest.mark.parametrize("bad", [mx.nan, -mx.inf])
-def test_a_rollout_with_bad_numbers_is_sampled_again_in_full_precision(policy, drawn, bad):
-    """NaN or infinity: the same rollout comes from the learner's own weights instead."""
-    sound = tiny_rollout()
-    engine = engine_of(policy, note=(lines := []).append)
-    quantized = engine.sampler
-    calls = drawn(attrs.evolve(sound, logp_bt=mx.where(mx.arange(7) == 2, bad, sound.logp_bt)), sound, sound)
-    found = engine.generate(REQUESTS, SAMPLING, key=KEY)
-    assert found.tokens_bt is sound.tokens_bt and np.all(np.array(found.version_b) == 3)
-    assert calls == [quantized, (policy, policy.params)]
-    assert "not finite" in lines[0] and "not finite" in str(engine.fallback)
-    engine.generate(REQUESTS, SAMPLING, key=KEY)
-    assert calls[2] == (policy, policy.params)
+class Spoiled:
+    """An engine whose first rollouts have numbers that are not finite."""
+
+    def __init__(self, engine, spoils):
+        self._engine, self.spoils, self.loaded = engine, list(spoils), []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def load(self, weights):
+        self.loaded.append(weights)
+        self._engine.load(weights)
+
+    def collect(self, least=1, **how):
+        rows = self._engine.collect(least, **how)
+        if rows and self.spoils:
+            bad = self.spoils.pop()
+            rows = {
+                ticket: tuple(attrs.evolve(row, logp=(bad, *row.logp[1:])) for row in found)
+                for ticket, found in rows.items()
+            }
+        return rows
 
 
-def test_a_fault_of_another_rank_causes_the_fallback(policy, drawn):
-    """It falls back with it, though its own numbers are sound."""
-    others = [True]
+@pytest.mark.parametrize("spoils", [[np.nan], [-np.inf], [], None])
+def test_bad_numbers_of_any_rank_make_all_of_them_sample_again_in_full_precision(
+    tmp_path, monkeypatch, spoils
+):
+    """NaN or infinity here, or a fault on another rank (None): the rollout comes from the full weights."""
+    others = [spoils is None]
 
     class Two(Ranks):
-        """This rank and another."""
-
         def all_gather_object(self, where, value=None):
-            return [RankMessage(where, value), RankMessage(where, others.pop())]
+            found = [RankMessage(where, value)]
+            return [*found, RankMessage(where, others.pop())] if where == "the sampler" else found
 
-    calls, engine = drawn(tiny_rollout(), tiny_rollout()), engine_of(policy, ranks=Two())
-    engine.generate(REQUESTS, SAMPLING, key=KEY)
-    assert len(calls) == 2 and engine.quantization == "none" and not others
+    engines, real = [], rollout_module.Collector.collect
+
+    def collect(self, engine, draw):
+        engines.append(Spoiled(engine, spoils or []))
+        return real(attrs.evolve(self, ranks=Two()), engines[-1], draw)
+
+    monkeypatch.setattr(rollout_module.Collector, "collect", collect)
+    folder = make_model_folder(tmp_path / "model", "llama")
+    rounding = ["rollout.quantization=affine-8", "rollout.calibration=none", "optim.max_steps=1"]
+    log, lines, _ = run(tmp_path, f"model.path={folder}", *rounding)
+    falls = spoils != []
+    assert [isinstance(each, Weights) for each in engines[0].loaded] == [True] * falls
+    assert log[0]["rollout/quantization"] == ("none" if falls else "affine-8")
+    assert sum("sampled again" in line for line in lines) == falls
 
 
 def overflowing_folder(path: Path) -> Path:
@@ -194,7 +188,7 @@ def test_a_run_whose_quantized_sampler_overflows_goes_on(tmp_path, storage):
         assert line["grad_norm"] > 0 and "update_skipped" not in line
     assert sum("sampled again" in line for line in lines) == 1
     (saved,) = result.folder.glob("checkpoint-*/trainer_state.json")
-    assert "not finite" in json.loads(saved.read_text())["loop"]["fallback"]
+    assert "not finite" in json.loads(saved.read_text())["loop"]["sampler"]["fallback"]
 
 
 @pytest.mark.parametrize("more", [["loss.sync_every=2"], ["rollout.storage=packed"]])
@@ -227,12 +221,12 @@ def test_calibration_waits_for_the_first_rollout_after_supervised_updates(tmp_pa
     log, _, result = run(tmp_path, f"model.path={folder}", *gold, *formats, "checkpoint.every=1")
     assert [line["rollout/quantization"] for line in log] == ["none", "none", "affine-4"]
     rounded = [load_trees(result.folder / f"checkpoint-{step}") for step in (2, 3)]
-    assert [bool(loop["moments"]) for _, loop in rounded] == [False, True]
+    assert ["sampler" in loop for _, loop in rounded] == [False, True]
     references = [train.ref_params for train, _ in rounded]
     assert not same_tree(*references)
     weights = rounded[0][0].params
     policy = g.Policy.from_module(load_model(folder)[0])
-    moments = rounded[1][1]["moments"]
+    moments = rounded[1][1]["sampler"]["moments"]
     role = quantized_role(policy, "affine-4", "packed", group_size=32, moments=moments)
     assert same_tree(references[1], role.transform(weights))
 
@@ -252,5 +246,7 @@ def test_another_format_in_the_config_is_taken_after_a_resume(tmp_path, change, 
     log, _, result = run(tmp_path, f"model.path={folder}", *limits, *changed, **how)
     wanted = "mxfp8" if "mx" in change else "affine-3"
     assert [line["rollout/quantization"] for line in log[3:]] == [wanted] * 2
-    _, loop = load_trees(max(result.folder.glob("checkpoint-*")))
-    assert set(loop["formats"].values()) == set(formats)
+    last = max(result.folder.glob("checkpoint-*"))
+    plain = json.loads((last / "trainer_state.json").read_text())["loop"]
+    sampler = plain.get("sampler") or load_trees(last)[1]["sampler"]
+    assert set((sampler["formats"] or {}).values()) == set(formats)
