@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 import grpo_fn as g
 from grpo_fn.rollout import FindStop
-from runners.engines.engine import usual_launch
+from runners.engines.settings import usual_launch
 from runners.machine import startup
 
 Prompts = list[list[int]]

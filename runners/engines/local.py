@@ -172,10 +172,10 @@ class LocalEngine:
         if not queue.busy:
             self._close()
             return False
-        if self._columns is None:
-            self._columns = decode_queue(weights.policy, weights.params, queue, self.decoding)
         reason = None
         try:
+            if self._columns is None:
+                self._columns = decode_queue(weights.policy, weights.params, queue, self.decoding)
             self._report(next(self._columns, None))
         except BaseException as error:  # also a signal's: the rows under way are lost
             self._columns = None

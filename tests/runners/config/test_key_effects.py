@@ -11,7 +11,7 @@ from runners.config.loading import KEYS, load_config
 from runners.config.sections import LoraConfig, ModelConfig
 from runners.data.curriculum import prompt_id
 from runners.data.prompts import Example
-from runners.engines.engine import decoding_of
+from runners.engines.settings import decoding_of
 from runners.errors import UserError, spell_tables
 from runners.machine.startup import Platform
 from runners.models.loaded_model import load_model
@@ -241,7 +241,6 @@ def test_a_key_changes_something(key):
 
 
 SPEED = {"rollout.launch": '"async"', "rollout.check_every": "3", "rollout.max_batch": "5"}
-SPEED["env.schedule"] = '"arrival"'
 
 
 @pytest.mark.parametrize("key", SPEED)

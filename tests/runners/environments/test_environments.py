@@ -13,6 +13,7 @@ import grpo_fn as g
 from runners.config.sections import DataConfig, EnvConfig
 from runners.data.prompts import Example
 from runners.data.rendering import render
+from runners.engines.engine import Row, Ticket, Traits
 from runners.environments.chat_turns import ChatTurns
 from runners.environments.environments import build_environments
 from runners.errors import UserError
@@ -78,42 +79,40 @@ def call(name, **arguments):
 
 
 class Scripted:
-    """In place of a model: the n-th turn of each row is `turns[n]`, ended by the end token."""
+    """An engine in place of a model: the n-th turn of each row is `turns[n]`, ended by the end token."""
+
+    traits = Traits(drawn_logp=True, entropy=False, images=False)
+    version = rows = 0
 
     def __init__(self, tokenizer, *turns):
         """With the texts of the turns."""
         self.turns = [[*tokenizer.encode(turn, add_special_tokens=False), END] for turn in turns]
+        self.prompts, self._turns, self._rows = [], [], {}
 
-    def generate(self, requests, sampling, *, key, should_stop=None):
-        """As `Engine`."""
-        prompts, num_generations, replies = requests.prompts, sampling.num_generations, requests.replies
-        self.prompts = prompts
-        rows = len(prompts) * num_generations
-        tokens, sampled, waiting = [[] for _ in range(rows)], [[] for _ in range(rows)], list(range(rows))
-        turns = iter(self.turns)
-        while waiting:
-            turn = next(turns)
-            for row in waiting:
-                tokens[row] += turn
-                sampled[row] += [True] * len(turn)
-            begun, found = [row for row in waiting if replies.begin(row, turn)], {}
-            while len(found) < len(begun):
-                found |= replies.collect(1)
-            waiting = [row for row, given in found.items() if given is not None]
-            for row in waiting:
-                tokens[row] += found[row]
-                sampled[row] += [False] * len(found[row])
-        width = max(map(len, tokens))
-        padded = lambda rows, kind: mx.array([[*r, *[0] * (width - len(r))] for r in rows], kind)  # noqa: E731
-        return g.Rollout(
-            prompts=tuple(map(tuple, prompts)),
-            num_generations=num_generations,
-            tokens_bt=padded(tokens, mx.int32),
-            lengths_b=mx.array(list(map(len, tokens)), mx.int32),
-            logp_bt=mx.zeros((rows, width)),
-            finished_b=mx.ones((rows,), mx.bool_),
-            sampled_bt=padded(sampled, mx.bool_),
-        )
+    def load(self, weights):
+        """It has none."""
+
+    def submit(self, request, sampling):
+        """The next turn of the request that this one continues, else the first."""
+        ticket = Ticket(len(self._turns))
+        self._turns.append(0 if request.continues is None else self._turns[request.continues] + 1)
+        if request.continues is None:
+            self.prompts.append(request.prompt)
+        tokens = tuple(self.turns[self._turns[ticket]])
+        self._rows[ticket] = (Row(tokens, (0.0,) * len(tokens), "stop", ((0, len(tokens)),)),)
+        return ticket
+
+    def collect(self, least=1, *, should_stop=None):
+        """All that was submitted."""
+        rows, self._rows = self._rows, {}
+        return rows
+
+    def tokens(self, ticket, *, should_stop=None):
+        """Nobody streams them."""
+        return iter(())
+
+    def cancel(self, ticket):
+        """Nothing is kept."""
 
 
 SOURCE = '''

@@ -8,7 +8,7 @@ import pytest
 
 from runners.config.loading import load_config
 from runners.data.datasets import load_split
-from runners.engines.engine import sampling_of
+from runners.engines.settings import sampling_of
 from runners.environments.environments import all_rewards, build_environments
 from runners.environments.tool_calls import CallReader, ToolCall
 from runners.evaluation.comparison import wilson
@@ -106,7 +106,7 @@ def measured(model, config, rewards=(), **how):
 def evaluated(model, config):
     """As a run measures itself."""
     environments, chosen = problems_of(model, config)
-    sampling = sampling_of(config, model.eos_ids, model.decoder.find_stop(config.rollout.stop))
+    sampling = sampling_of(config, model.eos_ids)
     evaluator = Evaluator(
         engine=model.engine, decoder=model.decoder, nudge=config.data.nudge, rows=3,
         environments=environments, form=config.answer_form, scorer=Scorer(all_rewards((), environments)),

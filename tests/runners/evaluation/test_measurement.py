@@ -11,7 +11,7 @@ from runners.checkpoints.manifest import digest
 from runners.config.loading import load_config
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
-from runners.engines.engine import sampling_of
+from runners.engines.settings import sampling_of
 from runners.evaluation.comparison import (
     Metric,
     ModelResult,
@@ -68,7 +68,7 @@ def test_greedy_exact_match_is_that_of_training(model, measured):
     rows = load_rows(config.data)[1]
     examples = held_out(build_examples(rows, config.data, model.tokenizer)[0], 12)
     decoder = TextDecoder(model.tokenizer)
-    sampling = sampling_of(config, model.eos_ids, decoder.find_stop(config.rollout.stop))
+    sampling = sampling_of(config, model.eos_ids)
     sampling = attrs.evolve(sampling, max_new_tokens=40)
     scorer = Scorer(resolve_rewards(config.reward.functions))
     how = {"decoder": decoder, "nudge": config.data.nudge, "form": config.answer_form, "scorer": scorer}

@@ -15,7 +15,8 @@ import pytest
 import grpo_fn as g
 from grpo_fn.trees import named_leaves
 from runners.config.loading import load_config
-from runners.engines.engine import requests_of
+from runners.engines.engine import Weights
+from runners.engines.rollouts import generate, requests_of
 from runners.files.tensor_files import load_arrays
 from runners.images.tower import prepare_vision
 from runners.machine.startup import Platform
@@ -86,10 +87,10 @@ def logprobs(module, prompt, completion, images):
 
 def sampled(run, examples, seed):
     """A rollout of a run with its first weights."""
-    engine = run.collector.engine
-    engine.load(run.learner.state.params, 0)
-    requests = requests_of(examples, range(len(examples)), run.loaded.vision)
-    return engine.generate(requests, run.collector.sampling, key=mx.random.key(seed))
+    engine, sampling = run.learner.engine, run.collector.sampling
+    engine.load(Weights(run.learner.sampling, run.learner.state.params, 0))
+    key, numbers = mx.random.key(seed), range(len(examples))
+    return generate(engine, requests_of(examples, sampling, key, numbers, run.loaded.vision), sampling)
 
 
 def test_prompts_are_those_of_the_model_s_processor(run, theirs):
