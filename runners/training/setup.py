@@ -163,7 +163,7 @@ class SetUp:
             collector=Collector(
                 learner.engine,
                 sampling_of(config, loaded.eos_ids, find_stop),
-                Scorer(rewards, config.reward.timeout, config.reward.on_error),
+                Scorer(rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts),
                 decoder,
                 config,
                 ranks,

@@ -101,7 +101,7 @@ def test_each_different_completion_is_asked_about_once():
     ("answer", "mark"),
     [
         *(("SCORE: 7", 0.7), ("SCORE: 2 at first.\n**Score: 9.5**", 0.95), ("4", 0.4), ("`5`", 0.5)),
-        *(("<think>SCORE: 1</think> score = 8", 0.8), ("SCORE: 5 \ud800", 0.5), ("SCORE: 11", None)),
+        *(("<think>SCORE: 1</think> score = 8", 0.8), ("\ud800 SCORE: 5", 0.5), ("SCORE: 11", None)),
         *(("SCORE: " + "9" * 90_000 + ".9.9", None), ("I would rather not.", None)),
     ],
 )
