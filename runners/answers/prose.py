@@ -10,7 +10,11 @@ import re
 
 from runners.answers.values import CHANGES, CURRENCY, SIGNS, parse_quantity, without_latex
 
-_LINES, _BEFORE, _BEHIND = 8, 300, 90  # lines with digits, and characters around a line's last digit, that are read
+_LINES, _BEFORE, _BEHIND = (
+    8,
+    300,
+    90,
+)  # lines with digits, and characters around a line's last digit, that are read
 _OPERATOR = "[-+*/×÷·^±√]"
 # Digits with all that joins them: a run is one number, or it is no answer.
 _RUN = re.compile(
@@ -31,7 +35,7 @@ _CHANGED = re.compile(
     rf"[ -](?:{'|'.join(sorted(CHANGES))})\b| and (?:a|one) (?:half|third|quarter)\b"
     r"| ?[\\^√π+×÷·/]| [-*] ?[\w(]|-\w|\(\w\b"
 )
-_END = re.compile(r"[,;:!?()\n\"`|\]}]|\.(?!\w)|$")
+_END = re.compile(r"[,;:!?()\n\"`|\]}<=]|\.(?!\w)|$")
 _LAST_DIGIT = re.compile(r"[0-9](?=[^0-9\n]*$)", re.MULTILINE)  # of each line
 _NAMED = re.compile(r"\w$")
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
@@ -47,9 +51,12 @@ _STATED = re.compile(
 )
 _MARKED = re.compile(rf"^[-\s(\[*]{{0,4}}{_CAPITAL}(?=[)\].:*])", re.MULTILINE)
 _SINGLE = re.compile(rf"(?<![\w']){_CAPITAL}")
-_ANOTHER = re.compile(rf"[)\]*.}}$]{{0,3}}(?:\s*(?:[,/&+|-]|\b(?:and|or|nor)\b)\s*|\s)[(\[*]{{0,3}}{_CAPITAL}")
+_ANOTHER = re.compile(
+    rf"[)\]*.}}$]{{0,3}}(?:\s*(?:[,/&+|-]|\b(?:and|or|nor)\b)\s*|\s)[(\[*]{{0,3}}{_CAPITAL}"
+)
 _OR = re.compile(r"[A-Z]\W{0,6}\b(?:and|or)\s+(?:the\s+)?$")
-_REFUSED = re.compile(r"(?i:\b(?:not|no|nor|never|neither|except|than)\b|n't\b)[^.,:;!?\n]{0,60}$")
+_CLAUSE = re.compile(r"[.,:;!?\n]|\b(?:but|so)\b")
+_REFUSED = re.compile(r"\b(?:not|no|nor|never|neither|except|than)\b|n't\b", re.IGNORECASE)
 
 
 def last_number(text: str) -> str | None:
@@ -109,7 +116,9 @@ def letter(text: str) -> str | None:
         kept = [each for each in found if not _is_denied(text, each)]
         letters = [next(filter(None, each.groups())).upper() for each in kept]
         if found and pattern is _STATED:
-            several = not kept or _ANOTHER.match(text, kept[-1].end()) or _OR.search(text[: kept[-1].start()][-30:])
+            several = (
+                not kept or _ANOTHER.match(text, kept[-1].end()) or _OR.search(text[: kept[-1].start()][-30:])
+            )
             return None if several else letters[-1]
         if letters:
             return letters[0] if len({*letters}) == 1 else None
@@ -117,5 +126,5 @@ def letter(text: str) -> str | None:
 
 
 def _is_denied(text: str, found: re.Match[str]) -> bool:
-    before = text[max(found.start() - 80, 0) : found.start()]
-    return bool(_REFUSED.search(before) or _DENIED.match(text, found.end()))
+    clause = _CLAUSE.split(text[max(found.start() - 80, 0) : found.start()])[-1]
+    return bool(_REFUSED.search(clause) or _DENIED.match(text, found.end()))

@@ -41,7 +41,16 @@ box; bag; bottle; can; slice; card; ticket; coin; pencil; marble; cookie; egg; a
 flower; car
 """
 _UNITS = {word: group.split()[0] for group in _SPELLINGS.split(";") for word in group.split()}
-_POWERS = {"square": "²", "sq": "²", "squared": "²", "²": "²", "cubic": "³", "cu": "³", "cubed": "³", "³": "³"}
+_POWERS = {
+    "square": "²",
+    "sq": "²",
+    "squared": "²",
+    "²": "²",
+    "cubic": "³",
+    "cu": "³",
+    "cubed": "³",
+    "³": "³",
+}
 _POWER = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)\s?(²|³|squared|cubed)?")
 _PER = re.compile(r"\s?/\s?|\s?\b(?:per|an?)\s")
 _ALSO = re.compile(r"\s?\b(?:altogether|each|in (?:all|total)|left|old|remaining|total)$")  # changes nothing
@@ -60,8 +69,13 @@ _NO_UNITS = CHANGES | {
 _LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\[cdt]?frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9])", r" \1\2/\3\4 "),
-        (r"\\(?:boxed|fbox|text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\[cdt]frac", r"\\frac"),
+        (
+            r"\\frac\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9])",
+            r" \1\2/\3\4 ",
+        ),
+        (r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\^\s*\{?\\circ\}?", "°"),
         (r"\s?(?:\\times|\\cdot|×)\s?10\s?\^\s?(?:\{([+-]?[0-9]{1,3})\}|([0-9]))", r"e\1\2"),
         (r"\\(?:times|cdot|div|pm)(?![A-Za-z])", "×"),
@@ -201,7 +215,9 @@ def _other_unit(phrase: str, other: str | None) -> str | None:
 
 def _same(a: Quantity, b: Quantity) -> bool:
     if not a.unit or not b.unit:  # a percentage of at most 100 is a share as well
-        shares = [each.value / (100 if each.unit == "percent" and abs(each.value) <= 100 else 1) for each in (a, b)]
+        shares = [
+            each.value / (100 if each.unit == "percent" and abs(each.value) <= 100 else 1) for each in (a, b)
+        ]
         return a.value == b.value or shares[0] == shares[1]
     if a.unit == b.unit:
         return a.value == b.value

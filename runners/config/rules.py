@@ -105,8 +105,8 @@ _RULES: dict[str, Callable[[Any], bool]] = {
         _is_line(text) and not {"", ".", ".."} & {*text.replace("\\", "/").split("/")}
     ),
     "no empty string": all,
-    "an opening and a closing tag, or nothing": lambda tags: not tags or (
-        len({*tags}) == len(tags) == 2 and all(tags)
+    "an opening and a closing tag, or nothing": lambda tags: (
+        not tags or (len({*tags}) == len(tags) == 2 and all(tags))
     ),
     "none twice": lambda values: len(set(values)) == len(values),
     "0 <= low < high": lambda pair: 0 <= pair[0] < pair[1],

@@ -44,7 +44,9 @@ _MARKS = r"[\s*_`\"$]*"
 _NUMBER = r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))"
 # A number, perhaps "of" the best mark, up to the end of the line, a remark in brackets or another sentence.
 _MARK = rf"{_MARKS}{_NUMBER}(?:{_MARKS}(?:/|out of|of){_MARKS}{_NUMBER})?{_MARKS}"
-_SCORE = re.compile(rf"\bscore\b{_MARKS}[:=](?:{_MARK}(?:$|[(\[—]|[.;,!](?:\s|$)))?", re.IGNORECASE | re.MULTILINE)
+_SCORE = re.compile(
+    rf"\bscore\b{_MARKS}[:=](?:{_MARK}(?:$|[(\[—]|[.;,!](?:\s|$)))?", re.IGNORECASE | re.MULTILINE
+)
 _ALONE = re.compile(rf"{_MARK}\.?\s*")
 _PASSING = {408, 409, 425, 429}  # another try may succeed, as with those from 500 on
 Verdict = float | Failure
@@ -113,7 +115,7 @@ def judge_reward(
                 failure = Failure(f"got no answer from {base}: {safe(error_line(error))}")
                 continue
             if answer.status_code == 200:
-                return _verdict(answer.text, scale)
+                return read_mark(answer.text, scale)
             failure = Failure(f"got HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}")
             if answer.status_code < 500 and answer.status_code not in _PASSING:
                 break
@@ -139,7 +141,9 @@ def judge_reward(
                 found[question] = await ask(client, question)
 
         async with httpx2.AsyncClient(timeout=None, headers=headers()) as client:
-            await asyncio.gather(*(one(client, question) for question in dict.fromkeys(questions) if question))
+            await asyncio.gather(
+                *(one(client, question) for question in dict.fromkeys(questions) if question)
+            )
         return [found.get(question, 0.0) for question in questions]  # 0: there is no answer to judge
 
     def check_ready() -> None:
@@ -177,7 +181,7 @@ def _question(
     return text.encode("utf-8", "replace").decode()  # halves of surrogate pairs, which UTF-8 does not have
 
 
-def _verdict(content: str, scale: tuple[float, float]) -> Verdict:
+def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
     """The mark in a server's answer: the last `SCORE: number` behind its thoughts, or a number alone."""
     text = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):

@@ -115,6 +115,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.completion": ('"other"', *SFT),
     "data.system_prompt": ('"Be short."',),
     "data.nudge": ('"Well,"',),
+    "data.thoughts": ('["Well,", "."]', 'data.nudge="Well,"', 'answer.form="exact"'),
     "data.chat_template_kwargs": ('{style="x"}',),
     "data.max_samples": ("2",),
     "env.workers": ("1", 'env.factory="{root}/rewards.py:Crowd"', "eval.samples=0"),

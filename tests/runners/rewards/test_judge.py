@@ -112,6 +112,17 @@ def test_the_last_mark_counts(answer, mark):
     assert value == mark if mark is not None else math.isnan(value)
 
 
+def test_a_judge_sees_the_answer_behind_the_thoughts():
+    """Of a completion that was cut off in its thoughts there is none: the worst mark, and no request."""
+    texts = ["<think>I guess</think>It is 4.", "I guess</think>It is 4.", "<think>It is 4."]
+    with answering(lambda body, _: f"SCORE: {9 * ('guess' not in body['messages'][0]['content'])}") as (
+        url,
+        asked,
+    ):
+        scores = score(judge(url), texts)
+    assert scores.values_kb.tolist() == [[0.9, 0.9, 0.0]] and len(asked) == 1
+
+
 def test_requests_run_side_by_side_up_to_the_limit():
     """Twelve answers, each of which waits until it is one of four; a fifth one is a fault."""
     four, room = threading.Barrier(4, timeout=HANGS), threading.BoundedSemaphore(4)
