@@ -24,7 +24,7 @@ def math_verify_reward(
     """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The answer is
-    the text in the last <answer>…</answer>, or else what math-verify finds behind the thoughts. Each completion
+    the text in the last <answer>…</answer>, or else what math-verify finds behind the thoughts. A completion
     has 2 s of computing and 512 MB in a process that is kept for this, and gets None beyond: a policy writes
     texts such as 9^(9^9). Raises UserError without math-verify.
     """

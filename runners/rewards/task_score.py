@@ -17,7 +17,7 @@ def task_score(
     thought_tags: Sequence[str] = TAGS,
     **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, of what each completion has in its last answer tags, or behind its thoughts."""
+    """The task's score, 0 to 1, of the text in a completion's last answer tags, or behind its thoughts."""
     texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [
         float(_scorer(each["metadata"]["source_dataset"])(text.partition(ANSWER_END)[0].strip(), each))

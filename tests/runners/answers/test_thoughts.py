@@ -38,7 +38,7 @@ def test_where_thoughts_end(text, thoughts, answer):
 
 @given(st.lists(PARTS, max_size=8).map("".join))
 def test_no_character_is_lost(text):
-    """Thoughts and answer together are the text; no answer has a tag; without tags all of it is the answer."""
+    """Thoughts and answer together are the text; no answer has a tag; without tags the text is the answer."""
     thoughts, answer = split_thoughts(text)
     assert thoughts + (answer or "") == text and split_thoughts(text, ()) == ("", text)
     assert answer is None or not any(tag in answer for tag in TAGS)
@@ -115,7 +115,7 @@ def test_rewards_of_one_s_own_get_the_tags():
 def test_tags_are_an_opening_and_a_closing_one(tags):
     """Or none."""
     with pytest.raises(
-        ConfigError, match="data.thoughts: expected a list of strings: an opening and a closing"
+        ConfigError, match=r"data\.thoughts: expected a list of strings: an opening and a closing"
     ):
         load_config(None, ["model.path=embedded", f"data.thoughts={tags}"])
     assert load_config(None, ["model.path=embedded", "data.thoughts=[]"]).data.thoughts == ()

@@ -43,7 +43,7 @@ def test_correctness(text: str, gold: object, reward: float | None) -> None:
 
 
 def test_correctness_reads_the_form_of_the_task() -> None:
-    """Built for `answer.form`: the last number, not what stands in tags; an integer is bare, without a unit."""
+    """Built for `answer.form`: the last number, not what stands in tags; an integer has no unit."""
     made = built_in(answer_form("last_number"))
     texts = completions("It is 18 dollars.", "<answer>18</answer>, no, 19", "none")
     assert made["correctness_reward_func"](texts, answer=["18"] * 3) == [2.0, 0.0, 0.0]
