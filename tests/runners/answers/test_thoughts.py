@@ -1,5 +1,6 @@
 """Thoughts are no answer: of the splitter, of every form, of every built-in reward."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from runners.answers.forms import PLACE, answer_form
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.config.loading import load_config
 from runners.errors import ConfigError
+from runners.evaluation.measurement import evaluator_of
 from runners.rewards.builtin import built_in
 from runners.rewards.scoring import Scorer, resolve_rewards
 
@@ -109,6 +111,16 @@ def test_rewards_of_one_s_own_get_the_tags():
     function = lambda completions, thought_tags: given.append((completions, thought_tags)) or [0.0]  # noqa: E731
     Scorer([type(reward)("mine", function)], thoughts=("a", "b")).score(["a1b2"], [[]], {})
     assert given == [([[{"role": "assistant", "content": "a1b2"}]], ("a", "b"))]
+
+
+def test_the_config_s_tags_reach_evaluation():
+    """Forms and rewards; training is in test_key_effects.py."""
+    config = load_config(None, ["model.path=embedded", 'data.thoughts=["a","b"]'])
+    decoder: Any = SimpleNamespace(find_stop=lambda stops: None)
+    model: Any = SimpleNamespace(engine=None, decoder=decoder, vision=None, eos_ids=frozenset())
+    evaluator, _ = evaluator_of(model, config, resolve_rewards(["xmlcount_reward_func"]), None)
+    assert evaluator.scorer and evaluator.form
+    assert evaluator.scorer.thoughts == evaluator.form.thoughts == ("a", "b")
 
 
 @pytest.mark.parametrize("tags", ['["<t>"]', '["a", "a"]', '["", "b"]', '["a", "b", "c"]'])

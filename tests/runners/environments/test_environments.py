@@ -225,10 +225,10 @@ def built(tmp_path, worker):
     """A function that builds environments of [env], with a template."""
     (tmp_path / "shop.py").write_text(SOURCE)
 
-    def build(template=QWEN, nudge="", **env):
+    def build(template=QWEN, nudge="", thoughts=("[T]", "[/T]"), **env):
         tokenizer: Any = tokenizer_with(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
-        decoder, data = TextDecoder(tokenizer), DataConfig(nudge=nudge)
+        decoder, data = TextDecoder(tokenizer), DataConfig(nudge=nudge, thoughts=thoughts)
         return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [END], [tmp_path], worker)
 
     return build
@@ -351,7 +351,7 @@ def test_a_failure_may_cost_the_reward(built):
 
 @pytest.mark.parametrize(
     ("nudge", "thought"),
-    [("", "<think>Ask? {}"), ("", "<think>{}</think>"), ("", "{}</think>So."), ("<think>", "Ask? {}")],
+    [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")],
 )
 def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
     """Nor one in thoughts that the nudge began, or that were cut off; the message has the thoughts."""
@@ -361,9 +361,7 @@ def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
     assert played[0].counts["calls"] == 0
 
 
-@pytest.mark.parametrize(
-    ("nudge", "thought"), [("", "<think>a</think>"), ("Well.", ""), ("<think>", "a</think>")]
-)
+@pytest.mark.parametrize(("nudge", "thought"), [("", "[T]a[/T]"), ("Well.", ""), ("[T]", "a[/T]")])
 def test_a_call_behind_thoughts_is_made(built, nudge, thought):
     """The nudge is in the message, and no part of the call."""
     _, played, _ = play(
