@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+from runners.answers.prose import last_number, letter
+from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
 from runners.errors import UserError, did_you_mean, show
 from runners.machine.bounded_process import BoundedFunction
@@ -27,20 +29,6 @@ PLACE = "{answer}"
 _MOST = 20_000  # characters at a completion's end that patterns and functions of the user get
 _OBJECTS = 64  # opening braces, from the last one back, at which JSON is tried
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
-_LAST_NUMBER = re.compile(
-    r"(?:(?<![\w)\].])[-+\u2212\u2013])?(?<![\w.,])[0-9]+[ \u00a0\u2009\u202f][0-9]+/[0-9]+(?![\w/])"
-    r"|\\[dt]?frac\{[0-9]+\}\{[0-9]+\}"
-    r"|(?:(?<![\w)\].])[-+\u2212\u2013])?[$€£¥₹]?(?<![\w.])"
-    r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?:\s?/\s?[0-9]+|[eE][+-]?[0-9]{1,3}(?!\w))?(?:\s(?:hundred|thousand|million|billion|trillion|dozen)\b|\s?%)?"
-)
-_ALONE = re.compile(r"[\s(\[*\"'`]*([A-Za-z])[\s)\].:*\"'`]*")
-_STATED = re.compile(
-    r"\b(?i:answer|option|choice)\b(?:\s+is\b)?[\s:=*_(\[\"'`$]{0,12}(?:([A-Z])(?![\w'])|([a-z])(?=[)\].,:*\"'`]|\s*$))"
-    r"|\\boxed\s*\{\s*(?:\\text\s*\{)?\s*\(?([A-Za-z])\)?\s*\}",
-    re.MULTILINE,
-)
-_LETTER = re.compile(r"(?<![\w'])\(?(?!I\b(?!\))|A\s+[a-z])([A-Z])(?![\w'])")
 
 
 @attrs.frozen
@@ -59,11 +47,15 @@ class AnswerForm:
     ignore_case: bool = False
     ignore_spaces: bool = False
     given: str = ""  # the nudge: the first words of each completion, which are no part of an exact answer
+    thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
 
     def read(self, text: str) -> str | None:
         """The answer in a completion, the nudge in front; None: there is none."""
-        text = text.removeprefix(self.given) if self.spec == "exact" else text
-        return self.reader(text, self.argument) or None
+        said = split_thoughts(text, self.thoughts)[1]
+        if said is None:
+            return None
+        said = said.removeprefix(self.given) if self.spec == "exact" else said
+        return self.reader(said, self.argument) or None
 
     def agree(self, found: str | None, gold: str | None) -> bool:
         """Whether two answers mean the same; None agrees with nothing."""
@@ -71,13 +63,13 @@ class AnswerForm:
             return False
         if self.shares:
             return self.scores([found], [gold]) == [1.0]
-        gold, letters = self.gold(gold), self.spec == "letter"
-        how = {"ignore_case": self.ignore_case or letters, "as_texts": self.spec == "exact"}
-        if letters:
+        gold = self.gold(gold)
+        ignore_case = self.ignore_case or self.spec == "letter"
+        if self.spec == "letter":
             found, gold = (each.strip().strip("().:") for each in (found, gold))
         elif self.ignore_case and self.spec == "exact":
             found, gold = (each.strip().removesuffix(".") for each in (found, gold))
-        return answers_agree(found, gold, ignore_spaces=self.ignore_spaces, **how)
+        return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
         """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
@@ -128,21 +120,6 @@ def _marked(text: str, _: str) -> str | None:
     return rest.strip().partition("\n")[0].strip() if mark else None
 
 
-def _last_number(text: str, _: str) -> str | None:
-    found = _LAST_NUMBER.findall(text)
-    return found[-1] if found else None
-
-
-def _letter(text: str, _: str) -> str | None:
-    """The letter of a choice: the whole text, the last that is called the answer, or the last one alone."""
-    if alone := _ALONE.fullmatch(text[:100]) if len(text) <= 100 else None:
-        return alone[1].upper()
-    for pattern in (_STATED, _LETTER):
-        if found := list(pattern.finditer(text)):
-            return next(filter(None, found[-1].groups())).upper()
-    return None
-
-
 def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text that stand in no other one, in order."""
     text = text[-_MOST:]
@@ -159,11 +136,11 @@ def _objects(text: str) -> list[dict[str, Any]]:
 
 
 def _field(text: str, name: str) -> str | None:
-    """A field of the last JSON object that has it, as text: ``true``, lists and objects as JSON."""
-    values = [each[name] for each in _objects(text) if name in each]
-    if not values or values[-1] is None:
+    """A field of the last JSON object, as text: ``true``, lists and objects as JSON."""
+    objects = _objects(text)
+    value = objects[-1].get(name) if objects else None
+    if value is None:
         return None
-    value = values[-1]
     return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
@@ -201,7 +178,7 @@ FORMS: dict[str, AnswerForm] = {
         REASONING,
     ),
     "last_number": AnswerForm(
-        _last_number,
+        lambda text, _: last_number(text),
         f"The answer is {PLACE}.",
         "a number",
         "Work the problem out step by step. End with the final number.",
@@ -219,7 +196,7 @@ FORMS: dict[str, AnswerForm] = {
         "Work the problem out step by step. End with a line of #### and the final number.",
     ),
     "letter": AnswerForm(
-        _letter,
+        lambda text, _: letter(text),
         f"The answer is {PLACE}",
         "a letter that stands alone",
         'Choose one of the options. End with "Answer: " and the letter of your choice.',
@@ -254,12 +231,18 @@ NONE = "none"
 
 
 def answer_form(
-    spec: str, *, ignore_case: bool = False, ignore_spaces: bool = False, given: str = ""
+    spec: str,
+    *,
+    ignore_case: bool = False,
+    ignore_spaces: bool = False,
+    given: str = "",
+    thoughts: tuple[str, ...] = TAGS,
 ) -> AnswerForm | None:
     """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other.
 
     Args:
         given: the nudge, in front of each completion that is read.
+        thoughts: the opening and the closing tag of thoughts; empty: there are none.
     """
     if spec == NONE:
         return None
@@ -276,15 +259,26 @@ def answer_form(
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        texts = ("right", "what", "instruction")
-        filled = {each: getattr(FORMS[name], each).replace("{argument}", argument) for each in texts}
-        how = {"ignore_case": ignore_case, "ignore_spaces": ignore_spaces, "given": given}
-        return attrs.evolve(FORMS[name], spec=spec, argument=argument, **filled, **how)
+        form = FORMS[name]
+        return attrs.evolve(
+            form,
+            spec=spec,
+            argument=argument,
+            right=form.right.replace("{argument}", argument),
+            what=form.what.replace("{argument}", argument),
+            instruction=form.instruction.replace("{argument}", argument),
+            ignore_case=ignore_case,
+            ignore_spaces=ignore_spaces,
+            given=given,
+            thoughts=thoughts,
+        )
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
 
 
-def fitting_form(texts: Sequence[str], golds: Sequence[str]) -> tuple[str, int, int] | None:
+def fitting_form(
+    texts: Sequence[str], golds: Sequence[str], thoughts: tuple[str, ...] = TAGS
+) -> tuple[str, int, int] | None:
     """The form that most completions have, with how many have it and how many are right in it.
 
     None if none has half of them. Of several the one with most right answers, then the narrowest.
@@ -294,7 +288,7 @@ def fitting_form(texts: Sequence[str], golds: Sequence[str]) -> tuple[str, int, 
     names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
     best: tuple[str, int, int] | None = None
     for name in [*names, "letter" if letters else "last_number"]:
-        form = answer_form(name)
+        form = answer_form(name, thoughts=thoughts)
         assert form is not None
         have = sum(form.read(text) is not None for text in texts)
         right = sum(form.is_right(text, gold) for text, gold in zip(texts, golds, strict=True))

@@ -1,7 +1,7 @@
 """Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX; else texts.
 
-All of it takes time linear in the text: a policy writes these texts, and it will find the input on which a
-backtracking pattern takes exponential time.
+All of it takes time linear in the text: a policy writes these texts, and it will find the input on
+which a backtracking pattern takes exponential time.
 """
 
 from __future__ import annotations
@@ -15,43 +15,78 @@ from typing import NamedTuple
 # Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
 _MAX_NUMBER_CHARACTERS = 400
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
-_SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
-_CURRENCY = "[$€£¥₹]"
-_GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[,\u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
-_WORD = r"[^\W\d_][\w./²³°-]{0,30}"
+SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
+CURRENCY = "[$€£¥₹]"
+_GROUPED = r"[1-9][0-9]{0,2}(?P<sep>[, \u00a0\u2009\u202f])[0-9]{3}(?:(?P=sep)[0-9]{3})*"
 _NUMBER = re.compile(
-    rf"(?P<sign>[+-]?)\s?(?P<before>{_CURRENCY}?)\s?(?P<inner_sign>[+-]?)"
-    rf"(?:(?:(?P<mixed>[0-9]+)\s)?(?P<top>[0-9]+)\s?/\s?(?P<bottom>[0-9]+)"
-    rf"|(?P<whole>{_GROUPED}|[0-9]+|(?=\.[0-9]))(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][+-]?[0-9]{{1,3}})?)"
-    rf"(?P<gap>\s?)(?P<unit>%|{_CURRENCY}|°[CF]?|{_WORD}(?:\s{_WORD}){{0,3}})?"
+    rf"(?P<sign>[+-]?)\s?(?P<before>{CURRENCY}?)\s?(?P<inner_sign>[+-]?)"
+    r"(?:(?:(?P<mixed>[0-9]+)\s(?=[1-9]))?(?P<top>[0-9]+)\s?/\s?(?P<bottom>[0-9]+)"
+    rf"|(?P<whole>{_GROUPED}|[0-9]+|(?=\.[0-9]))(?P<decimals>\.[0-9]+)?"
+    r"(?P<exponent>[eE][+-]?[0-9]{1,3})?)(?P<behind>.*)"
 )
-_EQUATION = re.compile(r"[A-Za-z]\s?=\s?")  # x = 5
-_SCALES = {
-    **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
-    "dozen": 12,
-}
-# Words behind a number that are no unit: then the text is not one number.
-_NO_UNITS = {"and", "are", "as", "at", "but", "if", "is", "less", "more", "not", "of", "or", "than"} | {
-    *("times", "to", "was", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "mod", "i", "e")
-}
-# Units as they are spelt in short; a plural, and British spelling, are understood for each.
+_EQUATION = re.compile(r"\A(?:[A-Za-z]\s?)?=\s?")  # x = 5
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SCALES["trillion"] = 10**12
+# Each unit with its other spellings; the first one has a plural, and may be spelt as the British do.
 _SPELLINGS = """
-dollar $ usd bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct; degree °;
-kilometer km; meter m; centimeter cm; millimeter mm; kilogram kg kgs; gram g; liter l; milliliter ml;
-inch in; foot ft feet; mile mi; hour h hr hrs; minute min mins; second s sec secs
+dollar $ usd buck bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct;
+degree ° deg; celsius °c; fahrenheit °f; radian rad;
+kilometer km; meter m; decimeter dm; centimeter cm; millimeter mm; micrometer µm; nanometer nm;
+inch in; foot ft feet; yard yd; mile mi;
+ton t tonne tonnes; kilogram kg kgs kilo kilos; gram g; milligram mg; ounce oz;
+liter l L; milliliter ml; gallon gal; quart qt; pint pt; cup; tablespoon tbsp; teaspoon tsp;
+century centuries; decade; year yr yrs; month; week wk; day; hour h hr hrs; minute min mins;
+second s sec secs; millisecond ms; mile/hour mph; kilometer/hour kmh kph;
+joule J; kilojoule kj; calorie cal; kilocalorie kcal; watt W; kilowatt kw; volt V; newton N; hertz hz;
+person people; child children; man men; woman women; student; kid; friend; animal; fish; tree; flower;
+piece; item; unit; point; page; book; box; bag; bottle; can; slice; card; ticket; coin; pencil; marble;
+cookie; egg; apple; orange; car
 """
 _UNITS = {word: group.split()[0] for group in _SPELLINGS.split(";") for word in group.split()}
+_POWERS = {"square": "²", "sq": "²", "squared": "²", "²": "²"}
+_POWERS |= {"cubic": "³", "cu": "³", "cubed": "³", "³": "³"}
+_POWER = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)\s?(²|³|squared|cubed)?")
+_PER = re.compile(r"\s?/\s?|\s?\b(?:per|an?)\s")
+# Words behind a number or a unit that change nothing.
+_ALSO = re.compile(r"\s?\b(?:altogether|each|in (?:all|total)|left|old|remaining|total)$")
+CHANGES = {
+    *("half", "halves", "third", "thirds", "quarter", "quarters", "fourth", "fourths", "fifth"),
+    *("fifths", "sixth", "sixths", "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths"),
+    *("tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "millionth"),
+    *("millionths", "squared", "cubed", "factorial", "plus", "minus", "over", "divided"),
+    *("multiplied", "or", "pi", "sqrt"),
+}
+"""Words behind a number that make it another one, or one of several."""
+# Words behind the number of a reference answer that are no unit: it is a text then.
+_NO_UNITS = CHANGES | {
+    *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more", "not"),
+    *("of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
+}
 _LATEX = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"),
-        (r"\\[dt]?frac\s*(\d)(\d)", r"\1/\2"),
-        (r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r" \1"),
+        (r"\$\$|\\displaystyle", " "),
+        (r"\$([^$]*[=\\^][^$]*|[-+0-9.,/ ]+)\$(?![0-9])", r" \1 "),  # mathematics, not two prices
+        (r"\\[cdt]frac", r"\\frac"),
+        (
+            r"\\frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))(?![0-9])",
+            r" \1\2/\3\4 ",
+        ),
+        (r"\\(?:text\w*|math(?:rm|bf|it|sf)|mbox)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:boxed|fbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\^\s*\{?\\circ\}?", "°"),
+        (
+            r"\s?(?:\\times|\\cdot|×)\s?10\s?\^\s?(?:\{([+-]?[0-9]{1,3})\}|([0-9]))",
+            r"e\1\2",
+        ),
+        (r"\\(?:times|cdot|div|pm)(?![A-Za-z])", "×"),
         (r"\{,\}", ","),
-        (r"\\(?:left|right|[,!;: ()\[\]])", ""),
+        (r"\\(?:left|right|[()\[\]!])", ""),
+        (r"\\[,;: ]|~", " "),
         (r"\\([$%&#_])", r"\1"),
-        (" +", " "),
+        (r"\s?\^\s?\{?2\}?(?![0-9])", "²"),
+        (r"\s?\^\s?\{?3\}?(?![0-9])", "³"),
+        (r"\s+", " "),
     )
 ]
 
@@ -60,104 +95,148 @@ class Quantity(NamedTuple):
     """A number with its unit."""
 
     value: Fraction
-    unit: str = ""  # the first word or sign of it, in one spelling; empty: none
+    unit: str = ""  # in one spelling; empty: none
 
 
-def answers_agree(
-    found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False, as_texts: bool = False
-) -> bool:
-    """Whether two answers mean the same: numbers by their exact value, other texts letter by letter.
+def answers_agree(found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False) -> bool:
+    """Whether an answer means the same as the reference answer: numbers by value, other texts by letter.
 
-    A unit that only one of them has does not count; ``50%`` is 50 and also 0.5; ``50 cents`` is ``$0.50``.
-    With `as_texts` numbers are texts too.
+    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50 and
+    also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the reference answer.
     """
-    if not as_texts:
-        a, b = parse_quantity(found), parse_quantity(gold)
-        if a is not None and b is not None:
-            return _same(a, b)
-        found, gold = _without_latex(found), _without_latex(gold)
+    wanted = parse_quantity(gold, None)
+    given = wanted and parse_quantity(found, wanted.unit)
+    if wanted and given:
+        return _same(given, wanted)
 
     def folded(text: str) -> str:
-        text = "".join(text.split()) if ignore_spaces else text.strip()
+        text = without_latex(text)
+        text = "".join(text.split()) if ignore_spaces else text
         return text.casefold() if ignore_case else text
 
     return folded(found) == folded(gold)
 
 
-def parse_quantity(text: str) -> Quantity | None:
-    """The exact value and the unit of a text that is one number and nothing else; None for any other text.
+def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
+    """The exact value and the unit of a text that is one number and nothing else, or None.
 
-    Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in groups of
-    three (comma, or a thin or no-break space), decimals, an exponent (as a column of floats spells itself), a
-    fraction ``a/b`` or ``1 1/2``, a unit of up to four words (``18 dollars an hour``), ``12 million``, LaTeX
-    around it (``\\frac{1}{2}``, ``18\\text{ cm}``), ``x =`` before it, one full stop at the end.
+    Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
+    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``), a
+    fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5 m²``),
+    LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full stop behind.
 
-    Refused: several numbers, wrong groups (``1,23``), a zero denominator, digits other than 0–9, ``nan`` and
-    ``inf``, a letter that multiplies (``2x``, ``2 pi``), anything over 400 characters.
+    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction of 1
+    or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are no unit
+    (``5 tenths``, ``2 pi``), more than 400 characters.
+
+    Args:
+        unit: one that is accepted besides the known ones; None: up to four plain words are one too, as in
+            a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
-    text = _without_latex(text).strip("*`\"' \n\t").translate(_SIGNS).replace("^2", "²").replace("^3", "³")
-    text = _EQUATION.sub("", text, count=1) if _EQUATION.match(text) else text
+    text = _EQUATION.sub("", without_latex(text).translate(SIGNS), count=1)
     match = _NUMBER.fullmatch(text.removesuffix("."))
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
-    if (read := _unit(match)) is None:
+    read = _scale_and_unit(match["before"], match["behind"], unit)
+    if read is None:
         return None
-    scale, unit = read
     if match["top"] is not None:
-        if not (bottom := int(match["bottom"])):
+        top, bottom = int(match["top"]), int(match["bottom"])
+        if not bottom or (match["mixed"] and top >= bottom):
             return None
-        size = Fraction(int(match["top"]), bottom) + int(match["mixed"] or 0)
+        size = Fraction(top, bottom) + int(match["mixed"] or 0)
     else:
         whole = re.sub(r"[^0-9]", "", match["whole"]) or "0"
         size = Fraction(whole + (match["decimals"] or "") + (match["exponent"] or ""))
-    return Quantity(scale * (-size if "-" in (match["sign"], match["inner_sign"]) else size), unit)
+    scale, name = read
+    return Quantity(scale * (-size if "-" in (match["sign"], match["inner_sign"]) else size), name)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of `parse_quantity`, whatever the unit."""
-    found = parse_quantity(text)
+    """The value of a reference answer that is a number, whatever its unit."""
+    found = parse_quantity(text, None)
     return None if found is None else found.value
 
 
-def _unit(match: re.Match[str]) -> tuple[int, str] | None:
-    """The scale and the unit behind a number; None if what stands there is neither."""
-    words = (match["unit"] or "").lower().split()
-    scale = _SCALES.get(words[0].removesuffix("s"), 1) if words else 1
-    words = words[scale > 1 :]
-    if {"and", "or", "not"} & {*words}:
-        return None
-    first = words[0] if words else ""
-    plain = first.rstrip(".").replace("metre", "meter").replace("litre", "liter")
-    unit = _UNITS.get(plain) or _UNITS.get(plain.removesuffix("s") if len(plain) > 4 else "", "")
-    if first and not unit:
-        if len(first) < 2 or first in _NO_UNITS or not (match["gap"] or scale > 1):
+def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, str] | None:
+    """The factor and the unit: of a currency sign before a number, and the words behind it. None: no unit."""
+    phrase = behind.strip()
+    first, _, others = phrase.partition(" ")
+    scale = _SCALES.get(first.lower(), 1)
+    phrase = _ALSO.sub("", others if scale > 1 else phrase)
+    unit = _unit(phrase)
+    if before and unit != _UNITS[before]:
+        unit = _unit(f"{before} {phrase}".strip())
+    is_apart = scale > 1 or behind[:1].isspace()
+    if unit is None and is_apart and not before:
+        unit = _other_unit(phrase, other)
+    return None if unit is None else (scale, unit)
+
+
+def _unit(phrase: str) -> str | None:
+    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words; None: unknown."""
+    if not phrase:
+        return ""
+    parts = []
+    for part in _PER.split(phrase):
+        match = _POWER.fullmatch(part.strip().removeprefix("degrees "))
+        name = _name(match[2].rstrip(".")) if match else None
+        if match is None or name is None:
             return None
-        unit = first
-    return scale, _UNITS.get(match["before"], unit)
+        parts.append(name + _POWERS.get(match[1] or match[3], ""))
+    return "/".join(parts)
+
+
+def _name(word: str) -> str | None:
+    """The first spelling of a unit, which alone has a plural; a single letter keeps its case."""
+    if len(word) > 1:
+        word = word.lower().replace("metre", "meter").replace("litre", "liter")
+    singular = next((each for each in _singular(word) if _UNITS.get(each) == each), None)
+    return _UNITS.get(word, singular)
+
+
+def _singular(word: str) -> tuple[str, ...]:
+    """A word, and what it is the plural of."""
+    return (word, word.removesuffix("s"), word.removesuffix("es"))
+
+
+def _other_unit(phrase: str, other: str | None) -> str | None:
+    """A unit that is not in the table: `other`, or any plain words if it is None."""
+    phrase = phrase.lower()
+    if other is not None:
+        is_other = other and {*_singular(phrase)} & {*_singular(other)}
+        return other if is_other else None
+    words = phrase.split()
+    plain = all(len(word) > 1 and word.isalpha() and word not in _NO_UNITS for word in words)
+    return phrase if plain and len(words) < 5 else None
 
 
 def _same(a: Quantity, b: Quantity) -> bool:
-    if not a.unit or not b.unit:
-        shares = (a.value / 100, b.value) if a.unit else (a.value, b.value / 100)
-        return a.value == b.value or ("percent" in (a.unit, b.unit) and shares[0] == shares[1])
-    one, other = ({x.unit, x.unit.removesuffix("s"), x.unit.removesuffix("es")} for x in (a, b))
-    if one & other:
+    if a.unit == b.unit:
         return a.value == b.value
+    if not a.unit or not b.unit:
+        return a.value == b.value or _share(a) == _share(b)
     cents = {"cent": 1, "dollar": 100, "euro": 100}
     return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(b.unit, 0)
 
 
-def _without_latex(text: str) -> str:
-    """The text without LaTeX's marks around numbers and words."""
-    text = text.strip()
+def _share(quantity: Quantity) -> Fraction:
+    """Of a percentage, if it is at most 100, the share; else the value."""
+    is_share = quantity.unit == "percent" and abs(quantity.value) <= 100
+    return quantity.value / 100 if is_share else quantity.value
+
+
+def without_latex(text: str) -> str:
+    """The text without quotes, emphasis, and LaTeX's marks around numbers and words."""
+    text = text.strip("*` \n\t\r")
     if len(text) > _MAX_NUMBER_CHARACTERS:
-        return text
-    while len(text) > 2 and text[0] == text[-1] == "$":
-        text = text[1:-1].strip()
-    if "\\" not in text and "{" not in text:
-        return text
+        return text.strip()
+    while len(text) > 1 and text[0] == text[-1] and text[0] in "$\"'":
+        text = text[1:-1].strip("*` \n\t\r")
+    if not {*"\\{^$"} & {*text}:
+        return text.strip()
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     return text.strip()

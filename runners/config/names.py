@@ -28,6 +28,7 @@ REWARD_ARGUMENTS = (
     "prompts",
     "completion_ids",
     "trainer_state",
+    "thought_tags",
     "log_extra",
     "log_metric",
     "environments",

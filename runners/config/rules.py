@@ -105,6 +105,9 @@ _RULES: dict[str, Callable[[Any], bool]] = {
         _is_line(text) and not {"", ".", ".."} & {*text.replace("\\", "/").split("/")}
     ),
     "no empty string": all,
+    "an opening and a closing tag, or nothing": lambda tags: (
+        not tags or (len({*tags}) == len(tags) == 2 and all(tags))
+    ),
     "none twice": lambda values: len(set(values)) == len(values),
     "0 <= low < high": lambda pair: 0 <= pair[0] < pair[1],
     "what the template itself reads": lambda table: not _NOT_THE_TEMPLATE_S & {*table},

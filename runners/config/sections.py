@@ -8,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from runners.answers.forms import FORMS
+from runners.answers.thoughts import TAGS
 from runners.config.names import REWARD_NAMES
 from runners.config.rules import LONG, key
 
@@ -92,6 +93,7 @@ class DataConfig:
     image_max_pixels: int = key(0, "larger images are scaled down to so many pixels; 0: to what the model's processor allows", ">= 0")
     system_prompt: str = key(FORMS["xml"].instruction, "the system message; empty: none. If not set, it is the one that asks for `answer.form` (shown: that of `xml`), and none with `data.prompt`")
     nudge: str = key("<reasoning>", "the first words of every completion, written into the prompt; rewards and evaluation see them too. If not set, it is that of `answer.form`, and none with `data.prompt`")
+    thoughts: tuple[str, ...] = key(TAGS, "the tags around a model's thoughts. No answer, format or tool call is read inside them; a completion that is cut off there has no answer. `[]`: completions are read as a whole: see [thoughts](your-task.md#thoughts)", "an opening and a closing tag, or nothing")
     chat_template_kwargs: dict[str, bool | int | float | str] = key({}, "further arguments of the chat template, such as `{enable_thinking = false}`", "what the template itself reads", hash=False)
     chat_template: str = key("", "a file with the chat template to use, in jinja as transformers writes it; the run's models are saved with it. Empty: the model's own")
     prompt_form: Literal["chat", "raw"] = key("chat", "`raw`: a prompt is a text that the model continues, without template, roles and system prompt, for [base models](base-models.md)")

@@ -47,6 +47,7 @@ class Environments:
     chat: ChatTurns  # how observations become tokens
     reader: CallReader
     nudge: str
+    thoughts: tuple[str, ...]  # the tags around them
     reward: Reward | None  # the environment's own reward
     turn_reward: Reward | None  # the sum of its own rewards of turns
     _idle: list[int]  # instances that no episode uses
@@ -221,7 +222,7 @@ def build_environments(
             rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
     idle = [first] if env.factory else []
     own = (rewards.get(GET_REWARD), rewards.get(GET_TURN_REWARDS))
-    return Environments(env, calls, tools, chat, reader, data.nudge, *own, idle)
+    return Environments(env, calls, tools, chat, reader, data.nudge, data.thoughts, *own, idle)
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Protocol
 import attrs
 
 import grpo_fn as g
+from runners.answers.thoughts import split_thoughts
 from runners.config.sections import EnvConfig
 from runners.data.messages import Message
 from runners.data.prompts import Example
@@ -43,6 +44,7 @@ class Home(Protocol):
     chat: ChatTurns
     reader: CallReader
     nudge: str  # precedes each row's first words
+    thoughts: tuple[str, ...]  # the tags around thoughts, in which nothing is called
 
 
 @attrs.define(eq=False)
@@ -95,9 +97,12 @@ class Session:
         return finished
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
-        content, calls = self._home.reader.read(self._home.chat.text(tokens))
-        content = ("" if episode.messages else self._home.nudge) + content
-        message: Message = {"role": "assistant", "content": content}
+        lead = "" if episode.messages else self._home.nudge
+        thoughts, said = split_thoughts(lead + self._home.chat.text(tokens), self._home.thoughts)
+        if not thoughts:  # what is said begins with the nudge, which is no part of a call
+            thoughts, said = lead, (said or "").removeprefix(lead)
+        content, calls = ("", []) if said is None else self._home.reader.read(said)
+        message: Message = {"role": "assistant", "content": thoughts + content}
         if calls:
             message["tool_calls"] = [call.message() for call in calls]
         episode.messages.append(message)

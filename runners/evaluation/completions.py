@@ -188,7 +188,7 @@ def form_notice(
     if form is None or not texts or lacking < many:
         return ""
     line = f'{lacking} of {len(texts)} completions lack {form.what}, which answer.form = "{form.spec}" reads'
-    if found := fitting_form(texts, golds):
+    if found := fitting_form(texts, golds, form.thoughts):
         name, have, right = found
         return f'{line}; {have} fit answer.form = "{name}", {right} of them with the right answer'
     return f"{line}; data.system_prompt and data.nudge ask for it"

@@ -102,10 +102,10 @@ def evaluator_of(
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
     """What completes and scores a config's problems by a model, and sampling as in [rollout]: one of each."""
-    reward = config.reward
+    reward, thoughts = config.reward, config.data.thoughts
     evaluator = Evaluator(
         engine=model.engine,
-        scorer=Scorer(rewards, reward.timeout, reward.on_error) if rewards else None,
+        scorer=Scorer(rewards, reward.timeout, reward.on_error, thoughts) if rewards else None,
         form=config.answer_form,
         decoder=model.decoder,
         nudge=config.data.nudge,

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from runners.answers.forms import PLACE, AnswerForm
+from runners.answers.thoughts import split_thoughts
 from runners.answers.values import parse_number
 from runners.config.loading import Config
 from runners.data.datasets import load_rows, with_answers_of
@@ -153,10 +154,13 @@ def _score(
     """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
     if not rewards:
         return [], np.zeros((0, 0, 0)), []
-    scorer = Scorer(rewards, config.reward.timeout, "skip")
+    data = config.data
+    scorer = Scorer(rewards, config.reward.timeout, "skip", data.thoughts)
+    is_open = split_thoughts(data.nudge, data.thoughts)[1] is None
+    nudge = data.nudge + (data.thoughts[1] if is_open else "")
     by_kind: dict[str, list[str]] = {}
     for example in examples:
-        for kind, text in _answers(example, form, config.data.nudge).items():
+        for kind, text in _answers(example, form, nudge).items():
             by_kind.setdefault(kind, []).append(text)
     values, faults = [], list[str]()
     for kind, texts in by_kind.items():

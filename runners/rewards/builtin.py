@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runners.answers.forms import ANSWER, ANSWER_END, REASONING, REASONING_END, AnswerForm, answer_form
+from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
 
 Completions = Sequence[Sequence[dict[str, str]]]
@@ -36,6 +37,11 @@ def answer_text(completion: Sequence[dict[str, Any]]) -> str:
     return (replies[-1].get("content") or "") if replies else ""
 
 
+def spoken(completions: Completions, tags: Sequence[str] = TAGS) -> list[str]:
+    """The answers behind the thoughts of completions; empty where a thought was cut off."""
+    return [split_thoughts(answer_text(each), tags)[1] or "" for each in completions]
+
+
 def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     """The built-in rewards by name, for answers of this form; None: ``xml``."""
     form = form or answer_form("xml")
@@ -48,9 +54,9 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 
         A program (`answer.form = "code"`) gets 2.0 times the share of its tests that it passes.
         """
-        both = zip(_texts(completions), answer, strict=True)
-        asked = [(text, value_text(gold)) for text, gold in both if gold is not None]
-        scores = iter(form.scores([form.read(text) for text, _ in asked], [gold for _, gold in asked]))
+        both = zip(map(answer_text, completions), answer, strict=True)
+        asked = [(form.read(text), value_text(gold)) for text, gold in both if gold is not None]
+        scores = iter(form.scores([found for found, _ in asked], [gold for _, gold in asked]))
         return [None if gold is None else CORRECT * next(scores) for gold in answer]
 
     def int_reward_func(completions: Completions, **_: Any) -> list[float | None]:
@@ -58,7 +64,7 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
 
         ``$12``, ``12.0`` and ``12.`` have the value of an integer but are not written as one: 0.0.
         """
-        answers = [(form.read(text) or "").replace("\u2212", "-") for text in _texts(completions)]
+        answers = [(form.read(text) or "").replace("\u2212", "-") for text in map(answer_text, completions)]
         return [INTEGER * bool(_INTEGER.fullmatch(answer)) for answer in answers]
 
     functions = (
@@ -71,39 +77,41 @@ def built_in(form: AnswerForm | None = None) -> dict[str, Function]:
     return {function.__name__: function for function in functions}
 
 
-def strict_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 if the whole text is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
+def strict_format_reward_func(
+    completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
+) -> list[float | None]:
+    """0.5 if the text behind the thoughts is ``<reasoning>…</reasoning> <answer>…</answer>``, else 0.0.
 
     Each of the four tags must occur once, with only white space between and around the two pairs.
     """
-    return [STRICT_FORMAT * _is_shell(text.strip()) for text in _texts(completions)]
+    return [STRICT_FORMAT * _is_shell(text.strip()) for text in spoken(completions, thought_tags)]
 
 
-def soft_format_reward_func(completions: Completions, **_: Any) -> list[float | None]:
-    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere in the text, else 0.0.
+def soft_format_reward_func(
+    completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
+) -> list[float | None]:
+    """0.5 if ``<reasoning>…</reasoning> <answer>…</answer>`` is anywhere behind the thoughts, else 0.0.
 
     Only white space may be between the two pairs; anything may be around and inside them.
     """
-    return [SOFT_FORMAT * _holds_shell(text) for text in _texts(completions)]
+    return [SOFT_FORMAT * _holds_shell(text) for text in spoken(completions, thought_tags)]
 
 
-def xmlcount_reward_func(completions: Completions, **_: Any) -> list[float | None]:
+def xmlcount_reward_func(
+    completions: Completions, thought_tags: Sequence[str] = TAGS, **_: Any
+) -> list[float | None]:
     """0.25 for a complete ``<reasoning>`` pair and 0.25 for a complete ``<answer>`` pair, less a penalty.
 
     A kind counts once however often it is repeated. The penalty is 0.001 for each character after the last
     ``</answer>``, white space at the ends left out. The result lies within 0.0 and 0.5.
     """
-    return [_count_tags(text) for text in _texts(completions)]
+    return [_count_tags(text) for text in spoken(completions, thought_tags)]
 
 
 REWARDS = built_in()
 """Those for ``xml``."""
 correctness_reward_func, int_reward_func = REWARDS["correctness_reward_func"], REWARDS["int_reward_func"]
 """Those of answers in tags, to import like the three above."""
-
-
-def _texts(completions: Completions) -> list[str]:
-    return [answer_text(completion) for completion in completions]
 
 
 def _is_shell(text: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import value_text
 from runners.errors import Failure, UserError, error_line, one_line, show
 from runners.rewards.builtin import answer_text
@@ -39,9 +40,14 @@ CRITERIA = "The response answers the question correctly, and its working is soun
 _PLACEHOLDER = re.compile(r"(?<!\{)\{([A-Za-z_]\w*)\}(?!\})")  # a name in double braces is none
 _OWN = ("completion", "prompt", "question", "fence")
 _MOST = 10_000  # characters at the end of an answer that are read
-_NUMBER = r"(?>[-+]?(?:\d+(?:\.\d*)?|\.\d+))"  # atomic: no second try with fewer digits
-_SCORE = re.compile(rf"\bscore\b[\s*_`\"]*[:=][\s*_`\"]*({_NUMBER})(?![\d.]*\d)", re.IGNORECASE)
-_ALONE = re.compile(rf"\s*[*_`\"]*({_NUMBER})[*_`\"]*\s*")
+_MARKS = r"[\s*_`\"$]*"
+_NUMBER = r"([-+]?(?:[0-9]{1,9}(?:\.[0-9]{0,9})?|\.[0-9]{1,9}))"
+# A number, perhaps "of" the best mark, up to the end of the line, a remark in brackets or another sentence.
+_MARK = rf"{_MARKS}{_NUMBER}(?:{_MARKS}(?:/|out of|of){_MARKS}{_NUMBER})?{_MARKS}"
+_SCORE = re.compile(
+    rf"\bscore\b{_MARKS}[:=](?:{_MARK}(?:$|[(\[—]|[.;,!](?:\s|$)))?", re.IGNORECASE | re.MULTILINE
+)
+_ALONE = re.compile(rf"{_MARK}\.?\s*")
 _PASSING = {408, 409, 425, 429}  # another try may succeed, as with those from 500 on
 Verdict = float | Failure
 
@@ -109,30 +115,36 @@ def judge_reward(
                 failure = Failure(f"got no answer from {base}: {safe(error_line(error))}")
                 continue
             if answer.status_code == 200:
-                return _verdict(answer.text, scale)
+                return read_mark(answer.text, scale)
             failure = Failure(f"got HTTP {answer.status_code} from {base}: {show(safe(answer.text[:300]))}")
             if answer.status_code < 500 and answer.status_code not in _PASSING:
                 break
         return failure
 
     async def reward(
-        completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
+        completions: Sequence[Any],
+        prompts: Sequence[Any],
+        thought_tags: Sequence[str] = TAGS,
+        **columns: Sequence[Any],
     ) -> list[Verdict]:
         import httpx2
 
         questions = []
         for row, (completion, messages) in enumerate(zip(completions, prompts, strict=True)):
             cells = {name: _text(values[row]) for name, values in columns.items()}
-            questions.append(_question(prompt, answer_text(completion), messages, {**cells, **fixed}))
-        room, found = asyncio.Semaphore(concurrency), dict[str, Verdict]()
+            said = split_thoughts(answer_text(completion), thought_tags)[1]
+            questions.append(said and _question(prompt, said, messages, {**cells, **fixed}))
+        room, found = asyncio.Semaphore(concurrency), dict[str | None, Verdict]()
 
         async def one(client: Any, question: str) -> None:
             async with room:
                 found[question] = await ask(client, question)
 
         async with httpx2.AsyncClient(timeout=None, headers=headers()) as client:
-            await asyncio.gather(*(one(client, question) for question in dict.fromkeys(questions)))
-        return [found[question] for question in questions]
+            await asyncio.gather(
+                *(one(client, question) for question in dict.fromkeys(questions) if question)
+            )
+        return [found.get(question, 0.0) for question in questions]  # 0: there is no answer to judge
 
     def check_ready() -> None:
         """Called before a run loads its model. UserError if the server does not answer or refuses the key."""
@@ -148,7 +160,7 @@ def judge_reward(
             raise UserError(f"the judge at {base} answers HTTP {status}: it refuses the key, or expects one")
 
     reward.check_ready = check_ready  # pyright: ignore[reportFunctionMemberAccess]
-    arguments = ["completions", "prompts", *sorted(names - {*fixed, *_OWN})]
+    arguments = ["completions", "prompts", "thought_tags", *sorted(names - {*fixed, *_OWN})]
     kind = inspect.Parameter.KEYWORD_ONLY
     # The scorer passes the arguments in a reward's signature, and refuses a run without such a column.
     reward.__signature__ = inspect.Signature([inspect.Parameter(each, kind) for each in arguments])  # pyright: ignore
@@ -169,19 +181,20 @@ def _question(
     return text.encode("utf-8", "replace").decode()  # halves of surrogate pairs, which UTF-8 does not have
 
 
-def _verdict(content: str, scale: tuple[float, float]) -> Verdict:
-    """The mark in a server's answer: the last `SCORE: number` behind all thoughts, or a number alone."""
+def read_mark(content: str, scale: tuple[float, float]) -> Verdict:
+    """The mark in a server's answer: the last `SCORE: number` behind its thoughts, or a number alone."""
     text = None
     with suppress(ValueError, LookupError, TypeError, RecursionError):
         text = json.loads(content)["choices"][0]["message"]["content"]
     if not isinstance(text, str):
         return Failure("got an answer that is not of the API's form", show(content[:200]))
-    text = text[-_MOST:].rpartition("</think>")[2]
-    alone = _ALONE.fullmatch(text)
-    if not (marks := [alone[1]] if alone else _SCORE.findall(text)):
-        return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
+    said = (split_thoughts(text)[1] or "")[-_MOST:]
+    alone = _ALONE.fullmatch(said)
+    marks = [alone] if alone else [*_SCORE.finditer(said)]
     low, high = scale
-    mark = float(marks[-1])
+    if not marks or marks[-1][1] is None or (marks[-1][2] and float(marks[-1][2]) != high):
+        return Failure("got an answer without a score", show(" ".join(text.split())[-60:]))
+    mark = float(marks[-1][1])
     if not low <= mark <= high:
         return Failure(f"got a score beyond the scale from {low:g} to {high:g}", f"{mark:g}")
     return (mark - low) / (high - low)

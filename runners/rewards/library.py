@@ -8,25 +8,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from runners.answers.forms import extract_answer
+from runners.answers.thoughts import TAGS
 from runners.answers.values import value_text
 from runners.errors import UserError
 from runners.machine.bounded_process import BoundedFunction
 from runners.machine.versions import install_hint
-from runners.rewards.builtin import answer_text
+from runners.rewards.builtin import spoken
 
 Rewards = list[float | None]
 
 
-def math_verify_reward(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> Rewards:
+def math_verify_reward(
+    completions: Sequence[Any], answer: Sequence[Any], thought_tags: Sequence[str] = TAGS, **_: Any
+) -> Rewards:
     """1.0 if the answer equals the gold one as mathematics, else 0.0; None if there is no gold answer.
 
     `1/2`, `0.5`, `\\frac{1}{2}` and `\\boxed{\\frac12}` are equal (math-verify, extra `math`). The answer is
-    the text in the last <answer>…</answer>, or else what math-verify finds in the whole text. Each completion
+    the text in the last <answer>…</answer>, or else what math-verify finds behind the thoughts. A completion
     has 2 s of computing and 512 MB in a process that is kept for this, and gets None beyond: a policy writes
     texts such as 9^(9^9). Raises UserError without math-verify.
     """
     _start_math()
-    texts = [answer_text(completion) for completion in completions]
+    texts = spoken(completions, thought_tags)
     return [
         None if gold is None else _compare(value_text(gold), extract_answer(text), text)
         for text, gold in zip(texts, answer, strict=True)

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from runners.answers.forms import AnswerForm
+from runners.answers.thoughts import TAGS
 from runners.config.names import REWARD_ARGUMENTS
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import RewardError, UserError, did_you_mean, listed, show
@@ -130,11 +131,13 @@ class Scorer:
 
     Other functions are called in the caller's thread, without a limit. `on_error` says what a problem does:
     "skip" reports it in `Scores.problems` and goes on without that reward, "raise" makes it a RewardError.
+    `thoughts` are the tags around thoughts in the completions.
     """
 
     rewards: Sequence[Reward]
     timeout: float = 60.0
     on_error: Literal["skip", "raise"] = "skip"
+    thoughts: tuple[str, ...] = TAGS
     _calls: Calls | None = attrs.field(default=None, init=False)
 
     def score(
@@ -163,7 +166,7 @@ class Scorer:
         lists = {**columns, "completions": completions, "prompts": prompts, "completion_ids": completion_ids}
         lists["environments"] = environments
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
-        every = {**given, "trainer_state": trainer_state}
+        every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
         outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
         log, problems = RewardLog(size), list[str]()
         values_kb = np.full((len(outcomes), size), np.nan)

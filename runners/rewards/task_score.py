@@ -7,13 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runners.answers.forms import ANSWER, ANSWER_END
+from runners.answers.thoughts import TAGS
+from runners.rewards.builtin import spoken
 
 
 def task_score(
-    completions: Sequence[Sequence[Mapping[str, Any]]], entry: Sequence[Mapping[str, Any]], **_: Any
+    completions: Sequence[Sequence[dict[str, Any]]],
+    entry: Sequence[Mapping[str, Any]],
+    thought_tags: Sequence[str] = TAGS,
+    **_: Any,
 ) -> list[float]:
-    """The task's score, 0 to 1, of what each completion has in its last answer tags, or of all of it."""
-    texts = [completion[-1]["content"].rpartition(ANSWER)[2] for completion in completions]
+    """The task's score, 0 to 1, of the text in a completion's last answer tags, or behind its thoughts."""
+    texts = [text.rpartition(ANSWER)[2] for text in spoken(completions, thought_tags)]
     return [
         float(_scorer(each["metadata"]["source_dataset"])(text.partition(ANSWER_END)[0].strip(), each))
         for text, each in zip(texts, entry, strict=True)

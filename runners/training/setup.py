@@ -173,7 +173,7 @@ class SetUp:
             learner=learner,
             collector=Collector(
                 sampling_of(config, loaded.eos_ids),
-                Scorer(rewards, config.reward.timeout, config.reward.on_error),
+                Scorer(rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts),
                 decoder,
                 config,
                 order,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from runners.answers.forms import answer_form
+from runners.answers.values import answers_agree, parse_number, parse_quantity
 from runners.config.loading import load_config
 from runners.training.train import run_training
 from tests.support.tiny_models import make_model_folder
@@ -51,6 +53,38 @@ def test_a_task_runs_as_it_stands(section, tmp_path, monkeypatch, model):
     assert all(("em" in line) is answered for line in evaluations)
     assert bool(config.data.system_prompt) is answered  # nothing is put before whole prompts
     assert not answered or len(config.reward.functions) == (5 if config.answer.form == "xml" else 1)
+
+
+def spans(text):
+    """The code in a text of Markdown."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_answers_are_compared_as_the_page_says():
+    """Each spelling of the table has its value, the last row's have a unit; what is a text is no number."""
+    section = PAGE.partition("## How answers are compared\n")[2].partition("\n## ")[0]
+    rows = [row.split(" | ") for row in re.findall(r"^\| (`.*) \|$", section, re.MULTILINE)]
+    *valued, (united, _) = rows
+    for spellings, meanings in valued:
+        values = [re.split(r"[:.;] ", each)[0] for each in meanings.split("; ")]
+        read = [parse_number(each) for each in spans(spellings)]
+        assert read == [parse_number(each) for each in values] * (len(read) // len(values))
+    assert len(valued) > 5 and all(parse_quantity(each).unit for each in spans(united))
+    percent, *same = spans(section.partition("and a share: ")[2].partition("\n")[0])
+    assert len(same) == 3 and all(answers_agree(percent, each) for each in same)
+    texts = spans(section.partition("Everything else is a text, also ")[2].partition(" (only")[0])
+    assert len(texts) > 8 and [each for each in texts if parse_quantity(each)] == []
+
+
+def test_letters_and_last_numbers_are_read_as_the_page_says():
+    """Each text that the page calls an answer has it, each that it calls none has none."""
+    for spec, answer in (("letter", "B"), ("last_number", "5 m")):
+        section = PAGE.partition(f'\n[answer]\nform = "{spec}"')[0].rpartition("\n## ")[2]
+        said = section.partition("```json")[0]
+        refusals = said.partition("There is no answer")[2] or said.partition("no\n   answer.")[2]
+        right, wrong = spans(said.removesuffix(refusals)), spans(refusals.partition("Digits of")[0])
+        assert [answer_form(spec).read(each) for each in wrong] == [None] * len(wrong) != []
+        assert {answer_form(spec).read(each) for each in right} - {None} == {answer}
 
 
 def test_the_forms_of_the_page_are_all_there_are():

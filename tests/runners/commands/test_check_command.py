@@ -66,6 +66,15 @@ def test_a_sample_shows_what_the_model_writes_what_is_read_and_each_reward(tmp_p
     assert any(verdicts), "the shipped model solves some of its problems"
 
 
+def test_a_nudge_that_opens_thoughts_is_closed_before_the_answer(tmp_path):
+    """Else no answer would be right."""
+    write_data(tmp_path / "d.jsonl", range(20))
+    data = {"source": "d.jsonl", "nudge": "<think>"}
+    (tmp_path / "t.toml").write_text(small(data=data, answer={"form": "exact"}))
+    shown = grpo("check", "t.toml").stdout
+    assert [line.split()[1:] for line in shown.splitlines() if "correctness" in line] == [["2", "0", "0"]]
+
+
 @pytest.mark.parametrize("form", ["last_number", "boxed", "gsm8k", "exact", "regex:is ([0-9]+)", "none"])
 def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
     """The form's own reward prefers it; a reward of one's own that does not look at answers is no fault."""

@@ -30,6 +30,9 @@ import zlib
 def letters(completions, **_):
     return [zlib.crc32(completion[0]["content"].encode()) % 97 / 97 for completion in completions]
 
+def tags(completions, thought_tags):
+    return [value * len(thought_tags) for value in letters(completions)]
+
 def few(completions, **_):
     return [float(value > 0.9) for value in letters(completions)]
 
@@ -115,6 +118,7 @@ EFFECTS: dict[str, tuple[str, ...]] = {
     "data.completion": ('"other"', *SFT),
     "data.system_prompt": ('"Be short."',),
     "data.nudge": ('"Well,"',),
+    "data.thoughts": ("[]", 'reward.functions=["{root}/rewards.py:tags"]'),
     "data.chat_template_kwargs": ('{style="x"}',),
     "data.max_samples": ("2",),
     "env.workers": ("1", 'env.factory="{root}/rewards.py:Crowd"', "eval.samples=0"),

@@ -224,10 +224,10 @@ def built(tmp_path, worker):
     """A function that builds environments of [env], with a template."""
     (tmp_path / "shop.py").write_text(SOURCE)
 
-    def build(template=QWEN, **env):
+    def build(template=QWEN, nudge="", thoughts=("[T]", "[/T]"), **env):
         tokenizer: Any = tokenizer_with(template)
         keys = {"factory": "shop.py:Shop", "timeout": HANGS, **env}
-        decoder, data = TextDecoder(tokenizer), DataConfig(nudge="")
+        decoder, data = TextDecoder(tokenizer), DataConfig(nudge=nudge, thoughts=thoughts)
         return build_environments(EnvConfig(**keys), data, tokenizer, decoder, [END], [tmp_path], worker)
 
     return build
@@ -346,6 +346,27 @@ def test_a_failure_may_cost_the_reward(built):
     _, played, _ = play(environments, call("price", item="plum"), "never said")
     assert played[0].fault.startswith("price: ") and len(played[0].messages) == 1
     assert "environment: price" in faults_of(played)[0]
+
+
+@pytest.mark.parametrize(
+    ("nudge", "thought"),
+    [("", "[T]Ask? {}"), ("", "[T]{}[/T]"), ("", "{}[/T]So."), ("[T]", "Ask? {}")],
+)
+def test_a_call_inside_thoughts_is_not_made(built, nudge, thought):
+    """Nor one in thoughts that the nudge began, or that were cut off; the message has the thoughts."""
+    said = thought.format(call("price", item="apple"))
+    _, played, _ = play(built(nudge=nudge), said, "never said")
+    assert played[0].messages == [{"role": "assistant", "content": nudge + said}]
+    assert played[0].counts["calls"] == 0
+
+
+@pytest.mark.parametrize(("nudge", "thought"), [("", "[T]a[/T]"), ("Well.", ""), ("[T]", "a[/T]")])
+def test_a_call_behind_thoughts_is_made(built, nudge, thought):
+    """The nudge is in the message, and no part of the call."""
+    _, played, _ = play(
+        built(nudge=nudge), thought + json.dumps({"name": "price", "arguments": {"item": "pear"}}), "So."
+    )
+    assert [message["content"] for message in played[0].messages] == [nudge + thought, "4", "So."]
 
 
 def test_bounds_on_turns_and_calls(built):

@@ -101,7 +101,7 @@ def test_each_different_completion_is_asked_about_once():
     ("answer", "mark"),
     [
         *(("SCORE: 7", 0.7), ("SCORE: 2 at first.\n**Score: 9.5**", 0.95), ("4", 0.4), ("`5`", 0.5)),
-        *(("<think>SCORE: 1</think> score = 8", 0.8), ("SCORE: 5 \ud800", 0.5), ("SCORE: 11", None)),
+        *(("<think>SCORE: 1</think> score = 8", 0.8), ("\ud800 SCORE: 5", 0.5), ("SCORE: 11", None)),
         *(("SCORE: " + "9" * 90_000 + ".9.9", None), ("I would rather not.", None)),
     ],
 )
@@ -110,6 +110,17 @@ def test_the_last_mark_counts(answer, mark):
     with answering(lambda *_: answer) as (url, _):
         (value,) = score(judge(url), ["a"]).values_kb[0]
     assert value == mark if mark is not None else math.isnan(value)
+
+
+def test_a_judge_sees_the_answer_behind_the_thoughts():
+    """Of a completion that was cut off in its thoughts there is none: the worst mark, and no request."""
+    texts = ["<think>I guess</think>It is 4.", "I guess</think>It is 4.", "<think>It is 4."]
+    with answering(lambda body, _: f"SCORE: {9 * ('guess' not in body['messages'][0]['content'])}") as (
+        url,
+        asked,
+    ):
+        scores = score(judge(url), texts)
+    assert scores.values_kb.tolist() == [[0.9, 0.9, 0.0]] and len(asked) == 1
 
 
 def test_requests_run_side_by_side_up_to_the_limit():

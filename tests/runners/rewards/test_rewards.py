@@ -43,11 +43,11 @@ def test_correctness(text: str, gold: object, reward: float | None) -> None:
 
 
 def test_correctness_reads_the_form_of_the_task() -> None:
-    """Built for `answer.form`: the last number, not what stands in tags; integers too."""
+    """Built for `answer.form`: the last number, not what stands in tags; an integer has no unit."""
     made = built_in(answer_form("last_number"))
-    texts = completions("It is 18 dollars.", "<answer>18</answer> or 19", "none")
+    texts = completions("It is 18 dollars.", "<answer>18</answer>, no, 19", "none")
     assert made["correctness_reward_func"](texts, answer=["18"] * 3) == [2.0, 0.0, 0.0]
-    assert made["int_reward_func"](texts) == [0.5, 0.5, 0.0]
+    assert made["int_reward_func"](texts) == [0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(

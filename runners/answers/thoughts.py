@@ -1,0 +1,21 @@
+"""A model's thoughts and its answer: the one place that separates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+TAGS = ("<think>", "</think>")
+"""The usual tags of thoughts, the default of `data.thoughts`."""
+
+
+def split_thoughts(text: str, tags: Sequence[str] = TAGS) -> tuple[str, str | None]:
+    """The thoughts of a completion, tags included, and its answer: the text behind the last closing tag.
+
+    The answer is None if a thought is still open at the end: the completion was cut off inside it. A text may
+    begin inside a thought whose opening tag is in the prompt. Without tags the whole text is the answer.
+    """
+    if not tags:
+        return "", text
+    opening, closing = tags
+    before, end, answer = text.rpartition(closing)
+    return (text, None) if opening in answer else (before + end, answer)

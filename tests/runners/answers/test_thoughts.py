@@ -1,0 +1,133 @@
+"""Thoughts are no answer: of the splitter, of every form, of every built-in reward."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runners.answers.forms import PLACE, answer_form
+from runners.answers.thoughts import TAGS, split_thoughts
+from runners.config.loading import load_config
+from runners.errors import ConfigError
+from runners.evaluation.measurement import evaluator_of
+from runners.rewards.builtin import built_in
+from runners.rewards.scoring import Scorer, resolve_rewards
+
+PARTS = st.sampled_from([*TAGS, "18", "\n", "<answer>"])
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        *(("18", "", "18"), ("", "", ""), ("<think>a</think>18", "<think>a</think>", "18")),
+        *(
+            ("a</think>18", "a</think>", "18"),
+            ("<think>18", "<think>18", None),
+            ("18<think>", "18<think>", None),
+        ),
+        *(("<think>a</think>", "<think>a</think>", ""), ("1<think>a</think>2", "1<think>a</think>", "2")),
+        ("<think>a</think>1<think>b</think>2", "<think>a</think>1<think>b</think>", "2"),
+        ("<think>a<think>b</think>18", "<think>a<think>b</think>", "18"),
+        ("<think>a</think>18<think>b", "<think>a</think>18<think>b", None),
+    ],
+)
+def test_where_thoughts_end(text, thoughts, answer):
+    """Behind the last closing tag, wherever the first began; an open thought has no answer."""
+    assert split_thoughts(text) == (thoughts, answer)
+
+
+@given(st.lists(PARTS, max_size=8).map("".join))
+def test_no_character_is_lost(text):
+    """Thoughts and answer together are the text; no answer has a tag; without tags the text is the answer."""
+    thoughts, answer = split_thoughts(text)
+    assert thoughts + (answer or "") == text and split_thoughts(text, ()) == ("", text)
+    assert answer is None or not any(tag in answer for tag in TAGS)
+
+
+FORMS = (
+    "xml",
+    "last_number",
+    "boxed",
+    "gsm8k",
+    "letter",
+    "json:x",
+    "exact",
+    "code",
+    "regex:is (\\d+)",
+    "own",
+)
+
+
+@pytest.mark.parametrize("spec", FORMS)
+def test_every_form_reads_behind_the_thoughts(spec, tmp_path):
+    """Also a text that begins inside them; a form has no answer inside, and none where they were cut off."""
+    (tmp_path / "read.py").write_text("def whole(text):\n    return text\n")
+    spec = spec.replace("own", f"{tmp_path}/read.py:whole")
+    form: Any = answer_form(spec, thoughts=("[T]", "[/T]"))
+    right, wrong = (
+        {"code": f"```python\n{each}\n```", "regex:is (\\d+)": f"is {each}"}.get(spec)
+        or (form.right or PLACE).replace(PLACE, "AB"[each == 7] if spec == "letter" else str(each))
+        for each in (18, 7)
+    )
+    found = form.read(right)
+    assert found and found != form.read(wrong)
+    assert form.read(f"[T]{wrong}[/T]{right}") == form.read(f"{wrong}[/T]{right}") == found
+    assert form.read(f"[T]{right}[/T]") is form.read(f"[T]{right}") is form.read(f"{right}[T]") is None
+    whole: Any = answer_form(spec, thoughts=())
+    assert whole.read(right) == found
+
+
+def test_a_nudge_may_open_the_thoughts():
+    """Of an exact answer it is removed only where it is not their beginning."""
+    form: Any = answer_form("exact", given="<think>\n")
+    assert form.read("<think>\nso it is</think>18") == "18" and form.read("<think>\nit is 18") is None
+
+
+RIGHT = "<reasoning>a</reasoning><answer>18</answer>"
+
+
+@pytest.mark.parametrize("tags", [TAGS, ("[T]", "[/T]")])
+def test_every_built_in_reward_reads_behind_the_thoughts(tags):
+    """With the tags of the config, which the scorer passes on."""
+    rewards = resolve_rewards([*built_in()], form=answer_form("xml", thoughts=tags))
+    opening, closing = tags
+    texts = [
+        RIGHT,
+        f"{opening}7{closing}{RIGHT}",
+        f"7{closing}{RIGHT}",
+        f"{opening}{RIGHT}",
+        f"{RIGHT}{closing}",
+    ]
+    scores = Scorer(rewards, thoughts=tags).score(texts, [[]] * 5, {"answer": ["18"] * 5})
+    assert scores.values_kb.sum(axis=0).tolist() == [4.0, 4.0, 4.0, 0.0, 0.0]
+
+
+def test_rewards_of_one_s_own_get_the_tags():
+    """As an argument; `completions` has the thoughts."""
+    given = []
+    (reward,) = resolve_rewards(["xmlcount_reward_func"])
+    function = lambda completions, thought_tags: given.append((completions, thought_tags)) or [0.0]  # noqa: E731
+    Scorer([type(reward)("mine", function)], thoughts=("a", "b")).score(["a1b2"], [[]], {})
+    assert given == [([[{"role": "assistant", "content": "a1b2"}]], ("a", "b"))]
+
+
+def test_the_config_s_tags_reach_evaluation():
+    """Forms and rewards; training is in test_key_effects.py."""
+    config = load_config(None, ["model.path=embedded", 'data.thoughts=["a","b"]'])
+    decoder: Any = SimpleNamespace(find_stop=lambda stops: None)
+    model: Any = SimpleNamespace(engine=None, decoder=decoder, vision=None, eos_ids=frozenset())
+    evaluator, _ = evaluator_of(model, config, resolve_rewards(["xmlcount_reward_func"]), None)
+    assert evaluator.scorer and evaluator.form
+    assert evaluator.scorer.thoughts == evaluator.form.thoughts == ("a", "b")
+
+
+@pytest.mark.parametrize("tags", ['["<t>"]', '["a", "a"]', '["", "b"]', '["a", "b", "c"]'])
+def test_tags_are_an_opening_and_a_closing_one(tags):
+    """Or none."""
+    with pytest.raises(
+        ConfigError, match=r"data\.thoughts: expected a list of strings: an opening and a closing"
+    ):
+        load_config(None, ["model.path=embedded", f"data.thoughts={tags}"])
+    assert load_config(None, ["model.path=embedded", "data.thoughts=[]"]).data.thoughts == ()
