@@ -73,8 +73,9 @@ def decode_queue(
             if look or not batches:
                 starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
                 begun = yield from begin(policy, model, queue, starts, decoding.share_prefix)
-                for batch in begun:
-                    _join(batches, batch)
+                for new in begun:
+                    if not any(batch.join(new) for batch in batches):
+                        batches.append(new)
             for batch in batches:
                 batch.draw()
             (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
@@ -85,16 +86,6 @@ def decode_queue(
             for batch in batches:
                 _advance(batch, queue, look)
             batches = [batch for batch in batches if batch.alive]
-
-
-def _join(batches: list[RowBatch], new: RowBatch) -> None:
-    """Add rows that begin to a batch that decodes, if they can be decoded together."""
-    for batch in batches:
-        if batch.steps.drops_rows and len(batch.alive) < len(batch.rows):
-            batch.drop_ended()
-        if batch.join(new):
-            return
-    batches.append(new)
 
 
 def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
