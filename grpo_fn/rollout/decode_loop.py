@@ -82,7 +82,11 @@ def decode_queue(
             steps += 1
             for batch in batches:
                 yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
-            look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
+            every = max(decoding.check_every, 1)
+            rows = sum(len(batch.alive) for batch in batches)
+            # Few that wait are worth a copy of the caches only now and then, many at once.
+            joins = every * queue.rows_due(rows, decoding.max_batch) >= rows
+            look = joins or steps % every == 0 or any(batch.is_full for batch in batches)
             for batch in batches:
                 _advance(batch, queue, look)
             batches = [batch for batch in batches if batch.alive]

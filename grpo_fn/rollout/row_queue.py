@@ -182,15 +182,21 @@ class RowQueue:
         if not decoding and not self._rounds:
             self._rounds.extend(_rounds(self._entries, most))
             self._entries = []
-        continuing = [entry for entry in self._entries if entry.continues in self._kept]
-        if not decoding and not continuing:
+        begun = self._fitting(decoding, most)
+        if not (decoding or begun):
             return self._starts(self._rounds.popleft()) if self._rounds else []
-        candidates = continuing if self._rounds else self._entries
-        begun = _first(candidates, (most or math.inf) - decoding)
-        if not decoding:
-            begun = begun or continuing[:1]
         self._entries = [entry for entry in self._entries if entry not in begun]
         return self._starts(begun)
+
+    def rows_due(self, decoding: int, most: int) -> int:
+        """Rows that could begin now, as `due` has it."""
+        return sum(len(entry.rows) for entry in self._fitting(decoding, most))
+
+    def _fitting(self, decoding: int, most: int) -> list[Entry]:
+        entries = self._entries
+        if self._rounds:
+            entries = [entry for entry in entries if entry.continues in self._kept]
+        return _first(entries, (most or math.inf) - decoding)
 
     def ended(self, batch: RowBatch, ends: Sequence[End]) -> None:
         """Rows of a batch have ended: every token they drew so far but the last one was fed to its steps."""
