@@ -13,7 +13,7 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.begin import begin
 from grpo_fn.rollout.decode_step import RowBatch, T
-from grpo_fn.rollout.row_queue import End, RowQueue
+from grpo_fn.rollout.row_queue import RowQueue
 from grpo_fn.trees import Tree, on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
@@ -114,20 +114,18 @@ def _collect(batch: RowBatch, queue: RowQueue) -> None:
     columns = {name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]}
     batch.drawn = []
     batch.alive &= queue.rows.keys()  # without those that were cancelled
-    ends = []
     for place, number in enumerate(batch.rows):
         if number not in batch.alive:
             continue
         row = queue.rows[number]
-        start = len(row.tokens)
-        row.tokens += columns["tokens"][place]
-        row.logp += columns["logp"][place]
-        if row.entropy is not None:
-            row.entropy += columns["entropy"][place]
-        sampling = row.entry.sampling
-        limit = sampling.max_new_tokens
-        length = sampling.end_of(row.tokens[:limit], start, row.entry.find_stop)
-        if length is not None or len(row.tokens) >= limit:
+        tokens = row.done.tokens
+        start = len(tokens)
+        tokens += columns["tokens"][place]
+        row.done.logp.extend(columns["logp"][place])
+        if row.done.entropy is not None:
+            row.done.entropy.extend(columns["entropy"][place])
+        limit = row.entry.sampling.max_new_tokens
+        length = row.entry.sampling.end_of(tokens[:limit], start, row.entry.find_stop)
+        if length is not None or len(tokens) >= limit:
             batch.alive.remove(number)
-            ends.append(End(place, number, limit if length is None else length, length is not None))
-    queue.ended(batch, ends)
+            queue.ended(batch, place, limit if length is None else length, length is not None)
