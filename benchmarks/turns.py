@@ -23,8 +23,9 @@ from benchmarks.harness.record import Figure, ratio_figure
 from benchmarks.harness.shapes import make_module, make_prompts, vocabulary_of
 from benchmarks.rollout import rate_figure
 from grpo_fn.policy import plain_caches
+from grpo_fn.policy.caches.kv_caches import merged
 from grpo_fn.rollout import FindStop, Respond
-from grpo_fn.rollout.decode_step import CacheSteps, Extender, prefill, result_of
+from grpo_fn.rollout.decode_step import CacheSteps, caches_of_row, prefill, result_of
 from runners.user_code.worker import Calls, Worker
 
 SLEEP = 0.1  # seconds of a call
@@ -54,25 +55,21 @@ def extension(case: Case, policy: g.Policy) -> list[Figure]:
     """
     vocabulary = vocabulary_of(policy.module)
     (prompt,) = make_prompts(1, case.prompt, vocabulary)
-    rows = list(range(case.rows))
     given = make_prompts(case.rows, case.given, vocabulary)
     tokens_be = mx.array(given, mx.int32)
 
     with policy.sampling(policy.params) as model:
         steps = CacheSteps(model, result_of(prefill(model, [prompt] * case.rows))[1])
-        extender = Extender(policy, model, steps.caches)
         for n in range(case.turn):
             mx.eval(steps(tokens_be[:, n % case.given]))
         full = plain_caches(model)
         mx.eval(model(mx.array([prompt] * case.rows, mx.int32), cache=full))
         mx.eval(model(mx.array(make_prompts(case.rows, case.turn, vocabulary), mx.int32), cache=full))
 
-        def parked() -> None:
-            extender.park(steps, rows, rows, [case.turn] * case.rows, case.turn)
-
         def extended() -> Any:
-            parked()
-            return result_of(extender.resume(dict(zip(rows, given, strict=True))))[0][2]
+            kept = [caches_of_row(steps.caches, row, 0) for row in range(case.rows)]
+            caches = merged([each for each in kept if each is not None])
+            return result_of(prefill(model, given, caches))[0]
 
         def alone() -> Any:
             return policy.split.backbone(model)(tokens_be, cache=plain_caches(model))
@@ -118,8 +115,9 @@ def two_turns(case: Case, policy: g.Policy) -> list[Figure]:
             policy,
             policy.params,
             prompts,
-            g.Sampling(num_generations=case.rows, max_new_tokens=new, find_stop=find_stop),
+            g.Sampling(num_generations=case.rows, max_new_tokens=new),
             key=mx.random.key(0),
+            find_stop=find_stop,
             **options,
         )
 
@@ -184,9 +182,9 @@ def sleeping(case: Case, policy: g.Policy) -> list[Figure]:
             g.Sampling(
                 num_generations=case.rows,
                 max_new_tokens=case.turn,
-                find_stop=lambda tokens, start: 4 if len(tokens) >= 4 else None,
             ),
             key=mx.random.key(0),
+            find_stop=lambda tokens, start: 4 if len(tokens) >= 4 else None,
             replies=replies,
         )
         waits.append(replies.waited)

@@ -1,7 +1,6 @@
 """Rollout: sampled completions with their log-probs, before they are scored."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import attrs
 import mlx.core as mx
@@ -13,26 +12,13 @@ from grpo_fn.trees import on_host
 
 @attrs.frozen(eq=False)
 class Ended:
-    """A row that has ended: a completion of a prompt."""
+    """A row that has ended: a completion of a prompt. Of one that decodes: as far as it has come."""
 
     tokens: list[int]
     logp: list[float]  # of each token, nats
     entropy: list[float] | None  # at each token, nats, if asked for
-    finished: bool  # True if an end token or stop string ended it, False at the length limit
+    finished: bool = False  # True if an end token or stop string ended it, False at the length limit
     prompt_computed: int = 0  # tokens of its prompt that were computed, not found in kept caches
-
-
-class EndedRow(Protocol):
-    """What `rollout_of` reads of a row, as `Ended` has it."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def logp(self) -> Sequence[float]: ...
-    @property
-    def entropy(self) -> Sequence[float] | None: ...
-    @property
-    def finished(self) -> bool: ...
 
 
 @attrs.frozen(eq=False)
@@ -133,7 +119,7 @@ def given_rollout(prompts: Sequence[Sequence[int]], completions: Sequence[Sequen
 def rollout_of(
     prompts: Sequence[Sequence[int]],
     num_generations: int,
-    rows: Sequence["EndedRow"],
+    rows: Sequence[Ended],
     *,
     vocabulary: int | None = None,
     images: Sequence[PromptImages | None] | None = None,

@@ -26,6 +26,7 @@ NAMES = (
     "first_update",
     "lengths",
     "rollout",
+    "serving",
     "turns",
     "quant",
     "real_quant",

@@ -76,7 +76,8 @@ def prefilled(
         logits_pv, caches = yield from prefill(model, rest, before)
         if before is None or max(groups) > 1:
             cache_rows.keep_rows(caches, [p for p, rows in enumerate(groups) for _ in range(rows)])
-        return logits_pv, CacheSteps(model, caches, joins=joins and policy.takes_ragged)
+        joins = joins and policy.takes_ragged and cache_rows.hold_all_tokens(caches)
+        return logits_pv, CacheSteps(model, caches, joins=joins)
     images = [start.entry.images for start in starts]
     some = any(each is not None for each in images)
     logits_pv, caches = yield from prefill_once(policy, model, prompts, images if some else None)

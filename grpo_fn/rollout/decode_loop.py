@@ -13,7 +13,7 @@ from grpo_fn.policy.policy import Policy
 from grpo_fn.process_check import check_process
 from grpo_fn.rollout.begin import begin
 from grpo_fn.rollout.decode_step import RowBatch, T
-from grpo_fn.rollout.row_queue import End, RowQueue
+from grpo_fn.rollout.row_queue import RowQueue
 from grpo_fn.trees import Tree, on_host
 
 COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
@@ -73,28 +73,23 @@ def decode_queue(
             if look or not batches:
                 starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
                 begun = yield from begin(policy, model, queue, starts, decoding.share_prefix)
-                for batch in begun:
-                    _join(batches, batch)
+                for new in begun:
+                    if not any(batch.join(new) for batch in batches):
+                        batches.append(new)
             for batch in batches:
                 batch.draw()
             (mx.async_eval if decoding.pipelined else mx.eval)([batch.drawn[-1] for batch in batches])
             steps += 1
             for batch in batches:
                 yield Column(tuple(batch.rows), batch.drawn[-1]["tokens"], batch.drawn[-1]["logp"])
-            look = steps % max(decoding.check_every, 1) == 0 or any(batch.is_full for batch in batches)
+            every = max(decoding.check_every, 1)
+            rows = sum(len(batch.alive) for batch in batches)
+            # Few that wait are worth a copy of the caches only now and then, many at once.
+            joins = every * queue.rows_due(rows, decoding.max_batch) >= rows
+            look = joins or steps % every == 0 or any(batch.is_full for batch in batches)
             for batch in batches:
                 _advance(batch, queue, look)
             batches = [batch for batch in batches if batch.alive]
-
-
-def _join(batches: list[RowBatch], new: RowBatch) -> None:
-    """Add rows that begin to a batch that decodes, if they can be decoded together."""
-    for batch in batches:
-        if batch.steps.drops_rows and len(batch.alive) < len(batch.rows):
-            batch.drop_ended()
-        if batch.join(new):
-            return
-    batches.append(new)
 
 
 def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
@@ -119,20 +114,18 @@ def _collect(batch: RowBatch, queue: RowQueue) -> None:
     columns = {name: on_host(mx.stack([n[name] for n in batch.drawn], axis=1)) for name in batch.drawn[0]}
     batch.drawn = []
     batch.alive &= queue.rows.keys()  # without those that were cancelled
-    ends = []
     for place, number in enumerate(batch.rows):
         if number not in batch.alive:
             continue
         row = queue.rows[number]
-        start = len(row.tokens)
-        row.tokens += columns["tokens"][place]
-        row.logp += columns["logp"][place]
-        if row.entropy is not None:
-            row.entropy += columns["entropy"][place]
-        sampling = row.entry.sampling
-        limit = sampling.max_new_tokens
-        length = sampling.end_of(row.tokens[:limit], start, row.entry.find_stop)
-        if length is not None or len(row.tokens) >= limit:
+        tokens = row.done.tokens
+        start = len(tokens)
+        tokens += columns["tokens"][place]
+        row.done.logp.extend(columns["logp"][place])
+        if row.done.entropy is not None:
+            row.done.entropy.extend(columns["entropy"][place])
+        limit = row.entry.sampling.max_new_tokens
+        length = row.entry.sampling.end_of(tokens[:limit], start, row.entry.find_stop)
+        if length is not None or len(tokens) >= limit:
             batch.alive.remove(number)
-            ends.append(End(place, number, limit if length is None else length, length is not None))
-    queue.ended(batch, ends)
+            queue.ended(batch, place, limit if length is None else length, length is not None)

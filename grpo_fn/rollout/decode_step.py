@@ -43,8 +43,17 @@ class Steps(Protocol):
     def keep_rows(self, rows: list[int]) -> None:
         """Keep these rows, in rising order."""
 
-    def join(self, other: Any) -> bool:
-        """Append the rows of other steps; False: nothing has changed, as they cannot be decoded together."""
+    def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
+        """Take in the rows of other steps; None: nothing has changed, as they cannot be decoded together.
+
+        Args:
+            other: steps that were not taken yet, after a prefill.
+            old: the rows that stay.
+            new: numbers for the others.
+
+        Returns:
+            the row at each place; -1 if it is nobody's.
+        """
         ...
 
 
@@ -54,7 +63,7 @@ class CacheSteps:
     drops_rows = True
 
     def __init__(self, model: nn.Module, caches: Caches, *, joins: bool = False) -> None:
-        """`joins`: whether rows of other lengths may join, if the caches can be joined."""
+        """`joins`: whether rows of other lengths may join: `kv_caches.hold_all_tokens`."""
         self._model, self.caches, self._joins = model, caches, joins
         self._joined = False
 
@@ -66,15 +75,17 @@ class CacheSteps:
         if self._joined:
             cache_rows.drop_padding(self.caches)
 
-    def join(self, other: Any) -> bool:
-        if not self._joins or type(other) is not type(self):
-            return False
-        joined = self._join(other.caches)
-        self._joined |= joined
-        return joined
+    def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
+        if type(other) is not type(self) or not (self._joins and other._joins):
+            return None
+        if len(old) < new[0]:
+            self.keep_rows(old)
+        self._join(other.caches)
+        self._joined = True
+        return [*old, *new]
 
-    def _join(self, caches: Caches) -> bool:
-        return cache_rows.join_rows(self.caches, caches)
+    def _join(self, caches: Caches) -> None:
+        cache_rows.join_rows(self.caches, caches)
 
 
 class PrefixSteps(CacheSteps):
@@ -83,9 +94,8 @@ class PrefixSteps(CacheSteps):
     def keep_rows(self, rows: list[int]) -> None:
         keep_prefix_rows(self.caches, rows)
 
-    def _join(self, caches: Caches) -> bool:
+    def _join(self, caches: Caches) -> None:
         join_prefix_rows(self.caches, caches)
-        return True
 
 
 @attrs.define(eq=False)
@@ -126,7 +136,7 @@ class RowBatch:
 
     def drop_ended(self) -> list[int]:
         """Keep only the rows that have not ended; returns their places before."""
-        places = [place for place, row in enumerate(self.rows) if row in self.alive]
+        places = self._alive_places()
         self.steps.keep_rows(places)
         index = mx.array(places)
         self.logits_bv, self.bits_nbw = self.logits_bv[index], self.bits_nbw[:, index]
@@ -135,21 +145,30 @@ class RowBatch:
         return places
 
     def join(self, other: "RowBatch") -> bool:
-        """Append the rows of another batch, both right after a check; False: they stay side by side."""
-        if self.distribution != other.distribution or not self.steps.join(other.steps):
+        """Take in the rows of another batch that has drawn nothing yet; False: they stay side by side."""
+        if self.distribution != other.distribution:
             return False
+        new = range(len(self.rows), len(self.rows) + len(other.rows))
+        places = self.steps.join(other.steps, self._alive_places(), list(new))
+        if places is None:
+            return False
+        numbers = [*self.rows, *other.rows, -1]
+        self.rows = [numbers[place] for place in places]
+        index = mx.array(places)
         left = [batch.bits_nbw[batch.count :] for batch in (self, other)]
         most = max(bits_nbw.shape[0] for bits_nbw in left)
         padded = [mx.pad(bits_nbw, [(0, most - bits_nbw.shape[0]), (0, 0), (0, 0)]) for bits_nbw in left]
-        self.bits_nbw = mx.concatenate(padded, axis=1)
+        self.bits_nbw = mx.concatenate(padded, axis=1)[:, index]
         self.count = 0
-        self.logits_bv = mx.concatenate([self.logits_bv, other.logits_bv])
+        self.logits_bv = mx.concatenate([self.logits_bv, other.logits_bv])[index]
         if self.seen_bv is not None and other.seen_bv is not None:
-            self.seen_bv = mx.concatenate([self.seen_bv, other.seen_bv])
-        self.rows += other.rows
+            self.seen_bv = mx.concatenate([self.seen_bv, other.seen_bv])[index]
         self.alive |= other.alive
         self.watched |= other.watched
         return True
+
+    def _alive_places(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row in self.alive]
 
 
 def prefill(

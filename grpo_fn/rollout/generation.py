@@ -138,5 +138,5 @@ def decode(
         done,
         vocabulary=policy.vocabulary,
         images=images,
-        sampled=None if replies is None else [row.sampled for row in done],
+        sampled=[talk.sampled for talk in queue.talks] if isinstance(queue, Turns) else None,
     )

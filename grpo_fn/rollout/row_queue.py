@@ -67,20 +67,7 @@ class Row:
 
     entry: Entry
     key: tuple[int, int]
-    tokens: list[int] = attrs.field(factory=list)
-    logp: list[float] = attrs.field(factory=list)
-    entropy: list[float] | None = None
-    prompt_computed: int = 0
-
-    def ended(self, length: int | None = None, finished: bool = False) -> Ended:
-        """The row up to so many tokens (None: all)."""
-        return Ended(
-            tokens=self.tokens[:length],
-            logp=self.logp[:length],
-            entropy=None if self.entropy is None else self.entropy[:length],
-            finished=finished,
-            prompt_computed=self.prompt_computed,
-        )
+    done: Ended  # as far as it has come
 
 
 @attrs.frozen(eq=False)
@@ -91,16 +78,6 @@ class Start:
     rows: list[int]  # those that were not cancelled
     caches: Caches | None  # plain caches of one row; None: nothing was kept
     held: int  # tokens of the prompt that they hold
-
-
-@attrs.frozen(eq=False)
-class End:
-    """A row of a batch that has ended."""
-
-    place: int  # in the batch
-    row: int
-    length: int  # tokens to keep
-    finished: bool
 
 
 class RowQueue:
@@ -145,7 +122,7 @@ class RowQueue:
             raise ValueError(f"rows {entry.rows}: expected new numbers, found {sorted(used)} in use")
         self._entries.append(entry)
         for row, key in entry.keyed_rows:
-            self.rows[row] = Row(entry, key, entropy=[] if entry.sampling.with_entropy else None)
+            self.rows[row] = Row(entry, key, nothing_yet(entry))
 
     def cancel(self, rows: Iterable[int]) -> None:
         """Rows that wait or decode leave, the latter at the next check; kept caches of these are freed."""
@@ -161,8 +138,8 @@ class RowQueue:
 
     def so_far(self, row: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probs of a row as of the last check, if it was not taken."""
-        found = self._ended.get(row) or self.rows[row]
-        return [*found.tokens], [*found.logp]
+        done = self._ended.get(row) or self.rows[row].done
+        return [*done.tokens], [*done.logp]
 
     def forget(self) -> None:
         """Free all kept caches: the weights have changed."""
@@ -187,38 +164,50 @@ class RowQueue:
         if not decoding and not self._rounds:
             self._rounds.extend(_rounds(self._entries, most))
             self._entries = []
-        continuing = [entry for entry in self._entries if entry.continues in self._kept]
-        if not decoding and not continuing:
+        begun = self._fitting(decoding, most)
+        if not (decoding or begun):
             return self._starts(self._rounds.popleft()) if self._rounds else []
-        candidates = continuing if self._rounds else self._entries
-        begun = _first(candidates, (most or math.inf) - decoding)
-        if not decoding:
-            begun = begun or continuing[:1]
         self._entries = [entry for entry in self._entries if entry not in begun]
         return self._starts(begun)
 
-    def ended(self, batch: RowBatch, ends: Sequence[End]) -> None:
-        """Rows of a batch have ended: every token they drew so far but the last one was fed to its steps."""
-        for end in ends:
-            row = self.rows.pop(end.row)
-            if not self._finish(end.row, row, row.ended(end.length, end.finished)):
-                continue
-            held = max(end.length, 1) - 1
+    def rows_due(self, decoding: int, most: int) -> int:
+        """Rows that could begin now, as `due` has it."""
+        return sum(len(entry.rows) for entry in self._fitting(decoding, most))
+
+    def _fitting(self, decoding: int, most: int) -> list[Entry]:
+        entries = self._entries
+        if self._rounds:
+            entries = [entry for entry in entries if entry.continues in self._kept]
+        return _first(entries, (most or math.inf) - decoding)
+
+    def ended(self, batch: RowBatch, place: int, length: int, finished: bool) -> None:
+        """A row of a batch has ended after so many tokens.
+
+        Every token that it drew so far was fed to the batch's steps, but for the last one.
+        """
+        number = batch.rows[place]
+        row = self.rows.pop(number)
+        fed = len(row.done.tokens) - 1
+        row.done = attrs.evolve(row.done, finished=finished)
+        for values in (row.done.tokens, row.done.logp, row.done.entropy or []):
+            del values[length:]
+        if self._finish(number, row):
+            held = max(length - 1, 0)
             steps: Any = batch.steps  # over caches, as its rows are kept
-            caches = caches_of_row(steps.caches, end.place, len(row.tokens) - 1 - held)
+            caches = caches_of_row(steps.caches, place, fed - held)
             if caches is not None:
                 # Computed now, otherwise they would hold the batch's buffers.
                 mx.eval(list(arrays_of([cache.state for cache in caches])))
-                self._kept[end.row] = [*row.entry.prompt, *row.tokens[:held]], caches
+                self._kept[number] = [*row.entry.prompt, *row.done.tokens[:held]], caches
 
-    def completions(self, rows: int) -> list[Any]:
+    def completions(self, rows: int) -> list[Ended]:
         """The rows 0, 1, … as far as they have come; those that have ended are taken."""
         ended = self.take()
-        return [ended.get(row) or self.rows[row].ended() for row in range(rows)]
+        return [ended.get(row) or self.rows[row].done for row in range(rows)]
 
-    def _finish(self, number: int, row: Row, ended: Ended) -> bool:
+    def _finish(self, number: int, row: Row) -> bool:
         """Store a row that has ended; returns whether its caches are kept."""
-        self._ended[number] = ended
+        self._ended[number] = row.done
         return row.entry.keep
 
     def _alive(self, entry: Entry) -> list[int]:
@@ -230,8 +219,9 @@ class RowQueue:
             if rows := self._alive(entry):
                 caches, held = self._resumed(entry)
                 starts.append(Start(entry, rows, caches, held))
+                computed = len(entry.prompt) - held
                 for row in rows:
-                    self.rows[row].prompt_computed = len(entry.prompt) - held
+                    self.rows[row].done = attrs.evolve(self.rows[row].done, prompt_computed=computed)
         return starts
 
     def _resumed(self, entry: Entry) -> tuple[Caches | None, int]:
@@ -246,6 +236,11 @@ class RowQueue:
         shared = next((n for n, (a, b) in pairs if a != b), min(len(tokens), len(entry.prompt) - 1))
         cut = shortened(caches, len(tokens) - shared) if shared else None
         return cut, 0 if cut is None else shared
+
+
+def nothing_yet(entry: Entry) -> Ended:
+    """A row of this entry without tokens."""
+    return Ended(tokens=[], logp=[], entropy=[] if entry.sampling.with_entropy else None)
 
 
 def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], most: int) -> None:

@@ -7,14 +7,14 @@ the rounding of batched products.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import attrs
 
 from grpo_fn.checks import check_token_ids
 from grpo_fn.completions import Ended
 from grpo_fn.policy.policy import Policy
-from grpo_fn.rollout.row_queue import Entry, Row, RowQueue, Start
+from grpo_fn.rollout.row_queue import Entry, Row, RowQueue, Start, nothing_yet
 
 
 class Replies(Protocol):
@@ -58,30 +58,17 @@ class Conversation:
 
     entry: Entry  # of its first turn
     key: tuple[int, int]
-    tokens: list[int] = attrs.field(factory=list)
-    logp: list[float] = attrs.field(factory=list)
-    entropy: list[float] | None = None
+    done: Ended
     sampled: list[bool] = attrs.field(factory=list)
-    finished: bool = False
 
-    def add(self, turn: Ended) -> None:
-        """Append a sampled turn."""
-        self.finished = turn.finished
-        self._append(turn.tokens, turn.logp, turn.entropy, sampled=True)
-
-    def give(self, tokens: Sequence[int]) -> None:
-        """Append tokens that were not sampled; the next turn begins after them."""
-        zeros = [0.0] * len(tokens)
-        self._append(tokens, zeros, zeros, sampled=False)
-
-    def _append(
-        self, tokens: Sequence[int], logp: list[float], entropy: list[float] | None, *, sampled: bool
-    ) -> None:
-        self.tokens += tokens
-        self.logp += logp
-        if self.entropy is not None:
-            self.entropy += entropy or ()
-        self.sampled += [sampled] * len(tokens)
+    def add(self, turn: Ended, *, sampled: bool = True) -> None:
+        """Append a turn, or tokens that were not sampled."""
+        self.done.tokens.extend(turn.tokens)
+        self.done.logp.extend(turn.logp)
+        if self.done.entropy is not None:
+            self.done.entropy.extend(turn.entropy or ())
+        self.sampled += [sampled] * len(turn.tokens)
+        self.done = attrs.evolve(self.done, finished=turn.finished)
 
 
 class Turns(RowQueue):
@@ -94,7 +81,7 @@ class Turns(RowQueue):
         """`together`: turns begin when no row decodes any more; else as soon as replies are there."""
         super().__init__(policy)
         self._replies, self._together = replies, together
-        self._talks: list[Conversation] = []
+        self.talks: list[Conversation] = []
         self._asked: dict[int, int] = {}  # rows whose reply is still to come, by their conversations
 
     @property
@@ -105,9 +92,7 @@ class Turns(RowQueue):
     def add(self, entry: Entry) -> None:
         """Add the first turns of conversations, in the order of their rows."""
         super().add(entry)
-        for key in entry.keys:
-            entropy = [] if entry.sampling.with_entropy else None
-            self._talks.append(Conversation(entry, key, entropy=entropy))
+        self.talks += [Conversation(entry, key, nothing_yet(entry)) for key in entry.keys]
 
     def due(self, decoding: int, most: int) -> list[Start]:
         """As `RowQueue`; turns with new replies wait from now on.
@@ -119,21 +104,21 @@ class Turns(RowQueue):
             self._collect(least)
         return super().due(decoding, most)
 
-    def completions(self, rows: int) -> list[Any]:
+    def completions(self, rows: int) -> list[Ended]:
         """The conversations 0, 1, … as far as they have come."""
         for number, row in self.rows.items():
-            self._talks[number % rows].add(row.ended())
-        return self._talks[:rows]
+            self.talks[number % rows].add(row.done)
+        return [talk.done for talk in self.talks]
 
-    def _finish(self, number: int, row: Row, ended: Ended) -> bool:
+    def _finish(self, number: int, row: Row) -> bool:
         """Ask for a reply to a turn that has ended; its caches are kept if there may be one."""
-        talk_number = number % len(self._talks)
-        talk = self._talks[talk_number]
-        talk.add(ended)
-        full = len(talk.tokens) >= talk.entry.sampling.max_new_tokens
-        if full or not ended.finished or not ended.tokens:
+        talk_number = number % len(self.talks)
+        talk = self.talks[talk_number]
+        talk.add(row.done)
+        full = len(talk.done.tokens) >= talk.entry.sampling.max_new_tokens
+        if full or not row.done.finished or not row.done.tokens:
             return False
-        if not self._replies.begin(talk_number, ended.tokens):
+        if not self._replies.begin(talk_number, row.done.tokens):
             return False
         self._asked[talk_number] = number
         return True
@@ -154,17 +139,18 @@ class Turns(RowQueue):
 
     def _continue(self, talk_number: int, row: int, tokens: Sequence[int]) -> bool:
         """Add the turn after these tokens; False if they leave no room for it."""
-        talk = self._talks[talk_number]
-        talk.finished = False
-        room = talk.entry.sampling.max_new_tokens - len(talk.tokens) - len(tokens)
+        talk = self.talks[talk_number]
+        room = talk.entry.sampling.max_new_tokens - len(talk.done.tokens) - len(tokens)
         if room <= 0:
+            talk.done = attrs.evolve(talk.done, finished=False)
             return False
         check_token_ids([tokens], self._policy.vocabulary)
-        talk.give(tokens)
+        zeros = [0.0] * len(tokens)
+        talk.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
         turn = attrs.evolve(
             talk.entry,
-            rows=(row + len(self._talks),),
-            prompt=[*talk.entry.prompt, *talk.tokens],
+            rows=(row + len(self.talks),),
+            prompt=[*talk.entry.prompt, *talk.done.tokens],
             keys=(talk.key,),
             sampling=attrs.evolve(talk.entry.sampling, max_new_tokens=room),
             drawn=sum(talk.sampled),

@@ -132,14 +132,11 @@ def hold_all_tokens(caches: Caches) -> bool:
     return all(type(cache) in (KVCache, BatchKVCache) for cache in caches)
 
 
-def join_rows(caches: Caches, others: Caches) -> bool:
-    """Append the rows of other caches, padded on the left; False if caches of such a kind cannot join."""
-    if not hold_all_tokens([*caches, *others]):
-        return False
+def join_rows(caches: Caches, others: Caches) -> None:
+    """Append the rows of other caches, padded on the left; all of them `hold_all_tokens`."""
     for number, other in enumerate(others):
         caches[number] = _padded(caches[number])
         caches[number].extend(_padded(other))
-    return True
 
 
 def drop_padding(caches: Caches) -> None:

@@ -89,6 +89,8 @@ class PrefixCache:
         self.prompt, self.layout = prompt, layout
         self._own: Any = KVCache()
         self._own.step = ROOM
+        prompt_of_b = mx.array(layout.prompt_of, mx.int32)
+        self._own.keys, self._own.values = (array[prompt_of_b, :, :0] for array in prompt)
         self.attended = False  # whether it was ever asked to attend
 
     @property
@@ -99,7 +101,7 @@ class PrefixCache:
     @property
     def state(self) -> list[mx.array]:
         """Everything it holds, to be evaluated."""
-        return [a for a in (*self.prompt, self._own.keys, self._own.values) if a is not None]
+        return [*self.prompt, self._own.keys, self._own.values]
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
         """No mask: a new token sees all earlier ones."""
@@ -139,24 +141,19 @@ class PrefixCache:
 
     @property
     def columns(self) -> int:
-        """Columns of the rows' own part."""
+        """Columns of the rows' own part so far."""
         return self._own.offset
 
     def join(self, other: "PrefixCache", layout: Layout) -> None:
-        """Append the prompts and rows of another cache; own parts end in the same column."""
-        (keys, values), (other_keys, other_values) = self.prompt, other.prompt
-        self.prompt = _stacked(keys, other_keys), _stacked(values, other_values)
-        (keys, values), (other_keys, other_values) = self._own_part(), other._own_part()
-        self._own.keys = _stacked(keys, other_keys, left=True)
-        self._own.values = _stacked(values, other_values, left=True)
-        self._own.offset = max(self.columns, other.columns)
+        """Append the prompts of another cache, and its rows, which have no own tokens yet."""
+        self.prompt = _stacked(self.prompt[0], other.prompt[0]), _stacked(self.prompt[1], other.prompt[1])
+        rows = len(other.layout.prompt_of)
+        keys, values = (
+            mx.concatenate([own, mx.zeros((rows, *own.shape[1:]), own.dtype)])
+            for own in self._own.keys_and_values()
+        )
+        self._own.keys, self._own.values = keys, values
         self.layout = layout
-
-    def _own_part(self) -> Pair:
-        if self._own.keys is not None:
-            return self._own.keys_and_values()
-        keys, values = (mx.repeat(a[:1, :, :0], len(self.layout.prompt_of), axis=0) for a in self.prompt)
-        return keys, values
 
     def keep(self, rows: mx.array, prompts: mx.array | None, layout: Layout, spare: int) -> None:
         """Keep these rows, and the prompts that still have a row (None: all).
@@ -168,11 +165,9 @@ class PrefixCache:
             keys, values = self.prompt
             longest = max(layout.lengths)
             self.prompt = keys[prompts, :, :longest], values[prompts, :, :longest]
-        if self._own.keys is not None:
-            own_keys, own_values = self._own.keys_and_values()
-            self._own.keys = own_keys[:, :, spare:][rows]
-            self._own.values = own_values[:, :, spare:][rows]
-            self._own.offset -= spare
+        own_keys, own_values = self._own.keys_and_values()
+        self._own.keys, self._own.values = own_keys[:, :, spare:][rows], own_values[:, :, spare:][rows]
+        self._own.offset -= spare
 
 
 def sharing_pays() -> bool:
@@ -242,32 +237,24 @@ def keep_prefix_rows(caches: list[PrefixCache], rows: list[int]) -> None:
 
 
 def join_prefix_rows(caches: list[PrefixCache], others: list[PrefixCache]) -> None:
-    """Append the prompts and rows of other caches. Their next tokens share a column of the own parts."""
-    width = max(caches[0].columns, others[0].columns)
-    prompt_of: list[int] = []
-    lengths: list[int] = []
-    starts: list[int] = []
-    firsts: list[int] = []
-    for cache in (caches[0], others[0]):
-        layout, padding = cache.layout, width - cache.columns
-        prompt_of += [len(lengths) + p for p in layout.prompt_of]
-        lengths += layout.lengths
-        starts += [start - padding for start in layout.starts]
-        firsts += [first + padding for first in layout.firsts]
-    layout = Layout.of(prompt_of, lengths, starts, firsts)
+    """Append the prompts and rows of other caches right after `fork`: own tokens begin in the next column."""
+    layout, new = caches[0].layout, others[0].layout
+    column = caches[0].columns
+    joined = Layout.of(
+        [*layout.prompt_of, *(len(layout.lengths) + p for p in new.prompt_of)],
+        [*layout.lengths, *new.lengths],
+        [*layout.starts, *(start - column for start in new.starts)],
+        [*layout.firsts, *(column for _ in new.firsts)],
+    )
     for cache, other in zip(caches, others, strict=True):
-        cache.join(other, layout)
+        cache.join(other, joined)
 
 
-def _stacked(one: mx.array, other: mx.array, *, left: bool = False) -> mx.array:
-    """[B,K,L,D] of both, the shorter L filled up with zeros on the right or the left."""
+def _stacked(one: mx.array, other: mx.array) -> mx.array:
+    """[P,K,L,D] of both, the shorter L filled up with zeros."""
     longest = max(one.shape[2], other.shape[2])
-    padded = []
-    for array in (one, other):
-        missing = longest - array.shape[2]
-        width = (missing, 0) if left else (0, missing)
-        padded.append(mx.pad(array, [(0, 0), (0, 0), width, (0, 0)]))
-    return mx.concatenate(padded)
+    widths = [(0, 0), (0, 0), (0, longest), (0, 0)]
+    return mx.concatenate([mx.pad(each, widths)[:, :, :longest] for each in (one, other)])
 
 
 def _mixed(weights: mx.array, values: mx.array) -> mx.array:

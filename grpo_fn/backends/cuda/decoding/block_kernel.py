@@ -89,7 +89,7 @@ class Weights(NamedTuple):
 _NAMES = ("wq", "wk", "wv", "wo", "wu", "wd", "wg", "n1", "n2", "bq", "bk", "bv", "qn", "kn")
 _REQUIRED = 6
 _CACHE_NAMES = ("turns", "prompt_keys", "prompt_values", "own_keys", "own_values")
-_CACHE_NAMES += ("prompt_of", "lengths", "own_length", "barrier")
+_CACHE_NAMES += ("prompt_of", "lengths", "own_lengths", "barrier")
 
 
 def takes_block(shape: BlockShape, weights: Weights, rows: int) -> bool:
@@ -116,7 +116,7 @@ def block_step(
     own: tuple[mx.array, mx.array],
     prompt_of_b: mx.array,
     lengths_p: mx.array,
-    own_length: mx.array,
+    own_length_b: mx.array,
     barrier: mx.array,
 ) -> mx.array:
     """The block's output [B,1,D] for one token per row; its key and value are written into the rows' buffers.
@@ -125,7 +125,7 @@ def block_step(
         shape, weights: the block, which `takes_block` must accept.
         x: [B,1,D].
         turns: [B,HD] float32: cosines and sines of the rotation at each row's position.
-        prompt, own, prompt_of_b, lengths_p, own_length: as of `prefix_attention.append_and_attend`.
+        prompt, own, prompt_of_b, lengths_p, own_length_b: as of `prefix_attention.append_and_attend`.
         barrier: uint32 [64], zeros at first; not shared with another launch that may run at the same time.
     """
     device = device_limits()
@@ -134,7 +134,7 @@ def block_step(
     present = [(name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None]
     names = ("x", *(name for name, _ in present), *_CACHE_NAMES)
     inputs = [x, *(weight for _, weight in present), turns, *prompt, *own]
-    inputs += [prompt_of_b, lengths_p, own_length, barrier]
+    inputs += [prompt_of_b, lengths_p, own_length_b, barrier]
     source = SOURCE.replace("EPSILON", literal(shape.eps)).replace("SCALE", literal(shape.scale))
     source = source.replace("MMA", MMA[x.dtype])
     for name in _NAMES[_REQUIRED:]:

@@ -133,11 +133,11 @@ ATTENTION
             if (GROUP == 32) __syncwarp();
             else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(GROUP) : "memory");
         };
-        const int own = own_length[0];
 
         for (int item = blockIdx.x * (THREADS / GROUP) + group; item < rows * SHARED;
              item += gridDim.x * (THREADS / GROUP)) {
             const int row = item / SHARED, head = item % SHARED;
+            const int own = own_lengths[row];
             together();
             for (int at = t; at < (R + 2) * HD; at += GROUP) {
                 const int which = at / HD, d = at % HD;

@@ -230,7 +230,7 @@ class DecodeBlock(nn.Module):
         if self._rotation not in cache.turns:  # of this step, by the first such block
             turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
             cache.turns[self._rotation] = turns[:, 0]
-        held = cache.prompt, cache.own, cache.prompt_of_b, cache.lengths_p, cache.used
+        held = cache.prompt, cache.own, cache.prompt_of_b, cache.lengths_p, cache.used_b
         return block_step(*parts[:2], x, cache.turns[self._rotation], *held, self._barrier)
 
 

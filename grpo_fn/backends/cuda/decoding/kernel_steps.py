@@ -6,7 +6,7 @@ program is launched without the Python that describes it. If its buffers keep th
 ahead of the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +22,7 @@ from grpo_fn.trees import Tree
 
 FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
 _ROOM_STEP = 64
+_PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
@@ -50,57 +51,101 @@ class KernelSteps:
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
-        prompt_of = [p for p in range(len(lengths)) for _ in range(groups[p])]
-        one_length = min(lengths) == max(lengths)
-        starts = lengths[0] if one_length else [lengths[p] for p in prompt_of]
-        self._rows = (
-            mx.array(prompt_of, mx.int32),
-            mx.array(list(lengths), mx.int32),
-            mx.array(starts, mx.int32),
-        )
+        self._prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+        self._lengths = list(lengths)
         self._most = room
-        self._used = 0
-        self._own: list[tuple[mx.array, mx.array]] = []
-        self._grow()
+        self._room = 0
+        self._fed = [0] * len(self._prompt_of)  # own tokens of each row when the buffers were made
+        self._counts = mx.zeros((0, 0), mx.int32)  # [N,B]: the same, at each step from then on
+        self._steps = 0  # since then
+        self._own = [(keys[:0, :, :0], values[:0, :, :0]) for keys, values in self._prompts]
 
     def __call__(self, token_b: mx.array) -> mx.array:
-        if self._used == self._room:
+        if self._steps == self._counts.shape[0]:
             mx.eval(token_b)  # wait for the step that filled the buffers before they are read
             self._grow()
-        used = self._counts[self._used]
-        self._used += 1
-        return self._program([*self._fixed, used, token_b])
+        fed_b = self._counts[self._steps]
+        self._steps += 1
+        return self._program([*self._fixed, fed_b, token_b])
 
-    def join(self, other: Any) -> bool:
-        """No rows join: see `Steps`."""
-        return False
+    def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
+        """As `Steps`, for rows right after their prefill: they take the places of rows that have left."""
+        if not isinstance(other, KernelSteps) or other._room:
+            return None
+        prompts = len(self._lengths)
+        places = _placed(len(self._prompt_of), old, new)
+        stay = {self._prompt_of[row] for row in old}
+        slots = _placed(prompts, stay, range(prompts, prompts + len(other._lengths)))
+        slot_of = {prompt: slot for slot, prompt in enumerate(slots)}
+        prompt_of = [*self._prompt_of, *(prompts + p for p in other._prompt_of)]
+        lengths = [*self._lengths, *other._lengths]
+        fed = [*(count + self._steps for count in self._fed), *other._fed]
+        self._prompt_of = [slot_of[prompt_of[row]] if row >= 0 else 0 for row in places]
+        self._lengths = [lengths[prompt] if prompt >= 0 else 1 for prompt in slots]
+        self._fed = [fed[row] if row >= 0 else 0 for row in places]
+        self._counts = self._counts[:0]  # the next step makes new buffers
+        self._steps = 0
+        index = mx.array([slot_of[prompts + p] for p in range(len(other._lengths))], mx.int32)
+        self._prompts = [
+            (_inserted(keys, new_keys, index, len(slots)), _inserted(values, new_values, index, len(slots)))
+            for (keys, values), (new_keys, new_values) in zip(self._prompts, other._prompts, strict=True)
+        ]
+        self._most = max(self._most, other._most)
+        return places
 
     def _grow(self) -> None:
+        """Make buffers with room for one more token of each row, and the program for them."""
+        self._fed = [count + self._steps for count in self._fed]
+        self._steps = 0
+        used = max(self._fed)
         room = FIRST_ROOM
-        while room <= self._used:
+        while room <= used:
             room *= 2
-        self._room = min(room, -(-max(self._most, self._used + 1) // _ROOM_STEP) * _ROOM_STEP)
-        rows = self._rows[0].shape[0]
-        own = []
-        for number, (keys, values) in enumerate(self._prompts):
-            shapes = [(rows, a.shape[1], self._room, a.shape[3]) for a in (keys, values)]
-            new_keys, new_values = (mx.zeros(shape, keys.dtype) for shape in shapes)
-            if self._own:
-                old_keys, old_values = self._own[number]
-                new_keys[:, :, : old_keys.shape[2]] = old_keys
-                new_values[:, :, : old_values.shape[2]] = old_values
-            own.append((new_keys, new_values))
-        self._own = own
-        self._counts = mx.arange(self._room, dtype=mx.int32)
-        self._prepare()
-
-    def _prepare(self) -> None:
-        mx.eval(self._own, self._rows, self._counts)  # arrays that are written in place must exist
-        example = self._counts[0], mx.zeros((self._rows[0].shape[0],), mx.int32)
+        needed = -(-max(self._most, used + 1) // _ROOM_STEP) * _ROOM_STEP
+        self._room = max(self._room, min(room, needed))
+        rows = len(self._prompt_of)
+        self._own = [
+            (_enlarged(keys, rows, self._room), _enlarged(values, rows, self._room))
+            for keys, values in self._own
+        ]
+        first_b = mx.array(self._fed, mx.int32)
+        self._counts = mx.arange(self._room - used, dtype=mx.int32)[:, None] + first_b
+        starts = [self._lengths[p] for p in self._prompt_of]
+        of_rows = [mx.array(each, mx.int32) for each in (self._prompt_of, self._lengths, starts)]
+        # Arrays that are written in place must exist.
+        mx.eval(self._own, self._prompts, of_rows, self._counts)
+        example = self._counts[0], mx.zeros((rows,), mx.int32)
         self._program, leaves = self._step.program(
-            self._params, self._prompts, self._own, self._rows, *example
+            self._params, self._prompts, self._own, tuple(of_rows), *example
         )
         self._fixed = leaves[: -len(example)]
+
+
+def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
+    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1: nothing."""
+    at = {place: place for place in old}
+    if (needed := len(at) + len(new)) > size:
+        step = max(_PLACES, 1 << max(needed.bit_length() - 3, 0))
+        size = -(-needed // step) * step
+    free = [place for place in range(size) if place not in at]
+    at |= zip(free, new, strict=False)
+    return [at.get(place, -1) for place in range(size)]
+
+
+def _enlarged(array: mx.array, rows: int, columns: int) -> mx.array:
+    """[B,K,T,D] with zeros behind its rows and columns."""
+    if (array.shape[0], array.shape[2]) == (rows, columns):
+        return array
+    larger = mx.zeros((rows, array.shape[1], columns, array.shape[3]), array.dtype)
+    larger[: array.shape[0], :, : array.shape[2]] = array
+    return larger
+
+
+def _inserted(array: mx.array, new: mx.array, places: mx.array, rows: int) -> mx.array:
+    """[B,K,T,D] with so many rows, of which those at the places are the new ones."""
+    larger = _enlarged(array, rows, max(array.shape[2], new.shape[2]))
+    larger[places, :, : new.shape[2]] = new
+    return larger
 
 
 @attrs.frozen(eq=False)
@@ -111,15 +156,15 @@ class KernelCache:
     own: tuple[mx.array, mx.array]  # [B,K,T,D]
     prompt_of_b: mx.array
     lengths_p: mx.array
-    start: mx.array  # position of the first own token: of all rows, or [B]
-    used: mx.array  # own tokens so far, the same of all rows
+    start_b: mx.array  # position of the first own token
+    used_b: mx.array  # own tokens so far
     # rotations of this step, of all layers: `decode_blocks`
     turns: dict[Any, mx.array] = attrs.field(factory=dict)
 
     @property
     def offset(self) -> mx.array:
         """Position of the next token."""
-        return self.start + self.used
+        return self.start_b + self.used_b
 
     def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
         """No mask: a new token sees all earlier ones."""
@@ -133,7 +178,15 @@ class KernelCache:
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
         """Attention [B,H,1,D] over the prompt, the own tokens so far and the new one."""
         return append_and_attend(
-            queries, keys, values, *self.prompt, *self.own, self.prompt_of_b, self.lengths_p, self.used, scale
+            queries,
+            keys,
+            values,
+            *self.prompt,
+            *self.own,
+            self.prompt_of_b,
+            self.lengths_p,
+            self.used_b,
+            scale,
         )
 
 
@@ -143,13 +196,13 @@ def kernel_forward(
     prompts: list[tuple[mx.array, mx.array]],
     own: list[tuple[mx.array, mx.array]],
     rows: tuple[mx.array, mx.array, mx.array],
-    used: mx.array,
+    used_b: mx.array,
     token_b: mx.array,
 ) -> mx.array:
     """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
     turns: dict[Any, mx.array] = {}
     caches = [
-        KernelCache(prompt, mine, *rows, used, turns) for prompt, mine in zip(prompts, own, strict=True)
+        KernelCache(prompt, mine, *rows, used_b, turns) for prompt, mine in zip(prompts, own, strict=True)
     ]
     with bound(params, {}) as model:
         return model(token_b[:, None], cache=caches)[:, -1]
@@ -170,7 +223,7 @@ def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
         for cache in caches:
             prompt = cache.keys, cache.values
             own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
-            layers.append(KernelCache(prompt, own, index, lengths, start, mx.array(1, mx.int32)))
+            layers.append(KernelCache(prompt, own, index, lengths, start, mx.array([1, 1, 0], mx.int32)))
         return module(token_b[:, None], cache=layers)
 
     try:

@@ -27,7 +27,7 @@ from grpo_fn.backends.cuda.kernels import compiles, cuda_kernel, device_limits, 
 _ROW = """
     constexpr int WARPS = THREADS / 32;
     const int row = blockIdx.x / HEADS, head = blockIdx.x % HEADS, warp = threadIdx.x / 32;
-    const int prompt = prompt_of[row], own = own_length[0];
+    const int prompt = prompt_of[row], own = own_lengths[row];
     const int prompt_length = lengths[prompt], length = prompt_length + own + 1;
     const size_t at = (size_t)(prompt * HEADS + head) * prompt_keys_shape[2] * HD;
     const size_t own_at = (size_t)(row * HEADS + head) * own_keys_shape[2] * HD;
@@ -141,7 +141,7 @@ _PLAIN = """
 _WARPS_AT_A_TIME = {64: 20, 128: 12}  # of a multiprocessor, for heads of so many numbers: by their registers
 _INPUTS = (
     *("queries", "new_keys", "new_values", "prompt_keys", "prompt_values", "own_keys", "own_values"),
-    *("prompt_of", "lengths", "own_length"),
+    *("prompt_of", "lengths", "own_lengths"),
 )
 
 
@@ -155,7 +155,7 @@ def append_and_attend(
     own_values: mx.array,
     prompt_of_b: mx.array,
     lengths_p: mx.array,
-    own_length: mx.array,
+    own_length_b: mx.array,
     scale: float,
 ) -> mx.array:
     """Attention [B,H,1,D] of one token a row; its key and value are written to the rows' own buffers.
@@ -164,9 +164,8 @@ def append_and_attend(
         queries: [B,H,1,D].
         new_keys, new_values: [B,K,1,D], of the token itself.
         prompt_keys, prompt_values: [P,K,L,D], of which the first `lengths_p` count.
-        own_keys, own_values: [B,K,T,D], of which the first `own_length` < T count; written at `own_length`.
+        own_keys, own_values: [B,K,T,D], of which the first `own_length_b` < T count; written behind them.
         prompt_of_b: each row's prompt; int32, as are the lengths.
-        own_length: 0-d.
 
     Raises:
         ValueError: the kernel is not made for these heads or dtypes.
@@ -193,7 +192,7 @@ def append_and_attend(
         name, source = "attention_over_a_shared_prompt", _ROW + COMBINATION + _PLAIN
     kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
-        inputs=[*arrays, prompt_of_b, lengths_p, own_length],
+        inputs=[*arrays, prompt_of_b, lengths_p, own_length_b],
         template=[("T", queries.dtype), ("HD", width), ("R", group), ("HEADS", shared), ("THREADS", threads)],
         grid=(rows * shared * threads, 1, 1),
         threadgroup=(threads, 1, 1),

@@ -127,14 +127,14 @@ def steps_of(name, monkeypatch):
     """Kernel steps on the CPU, the kernel's place being taken by the block itself: logits, and the calls."""
     calls = []
 
-    def composed(shape, weights, x, turns, prompt, own, prompt_of_b, lengths_p, own_length, barrier):
+    def composed(shape, weights, x, turns, prompt, own, prompt_of_b, lengths_p, own_length_b, barrier):
         calls.append(turns)
         return x
 
     monkeypatch.setattr(decode_blocks, "takes_block", lambda shape, weights, rows: True)
     monkeypatch.setattr(decode_blocks, "block_step", composed)
     module = module_of(name)
-    places = mx.array([0, 0, 1]), mx.array([3, 2]), mx.array([3, 3, 2]), mx.array(1)
+    places = mx.array([0, 0, 1]), mx.array([3, 2]), mx.array([3, 3, 2]), mx.array([1, 1, 1])
     nothing, turns = (mx.zeros(()), mx.zeros(())), {}
     caches = [KernelCache(nothing, nothing, *places, turns) for _ in module.layers]
     with decode_blocks.decode_blocks(module):

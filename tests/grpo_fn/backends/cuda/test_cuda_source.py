@@ -71,7 +71,7 @@ def test_nvrtc_takes_every_kernel(dtype, monkeypatch):
         mx.ones((6, 2, 1, 64), dtype),
         mx.ones((6, 2, 8, 64), dtype),
     )
-    numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.array(1, mx.int32)
+    numbers = mx.zeros((6,), mx.int32), mx.zeros((2,), mx.int32), mx.ones((6,), mx.int32)
     prefix_attention.append_and_attend(queries, new, new, own[:2], own[:2], own, own, *numbers, 0.1)
     carry = mx.zeros((2,), mx.int32), mx.zeros((1, 96), mx.uint32), mx.ones((1, 96, 96), mx.bfloat16)
     rounding_kernel.round_columns(4, 32)(

@@ -14,11 +14,12 @@ from grpo_fn.backends.cuda.decoding import kernel_steps
 from grpo_fn.backends.cuda.decoding.attention_source import warps_of_row
 from grpo_fn.backends.cuda.decoding.kernel_steps import KernelSteps
 from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
-from grpo_fn.rollout import Entry
+from grpo_fn.rollout import Entry, RowQueue
 from grpo_fn.rollout.begin import prefilled
 from grpo_fn.rollout.decode_step import CacheSteps, result_of
 from grpo_fn.rollout.row_queue import Start
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
+from tests.support.queueing import LIMITS, MANY, drive, entry
 from tests.support.tiny_policies import tiny_policy, token_rows
 
 
@@ -34,7 +35,7 @@ def attention(*given: Any) -> np.ndarray:
         for head in range(q.shape[1]):
             h = head // repeats
             k, v = (
-                np.concatenate([prompt[p, h, : lengths[p]], own[row, h, :used], new[row, h]])
+                np.concatenate([prompt[p, h, : lengths[p]], own[row, h, : used[row]], new[row, h]])
                 for prompt, own, new in ((prompt_k, own_k, new_k), (prompt_v, own_v, new_v))
             )
             scores = k @ q[row, head, 0] * scale
@@ -47,7 +48,7 @@ class InPlaceKernel:
     """Stands in for `append_and_attend` where nothing is compiled, and writes through as it does.
 
     Attributes:
-        calls: rows, room for own tokens and own tokens so far, at each call of a layer.
+        calls: rows, room for own tokens and the most own tokens so far, at each call of a layer.
     """
 
     def __init__(self) -> None:
@@ -55,17 +56,17 @@ class InPlaceKernel:
 
     def __call__(self, *given: Any) -> mx.array:
         """As `append_and_attend`."""
-        *arrays, prompt_of_b, lengths_p, own_length, scale = given
+        *arrays, prompt_of_b, lengths_p, own_length_b, scale = given
         _, new_keys, new_values, _, _, own_keys, own_values = arrays
         rows, _, room, _ = own_keys.shape
-        used = int(own_length.item())
-        assert prompt_of_b.shape == (rows,) and 0 <= used < room
-        self.calls.append((rows, room, used))
+        used = own_length_b.tolist()
+        assert prompt_of_b.shape == (rows,) == own_length_b.shape and 0 <= min(used) <= max(used) < room
+        self.calls.append((rows, room, max(used)))
         found = attention(*arrays, prompt_of_b.tolist(), lengths_p.tolist(), used, scale)
         for buffer, new in ((own_keys, new_keys), (own_values, new_values)):
             held = np.array(buffer, copy=False)  # a view of the array's own memory
             assert held.flags.c_contiguous, "MLX would hand a kernel a copy of it"
-            held[:, :, used] = np.array(new)[:, :, 0]
+            held[np.arange(rows), :, used] = np.array(new)[:, :, 0]
         return mx.array(found.astype(np.float32))
 
 
@@ -151,8 +152,35 @@ def test_buffers_grow_by_doubling_and_to_what_is_needed(kernel):
     assert kernel.calls == [(6, room, n) for n, room in enumerate(rooms) for _ in range(LAYERS)]
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"pipelined": True}, {"max_batch": 6}], ids=str)
+def test_late_rows_take_free_places(group, options, kernel, monkeypatch):
+    """They join the program's rows: places of rows that have ended first, then new ones, some at a time."""
+    monkeypatch.setattr(kernel_steps, "_PLACES", 2)
+    policy = with_kernel()
+    queue = RowQueue(policy)
+
+    def add(number):
+        sampling = g.Sampling(max_new_tokens=LIMITS[number])
+        queue.add(entry(number, MANY[number], group=group, sampling=sampling))
+
+    add(0)
+    late = [(2 * n, lambda n=n: add(n)) for n in range(1, 8)]
+    columns = drive(policy, queue, late, share_prefix=True, check_every=2, **options)
+    done = queue.take()
+    for n, prompt in enumerate(MANY):
+        alone = roll(tiny_policy(), [prompt], prompt_numbers=[n], generations=group, limit=LIMITS[n])
+        for i, (tokens, logp) in enumerate(zip(alone.completions(), alone.logp_bt.tolist(), strict=True)):
+            row = done[n * group + i]
+            assert row.tokens == tokens, f"prompt {n}"
+            assert np.abs(np.array(row.logp) - logp).max() < 1e-4
+    widths = [len(column.rows) for column in columns]
+    assert 2 * group <= max(widths) and len(set(widths)) < 7, "few programs"
+    assert {rows for rows, *_ in kernel.calls} == set(widths), "one batch"
+
+
 ON_CUDA = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], 5
+PROMPT_OF, LENGTHS, OWN = [0, 0, 0, 1, 1, 1], [37, 20], [5, 0, 3, 5, 12, 1]
 needs_cuda = pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
 
 
@@ -182,7 +210,7 @@ def test_it_is_attention_and_keeps_the_new_token(dtype, tolerance, width, heads,
     assert found.dtype == dtype
     assert np.abs(np.array(found.astype(mx.float32)) - wanted).max() < tolerance
     for before, appended, after in zip(kept[5:], kept[1:3], arrays[5:], strict=True):
-        before[:, :, OWN] = appended[:, :, 0]
+        before[np.arange(6), :, OWN] = appended[:, :, 0]
         assert np.array_equal(before, np.array(after.astype(mx.float32)))
 
 
