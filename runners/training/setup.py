@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ class SetUp:
     decided: Mapping[str, Any] | None = None  # the keys of [rollout] as an earlier process resolved them
     ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
     worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
+    start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
     advance: Advance | None = attrs.field(default=None, kw_only=True)
     note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
@@ -109,6 +111,7 @@ class SetUp:
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
+        loaded.tokenizer.start = self.start
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
         environments = build_environments(
