@@ -60,7 +60,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)
     data = config.data
-    columns = reward_columns(rows[0], with_answer=bool(data.answer))
+    columns = reward_columns((*rows[0], *rows[1]), data.answer)
     check_columns(rewards, columns, environments=config.env.answers)
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
@@ -73,7 +73,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
     tools = environments.chat.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
-        build_examples(part, data, tokenizer, tools, processor) for part in rows
+        build_examples(part, data, tokenizer, tools, processor, columns) for part in rows
     )
     read, tried = config.answer_form, train[:problems]
     if read is not None:

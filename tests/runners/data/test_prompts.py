@@ -125,9 +125,10 @@ def test_examples() -> None:
     assert first.messages == (MESSAGES[0], {"role": "user", "content": "1+1?"})
     assert (first.text, first.tokens) == render(tokenizer(TEMPLATE), first.messages, "<reasoning>")
     values = {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "column_prompts": "clash", "answer": "2"}
-    assert first.columns == values
+    assert first.columns == {**values, "column_answer": None}
+    assert examples[1].columns["column_answer"] == "raw"
     assert examples[1].columns["level"] is None
-    assert set(reward_columns(rows)) == set(first.columns)
+    assert set(reward_columns(rows, "solution")) == set(first.columns)
     columns = columns_of(examples, 2)
     assert columns["q"] == ["1+1?", "1+1?", "2+2?", "2+2?"] and columns["level"] == [3, 3, None, None]
 
