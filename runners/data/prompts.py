@@ -14,7 +14,7 @@ from runners.answers.values import value_text, without_exponent
 from runners.config.names import REWARD_ARGUMENTS
 from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
-from runners.data.rendering import render
+from runners.data.rendering import opening, render
 from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_files
 from runners.images.processor import ImageProcessor, load_processor
@@ -35,6 +35,7 @@ class Example:
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
     number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
     gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
+    opening: str = ""  # the first words of a completion, before the nudge: the chat template's
 
 
 def image_folder(config: DataConfig) -> Path | None:
@@ -70,6 +71,9 @@ def build_examples(
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
     fields = reward_columns(rows, config.answer) if columns is None else columns
+    raw = config.prompt_form == "raw"
+    kwargs = config.chat_template_kwargs
+    begun = opening(tokenizer, kwargs, raw=raw)
 
     def example_of(row: Mapping[str, Any], number: int) -> Example:
         gold = (gold_answer(row[config.answer]) or "") if config.answer else ""
@@ -80,14 +84,14 @@ def build_examples(
             messages,
             config.nudge,
             tools=tools,
-            template_kwargs=config.chat_template_kwargs,
+            template_kwargs=kwargs,
             images=images,
             processor=processor,
-            raw=config.prompt_form == "raw",
+            raw=raw,
         )
         values = {column: row.get(field) for column, field in fields.items()}
         answers = {"answer": gold} if config.answer else {}
-        return Example(messages, text, tokens, gold, {**values, **answers}, images, number)
+        return Example(messages, text, tokens, gold, {**values, **answers}, images, number, opening=begun)
 
     examples: list[Example] = []
     faults: dict[str, str] = getattr(rows, "faults", {})

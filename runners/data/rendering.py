@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +18,8 @@ from runners.images.processor import ImageProcessor
 from runners.tokenization.text import encode
 
 NO_KWARGS: Mapping[str, Any] = {}
+_EMPTY_PAIR = re.compile(r"<(\w+)>\s*</\1>\s*")
+_CLOSED = re.compile(r"</\w+>\s*")
 _DATE_CODES = "aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
 _SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
@@ -127,6 +131,37 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     except Exception:  # a template may raise anything; the prompts' own rendering reports it
         return ""
     return text.rpartition(words)[2].strip() if words in text else ""
+
+
+def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
+    """What the template writes behind the header of a reply, such as ``<think>``: the reply's first words.
+
+    The header is what the reply's start and an earlier turn of the assistant have in common. A pair of tags
+    that the template closes itself is no part of the reply. Empty also if the header is unknown.
+    """
+    if raw or not has_template(tokenizer):
+        return ""
+    question = {"role": "user", "content": "a question"}
+    turns = [question, {"role": "assistant", "content": "words"}, question]
+
+    def text(messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:
+        return apply_template(
+            tokenizer, messages, template_kwargs=template_kwargs, add_generation_prompt=head
+        )
+
+    try:
+        before, start = text([question], head=False), text([question], head=True)
+        earlier = _EMPTY_PAIR.sub("", text(turns, head=False))
+    except Exception:  # a template may raise anything; the prompts' own rendering reports it
+        return ""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, earlier, strict=False))
+    header = "".join(letter for letter, _ in same)
+    if header.rfind("<") > header.rfind(">"):  # tags that begin alike, such as <think> and </think>
+        header = header[: header.rfind("<")]
+    if len(header) <= len(before) or not header.startswith(before):
+        return ""
+    written = _CLOSED.split(start[len(header) :])[-1]
+    return written if written.strip() else ""
 
 
 def writes_date(template: Any) -> bool:

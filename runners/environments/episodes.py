@@ -96,7 +96,8 @@ class Session:
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
         content, calls = self._home.reader.read(self._home.chat.text(tokens))
-        content = ("" if episode.messages else self._home.nudge) + content
+        lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
+        content = lead + content
         message: Message = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = [call.message() for call in calls]

@@ -7,6 +7,7 @@ completion is known, they score neutral texts, which shows whether they run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -139,6 +140,14 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
     }
 
 
+def _behind(opening: str, text: str) -> str:
+    """The text as a completion that begins as the chat template has it, whose tag it closes."""
+    if not opening or text.startswith(opening.strip()):
+        return text
+    tag = re.search(r"<(\w+)>\s*$", opening)
+    return f"{opening}</{tag[1]}>\n{text}" if tag else opening + text
+
+
 def _wrong(answer: str) -> str:
     """Another answer of the same kind: the next number or letter, or a text that the data does not have."""
     if len(answer) == 1 and answer.isalpha():
@@ -160,7 +169,8 @@ def _score(
             by_kind.setdefault(kind, []).append(text)
     values, faults = [], list[str]()
     for kind, texts in by_kind.items():
-        tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
+        begun = [_behind(examples[0].opening, text) for text in texts]
+        tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in begun]
         scores = scorer.score(
             [decoder.decode(each) for each in tokens],  # as a run would give them
             [list(example.messages) for example in examples],
