@@ -215,7 +215,7 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
         (["llama", "rows.jsonl", "--question", "q"], "--question q: expected one of question, answer"),
         (
             ["llama", "rows.jsonl", "--question", "answer"],
-            "expected a column of questions, found question, ans",
+            "expected a column of questions, found answer",
         ),
     ],
 )
