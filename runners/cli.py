@@ -106,7 +106,8 @@ Exit codes:
 def run_command(config: str, overrides: Sequence[str], resume: str | None, **flags: bool) -> None:
     """Fine-tune a language model with GRPO.
 
-    CONFIG is a TOML file, or the name of a packaged preset such as quickstart.
+    CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
+    they are.
     """
     overwrite, allowed, dry_run = (flags[name] for name in ("overwrite", "allow_config_change", "dry_run"))
     if resume is not None and overwrite:
@@ -222,7 +223,7 @@ def _run(
     with ranks.ending_together():
         if isinstance(found, UserError):
             raise found
-        echo_all(notices if ranks.is_rank_zero else ())
+        echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
         run_training(found, ranks=ranks, signals=signals, **how)
 
 

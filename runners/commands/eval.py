@@ -152,7 +152,7 @@ def _measure_all(
     else:
         rows = load_rows(config.data, config.folders)[1]  # those that training holds out
     config = with_answers_of(config, rows)
-    columns = reward_columns(rows, with_answer=bool(config.data.answer))
+    columns = reward_columns(rows, config.data.answer)
     check_columns(rewards, columns, environments=config.env.answers)
     measured: list[ModelResult] = []
     for name in models:

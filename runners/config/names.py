@@ -23,6 +23,14 @@ REWARD_NAMES = (
     "xmlcount_reward_func",
 )
 
+EXAMPLE_REWARD = '''\
+def reward(completions, **columns):
+    """1.0 for at most 120 words that end as a sentence does, else 0.0; `columns` has the data's columns."""
+    texts = [completion[-1]["content"].rstrip() for completion in completions]
+    return [float(len(text.split()) <= 120 and text.endswith((".", "!", "?"))) for text in texts]
+'''
+"""The reward that `grpo init` writes for data without answers. Unchanged, it gives way to `data.answer`."""
+
 REWARD_ARGUMENTS = (
     "completions",
     "prompts",

@@ -43,7 +43,7 @@ class Batch:
 
     examples: Sequence[Example]
     rollout: g.Rollout
-    texts: list[str]  # of each row, the nudge in front; of a conversation the model's last turn
+    texts: list[str]  # of each row, its first words in front; of a conversation the model's last turn
     lengths: list[int]  # tokens of each row that were sampled
     finish: list[str]  # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
     seconds: float
@@ -86,7 +86,9 @@ def sample_batches(
             rollout, cut = cancelled.rollout, True
         if played is None:
             sampled = rollout.completions()
-            texts = [nudge + decoder.decode(tokens) for tokens in sampled]
+            said = [nudge + decoder.decode(tokens) for tokens in sampled]
+            size = sampling.num_generations
+            texts = [part[row // size].opening + text for row, text in enumerate(said)]
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
@@ -178,9 +180,9 @@ class Conversation:
         request = requests_of([prompt], [self.turns], self.model.vision)
         how = {"key": self.key, "should_stop": should_stop}
         stream, tokens, times = TextStream(self.model.decoder), list[Token](), [time.perf_counter()]
-        pieces = [self.nudge]
-        if self.nudge:
-            yield self.nudge
+        pieces = [prompt.opening + self.nudge]
+        if pieces[0]:
+            yield pieces[0]
         try:
             for token in self.model.engine.stream(request, self.sampling, **how):
                 tokens.append(token)

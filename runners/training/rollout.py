@@ -169,7 +169,8 @@ class Collector:
         if not examples:
             return None
         sampled, completions = time.perf_counter(), rollout.completions()
-        texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
+        said = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
+        texts = [examples[row // size].opening + text for row, text in enumerate(said)]
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in examples for _ in range(size)],

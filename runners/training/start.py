@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,7 @@ from runners.checkpoints.resume import (
     decisions,
     earlier_decisions,
     find_origin,
+    first_start,
 )
 from runners.checkpoints.run_folder import clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
@@ -85,8 +87,10 @@ def start_or_resume(
         if origin is not None:
             compare_config(config, origin, shown.note, allowed=allow_config_change)
             known = earlier_decisions(config, origin)
+        starts = ranks.all_gather_object("the start", first_start(origin).isoformat())
+        start = datetime.fromisoformat(starts[0].value)
         how = {"ranks": ranks, "worker": worker, "advance": shown.advanced, "note": shown.note}
-        run = SetUp(config, machine, shown.status, known, **how).build()
+        run = SetUp(config, machine, shown.status, known, start=start, **how).build()
         data, rewards = run.data, run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
