@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -16,6 +15,7 @@ from benchmarks.architectures.page import write_page
 from benchmarks.architectures.small_models import modules
 from benchmarks.architectures.trial import STEPS, Outcome
 from benchmarks.harness.machine import backend
+from benchmarks.harness.side_by_side import side_by_side
 from runners.machine.bounded_process import python_command
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -38,16 +38,15 @@ def main(names: Sequence[str], seconds: float, memory_gb: float, jobs: int, page
         if name not in known:
             raise click.BadParameter(f"{name!r}: wanted one of {', '.join(known)}")
 
-    def one(name: str) -> list[Outcome]:
+    def one(name: str, environment: dict[str, str]) -> list[Outcome]:
         began = time.monotonic()
-        outcomes = tried(name, seconds, int(memory_gb * 1e9))
+        outcomes = tried(name, seconds, int(memory_gb * 1e9), environment)
         faults = [f"{each.step}: {each.fault}" for each in outcomes if each.fault]
         click.echo(f"{name:24} {time.monotonic() - began:5.1f} s  {'; '.join(faults) or 'right'}")
         return outcomes
 
     wanted = names or known
-    with ThreadPoolExecutor(jobs) as pool:
-        found = dict(zip(wanted, pool.map(one, wanted), strict=True))
+    found = dict(zip(wanted, side_by_side(one, wanted, jobs), strict=True))
     if not names:
         write_page(page, found, "Metal" if backend() == "metal" else backend().upper())
         click.echo(f"written to {page}")
@@ -55,7 +54,7 @@ def main(names: Sequence[str], seconds: float, memory_gb: float, jobs: int, page
         raise SystemExit(1)
 
 
-def tried(name: str, seconds: float, memory: int) -> list[Outcome]:
+def tried(name: str, seconds: float, memory: int, environment: dict[str, str]) -> list[Outcome]:
     """The outcomes of one architecture, tried in a process of its own."""
     command = python_command(
         "from benchmarks.architectures.trial import main; main(*sys.argv[1:])",
@@ -63,7 +62,9 @@ def tried(name: str, seconds: float, memory: int) -> list[Outcome]:
         str(seconds),
         str(memory),
     )
-    ending = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    ending = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     outcomes = [Outcome(**json.loads(line)) for line in ending.stdout.splitlines() if line.startswith("{")]
     whole = len(outcomes) >= len(STEPS) or any(each.fault for each in outcomes[:2])
     if not whole:
