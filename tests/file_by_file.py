@@ -1,46 +1,53 @@
 """`python -m tests.file_by_file PATH…`: each test file in a process of its own.
 
-On a GPU one fault ends everything that the same process computes later: the tests of other files are kept
-apart from it. Only the output of files that fail is shown.
+On a GPU one fault ends everything that its process computes later: other files are kept apart from it.
 """
 
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
 
-from benchmarks.harness.side_by_side import side_by_side
+NO_TESTS = 5  # pytest's exit code where a file has none
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--jobs", default=6, show_default=True, help="Files that run side by side.")
+@click.option("--jobs", default=6, show_default=True, help="Files that are tested side by side.")
 @click.option("--seconds", default=900.0, show_default=True, help="Time that each file may take.")
 def main(paths: Sequence[Path], jobs: int, seconds: float) -> None:
-    """Run the test files of PATHS, files or folders; exit with 1 if any fails."""
-    found = {file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
-    files = sorted(found, key=lambda file: -file.stat().st_size)  # the long ones first
+    """Run the tests of PATHS, files or folders, and show the output of files that fail; then exit with 1."""
+    files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+    long_ones_first = sorted(files, key=lambda file: (-file.stat().st_size, file))
 
-    def tested(file: Path, environment: dict[str, str]) -> bool:
+    def tested(file: Path) -> bool:
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(file)]
-        try:
-            ending = subprocess.run(
-                command, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            passed, output = ending.returncode in (0, 5), ending.stdout  # 5: no tests
-        except subprocess.TimeoutExpired as late:
-            passed, output = False, (late.stdout or b"").decode(errors="replace")
-        last = output.strip().rpartition("\n")[2].strip("= ")
-        click.echo(f"{'passed' if passed else 'FAILED'} {file} in {time.monotonic() - began:.0f} s: {last}")
+        # -vv: the test during which a process ends is the last that is named.
+        command = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "--color", "no", str(file)]
+        piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen([sys.executable, *command], **piped) as process:
+            try:
+                output, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, _ = process.communicate()
+        passed = process.returncode in (0, NO_TESTS)
+        text = output.decode(errors="replace").strip()
+        summary = text.rpartition("\n")[2].strip("= ") if process.returncode in (0, 1) else "it ended early"
+        verdict = "passed" if passed else "FAILED"
+        click.echo(f"{verdict} {file} in {time.monotonic() - began:.0f} s: {summary}")
         if not passed:
-            click.echo(output)
+            click.echo(text)
         return passed
 
-    if not all(side_by_side(tested, files, jobs)):
+    with ThreadPoolExecutor(jobs) as pool:
+        failed = [*pool.map(tested, long_ones_first)].count(False)
+    click.echo(f"{len(files) - failed} of {len(files)} files passed")
+    if failed:
         raise SystemExit(1)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from benchmarks.architectures.trial import SLOWER, Outcome
 
-_BEGIN, _END = "<!-- table -->\n", "<!-- end of table -->\n"
-
 _COLUMNS = ("| architecture | verdict | what is worth a word |", "|---|---|---|")
 _WITHOUT = {
     "lora": "LoRA on all linear layers",
@@ -20,7 +18,10 @@ _WITHOUT = {
 
 
 def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str) -> None:
-    """Replace the page's table by one of these outcomes, which were found on this backend."""
+    """Replace the page's table for this backend by one of these outcomes.
+
+    The table of a CPU has every architecture, those of GPUs have the rows that differ from it.
+    """
     rows = {name: row_of(outcomes) for name, outcomes in found.items()}
     count = {verdict: sum(each[0] == verdict for each in rows.values()) for verdict in ("works", "slower")}
     counts = (
@@ -29,10 +30,17 @@ def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str)
     )
     versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
     lines = [f"| `{name}` | {verdict} | {words} |" for name, (verdict, words) in rows.items()]
-    table = [f"With {versions} on {backend}:", counts, "", *_COLUMNS, *lines, ""]
-    before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
-    after = rest.split(_END)[1]
-    page.write_text(before + _BEGIN + "\n".join(table) + _END + after, encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    if backend != "cpu":
+        known = text.splitlines()
+        lines = [line for line in lines if line not in known]
+        counts += " These rows differ from those on a CPU:"
+    where = {"cpu": "CPU", "cuda": "CUDA", "metal": "Metal"}[backend]
+    table = [f"With {versions} on {where}:", counts, "", *_COLUMNS, *lines, ""]
+    begin, end = f"<!-- table of {backend} -->\n", "<!-- end of table -->\n"
+    before, rest = text.split(begin)
+    after = rest.split(end, 1)[1]
+    page.write_text(before + begin + "\n".join(table) + end + after, encoding="utf-8")
 
 
 def row_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:

@@ -21,7 +21,10 @@ def _logits(products, scale_cap):
 
 
 def wanted_logprobs(products, targets, scale_cap, temperature):
-    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary."""
+    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary.
+
+    A token of probability 0 adds nothing to an entropy.
+    """
     z = _logits(products, scale_cap)[0] / temperature
     lse = np.logaddexp.reduce(z, axis=-1)
     every = z - lse[:, None]
@@ -35,7 +38,8 @@ def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperat
     _, entropy, _, every = wanted_logprobs(products, targets, scale_cap, temperature)
     probs = np.exp(every)
     hit = np.eye(products.shape[1])[targets]
-    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * (every + entropy[:, None])
+    above = np.where(probs > 0, every, 0) + entropy[:, None]  # 0 · −∞ would be NaN
+    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * above
     return dz / temperature * _logits(products, scale_cap)[1]
 
 
@@ -74,7 +78,7 @@ def make_products(rows, vocabulary, dtype, size=6.0):
 
 
 @needs_cuda
-@pytest.mark.parametrize("vocabulary", [5, 1000, 4096, 65536])
+@pytest.mark.parametrize("vocabulary", [5, 1000, 65536])
 @pytest.mark.parametrize("form", SCALES_AND_CAPS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
