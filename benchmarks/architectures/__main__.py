@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import attrs
 import click
@@ -54,19 +55,21 @@ def main(
         if name not in known:
             raise click.BadParameter(f"{name!r}: wanted one of {', '.join(known)}")
 
+    results, writing = results or (None if names else RESULTS / "architectures.json"), Lock()
+
     def one(name: str) -> list[Outcome]:
         began = time.monotonic()
         outcomes = tried(name, seconds, int(memory_gb * 1e9))
         faults = [f"{each.step}: {each.fault}" for each in outcomes if each.fault]
         click.echo(f"{name:24} {time.monotonic() - began:5.1f} s  {'; '.join(faults) or 'right'}")
+        if results:
+            with writing:
+                record(results, name, outcomes, backend())
         return outcomes
 
     wanted = names or known
     with ThreadPoolExecutor(jobs) as pool:
         found = dict(zip(wanted, pool.map(one, wanted), strict=True))
-    results = results or (None if names else RESULTS / "architectures.json")
-    if results:
-        record(results, found, backend())
     if not names:
         write_page(page, found, backend())
         click.echo(f"written to {page}")
@@ -74,11 +77,11 @@ def main(
         raise SystemExit(1)
 
 
-def record(results: Path, found: Mapping[str, Sequence[Outcome]], backend: str) -> None:
-    """Replaces the outcomes of these architectures on this backend in a file."""
+def record(results: Path, name: str, outcomes: Sequence[Outcome], backend: str) -> None:
+    """Replaces the outcomes of this architecture on this backend in a file."""
     known = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
-    outcomes = {name: [attrs.asdict(outcome) for outcome in each] for name, each in found.items()}
-    known[backend] = dict(sorted((known.get(backend, {}) | outcomes).items()))
+    here = known.get(backend, {}) | {name: [attrs.asdict(outcome) for outcome in outcomes]}
+    known[backend] = dict(sorted(here.items()))
     results.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 

@@ -47,10 +47,13 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
             os.environ[_VARIABLE] = str(own)
             own.mkdir(parents=True, exist_ok=True)
             lock = (own / ".lock").open("a")
-            with suppress(BlockingIOError):
+            try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-        _LOCKS.append(lock)
+            except BlockingIOError:
+                lock.close()
+                continue
+            _LOCKS.append(lock)
+            break
         for code in own.rglob("*.ptx"):
             if not _is_whole(code):
                 code.unlink()

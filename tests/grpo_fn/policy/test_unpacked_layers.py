@@ -180,7 +180,7 @@ def test_what_sampling_holds_is_counted():
 
 
 def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
-    """On Metal mlx's own kernels take many rows; 16 rows of 64 numbers, wrong on CUDA, are unpacked."""
+    """On Metal mlx's own kernels take many rows. A weight of one group a row, wrong on CUDA, is unpacked."""
     monkeypatch.setattr(quantized_layers, "unpack_rows", lambda: 0)
     monkeypatch.setattr(unpacking, "number", lambda name: 0)
     assert unpackable(packed_module()) == []
@@ -188,10 +188,12 @@ def test_nothing_is_unpacked_where_packed_products_are_fast(monkeypatch):
     monkeypatch.setattr(
         mx, "quantized_matmul", lambda x, *a, **k: taken.append(x.shape) or packed(x, *a, **k)
     )
-    for width, rows in ((64, 15), (64, 16), (128, 100)):
-        layer = nn.QuantizedLinear.from_linear(nn.Linear(width, 32), 32, 4)
-        x = mx.random.normal((rows, width), key=mx.random.key(0))
-        wanted = packed(x, layer.weight, layer.scales, layer.biases, True, 32, 4) + layer.bias
-        substitutes.patch_layers(layer)
-        assert mx.allclose(layer(x), wanted, atol=1e-5)
-    assert taken == [(15, 64), (100, 128)]
+    for width, rows in ((64, 1), (64, 2), (128, 100)):
+        for layer in (nn.Linear(width, 32).to_quantized(64, 4), nn.Embedding(32, width).to_quantized(64, 4)):
+            x = mx.random.normal((rows, width), key=mx.random.key(0))
+            weight = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 4)
+            wanted = x @ weight.T + layer.get("bias", 0.0)
+            substitutes.patch_layers(layer)
+            found = layer.as_linear(x) if isinstance(layer, nn.QuantizedEmbedding) else layer(x)
+            assert mx.allclose(found, wanted, atol=1e-4)
+    assert taken == [(1, 64)] * 2 + [(100, 128)] * 2

@@ -108,6 +108,23 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_products_may_be_a_part_of_a_row(start, dtype):
+    """Where they begin at no multiple of 16 bytes, numbers are read one by one."""
+    whole = make_products(1, 64 + start, dtype)[0]
+    products, targets, by_logp = whole[:, start:], mx.array([7], mx.int32), mx.ones((1,))
+    mx.eval(whole)
+    logp, entropy, lse = row_logprobs(products, targets, (1.0, None), 1.0)
+    wanted = wanted_logprobs(float64(products), np.array(targets), (1.0, None), 1.0)
+    for found, want in zip((logp, entropy, lse), wanted[:3], strict=True):
+        assert np.allclose(float64(found), want, atol=1e-4)
+    found = row_gradients(products, targets, (lse, entropy), (by_logp, None), (1.0, None), 1.0)
+    want = wanted_gradients(float64(products), np.array(targets), np.ones(1), np.zeros(1), (1.0, None), 1.0)
+    assert np.allclose(float64(found), want, atol=1e-2 if dtype == mx.bfloat16 else 1e-5)
+
+
+@needs_cuda
 def test_impossible_tokens_and_numbers_that_are_none():
     """−∞ counts nothing, also as a target; a NaN makes its row's results NaN, and no other's."""
     products, targets, by_logp, by_entropy = make_products(4, 64, mx.float32)
