@@ -40,8 +40,6 @@ def make(prompts=(4, 2), generations=3, width=7, *, seed=0, zeros=False, holes=F
 
 def rows_of(batch):
     """What each row says of its counted tokens, sorted: prompt, completion up to there, mask and values."""
-    if not batch.mask_bt.shape[0]:
-        return []  # on CUDA MLX ends the process where NumPy reads an array without numbers
     columns = [batch.targets_bt, batch.rollout_logp_bt, batch.old_logp_bt, batch.ref_logp_bt, batch.keep_bt]
     columns: Any = [None if column is None else np.array(column) for column in columns]
     mask, tokens = np.array(batch.mask_bt), np.array(batch.tokens_bl)
