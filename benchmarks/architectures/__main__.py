@@ -15,7 +15,7 @@ from threading import Lock
 import attrs
 import click
 
-from benchmarks.architectures.page import write_page
+from benchmarks.architectures.page import BACKENDS, write_page
 from benchmarks.architectures.small_models import modules
 from benchmarks.architectures.trial import STEPS, Outcome
 from benchmarks.harness.machine import backend
@@ -36,6 +36,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
     type=click.Path(path_type=Path, dir_okay=False),
     help="What each step found; benchmarks/results/architectures.json, without NAMES.",
 )
+@click.option(
+    "--only-page",
+    type=click.Choice(BACKENDS),
+    help="Try nothing: write the page's table of this backend from the results.",
+)
 @click.option("--check", is_flag=True, help="Exit with 1 where an architecture computes something wrong.")
 def main(
     names: Sequence[str],
@@ -44,6 +49,7 @@ def main(
     jobs: int,
     page: Path,
     results: Path | None,
+    only_page: str | None,
     check: bool,
 ) -> None:
     """Try every architecture of mlx-lm on a small random model, and write docs/models.md.
@@ -55,7 +61,13 @@ def main(
         if name not in known:
             raise click.BadParameter(f"{name!r}: wanted one of {', '.join(known)}")
 
-    results, writing = results or (None if names else RESULTS / "architectures.json"), Lock()
+    results = results or (None if names else RESULTS / "architectures.json")
+    if only_page and results:
+        recorded = json.loads(results.read_text(encoding="utf-8"))[only_page]
+        outcomes_of = {name: [Outcome(**each) for each in outcomes] for name, outcomes in recorded.items()}
+        write_page(page, outcomes_of, only_page)
+        return
+    writing = Lock()
 
     def one(name: str) -> list[Outcome]:
         began = time.monotonic()

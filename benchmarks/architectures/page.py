@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.architectures.trial import SLOWER, Outcome
 
+BACKENDS = {"cpu": "a CPU", "cuda": "CUDA", "metal": "Metal"}
 _COLUMNS = ("| architecture | verdict | what is worth a word |", "|---|---|---|")
 _WITHOUT = {
     "lora": "LoRA on all linear layers",
@@ -32,15 +33,22 @@ def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str)
     lines = [f"| `{name}` | {verdict} | {words} |" for name, (verdict, words) in rows.items()]
     text = page.read_text(encoding="utf-8")
     if backend != "cpu":
-        known = text.splitlines()
-        lines = [line for line in lines if line not in known]
-        counts += " These rows differ from those on a CPU:"
-    where = {"cpu": "CPU", "cuda": "CUDA", "metal": "Metal"}[backend]
-    table = [f"With {versions} on {where}:", counts, "", *_COLUMNS, *lines, ""]
-    begin, end = f"<!-- table of {backend} -->\n", "<!-- end of table -->\n"
-    before, rest = text.split(begin)
-    after = rest.split(end, 1)[1]
-    page.write_text(before + begin + "\n".join(table) + end + after, encoding="utf-8")
+        right = [each.worst for outcomes in found.values() for each in outcomes if not each.fault]
+        counts += (
+            f" Log-probs and gradients differ from those on a CPU by at most {max(right):.1g}. Other rows:"
+        )
+        on_cpu = _parts(text, "cpu")[1].splitlines()
+        lines = [line for line in lines if line not in on_cpu]
+    table = [f"With {versions} on {BACKENDS[backend]}:", counts, "", *_COLUMNS, *lines, ""]
+    before, _, after = _parts(text, backend)
+    page.write_text(before + "\n".join(table) + after, encoding="utf-8")
+
+
+def _parts(text: str, backend: str) -> tuple[str, str, str]:
+    """What stands before a backend's table, the table, and what stands after it."""
+    before, begin, rest = text.partition(f"<!-- table of {backend} -->\n")
+    table, end, after = rest.partition("<!-- end of table -->\n")
+    return before + begin, table, end + after
 
 
 def row_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:
