@@ -32,10 +32,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 def pytest_configure():
     """Programs for CUDA are this process's own: MLX writes them in place, and tests run side by side."""
-    from grpo_fn.backends.mechanisms import has_cuda  # imports MLX, which needs the BLAS
+    import mlx.core as mx
 
-    if has_cuda():
-        keep_programs(version("mlx"), "tests")
+    if mx.cuda.is_available():
+        keep_programs(version("mlx"), str(mx.device_info()["architecture"]))
 
 
 @pytest.fixture(autouse=True, scope="session")
