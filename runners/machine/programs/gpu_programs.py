@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LOCKS: list[IO[str]] = []  # of this process's folder, until it ends
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
+_FOLDERS = "gpu-programs"  # in the user's cache
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
 _CODE = "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
 
@@ -38,9 +39,10 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
     is running: MLX writes programs in place, and a second run or rank would read half of one and compute
     with it. The folder begins with the programs of the others.
     """
-    if os.environ.get(_VARIABLE):
+    wish = os.environ.get(_VARIABLE)
+    if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):  # else inherited from the parent process
         return
-    folders, stem = cache_folder() / "gpu-programs", f"mlx-{mlx_version}-{architecture or 'gpu'}-"
+    folders, stem = cache_folder() / _FOLDERS, f"mlx-{mlx_version}-{architecture or 'gpu'}-"
     with suppress(OSError):  # MLX then compiles without keeping programs
         for number in itertools.count():
             own = folders / f"{stem}{number}"

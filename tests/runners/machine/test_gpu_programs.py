@@ -72,7 +72,7 @@ def write_program(folder, name, source="source"):
 
 def test_each_process_has_its_own_programs(cache):
     """By version and GPU, in the user's cache. It begins with those of the others; a killed one's folder is
-    free again; a setting of the user stays."""
+    free again; a child takes one of its own."""
     (one, first), (two, second) = started(), started()
     assert first == cache / "mlx-0.32.4-sm_90-0" and second == cache / "mlx-0.32.4-sm_90-1"
     write_program(first, "a")
@@ -85,12 +85,22 @@ def test_each_process_has_its_own_programs(cache):
     assert third == second
     assert {str(path.relative_to(third)) for path in third.rglob("*.ptx")} == {"a.ptx", "long/b.ptx"}
     assert (third / "a.ptx").read_text() == "code of a" and (third / "a.txt").read_text() == "names"
-    for process in (one, three):
-        process.communicate()
+    one.communicate()
     keep_programs("0.32.4", "sm_90")
     keep_programs("9", "sm_100")
     assert os.environ["MLX_PTX_CACHE_DIR"] == str(first)
+    four, fourth = started()  # inherits this process's environment
+    assert fourth == cache / "mlx-0.32.4-sm_90-2"
+    for process in (three, four):
+        process.communicate()
     assert not (first / "half.ptx").exists() and (first / "long" / "b.ptx").exists()
+
+
+def test_a_setting_of_the_user_stays(cache, monkeypatch):
+    """Nothing is made in the cache."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/of/the/user")
+    keep_programs("0.32.4", "sm_90")
+    assert os.environ["MLX_PTX_CACHE_DIR"] == "/of/the/user" and not [*cache.iterdir()]
 
 
 def test_a_folder_that_cannot_be_made_is_no_fault(cache):
