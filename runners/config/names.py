@@ -6,7 +6,10 @@ EMBEDDED = "embedded"
 
 EMBEDDED_TOOLS = "embedded-tools"
 
-SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
+SHIPPED_PRESETS = {EMBEDDED: "quickstart", EMBEDDED_TOOLS: "quickstart_tools"}
+"""The preset that trains each shipped model."""
+
+SHIPPED = tuple(SHIPPED_PRESETS)
 """The names of the shipped models and data, for `model.path` and `data.source`."""
 
 SELF = "self"
