@@ -10,8 +10,8 @@ import zlib
 import pytest
 
 from runners.config.loading import load_config
-from runners.report.page import write_report
 from runners.machine.signals import Stopped
+from runners.report.page import write_report
 from runners.telemetry.events import Status
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
