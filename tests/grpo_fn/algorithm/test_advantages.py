@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal as assert_equal
 
 import grpo_fn as g
 from grpo_fn.algorithm import BASELINES as REGISTERED
@@ -217,27 +216,29 @@ def test_a_registered_baseline_and_scale_are_used_by_their_names(monkeypatch):
 NO_REWARDS = st.sampled_from([np.inf, -np.inf, 3e38, -1e30, 1.1e15])
 
 
+def outcomes(rewards, baseline):
+    """All that is made of these rewards, with each scale and aggregate, and of each repeated at a second step."""
+    aggregates = ("sum_then_normalize", "normalize_then_sum")
+    how = {"group_size": rewards.shape[1]}
+    row = rewards.reshape(1, -1)
+    steps = mx.array(rewards[..., None].repeat(2, axis=2))
+    states = mx.zeros(steps.shape, mx.int32)
+    turns = [g.turn_advantages(steps, baseline=name, states_pgs=states) for name in (baseline, "turn")]
+    return [
+        *(advantages(rewards, baseline=baseline, scale=scale) for scale in SCALES),
+        *(combined(row, np.ones(1), aggregate=aggregate, **how) for aggregate in aggregates),
+        *(np.array(each) for each in (*turns, has_varied_rewards(mx.array(rewards)))),
+    ]
+
+
 @given(rewards=reward_groups(), other=NO_REWARDS, baseline=st.sampled_from(BASELINES), seed=seeds)
 def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed):
     """Infinite ones, and those beyond 1e15: everything is as with NaN; at 1e15 everything is finite."""
-    rewards = rewards.copy()
-    rewards[np.random.default_rng(seed).random(rewards.shape) < 0.3] = np.nan
-    strange = np.where(np.isnan(rewards), np.float32(other), rewards)
-    for scale in SCALES:
-        options = {"baseline": baseline, "scale": scale}
-        assert_equal(advantages(strange, **options), advantages(rewards, **options))
-        large = np.where(np.isnan(rewards), np.float32(1e15), rewards)
-        assert np.isfinite(advantages(large, **options)).all()
-    assert_equal(*(np.array(has_varied_rewards(mx.array(each))) for each in (strange, rewards)))
-    for aggregate in ("sum_then_normalize", "normalize_then_sum"):
-        how = {"aggregate": aggregate, "group_size": rewards.shape[1]}
-        assert_equal(*(combined(each.reshape(1, -1), np.ones(1), **how) for each in (strange, rewards)))
-    steps = [each[..., None].repeat(2, axis=2) for each in (strange, rewards)]
-    for turn_baseline in (baseline, "turn"):
-        states = mx.zeros(steps[0].shape, mx.int32)
-        assert_equal(
-            *(g.turn_advantages(mx.array(each), baseline=turn_baseline, states_pgs=states) for each in steps)
-        )
+    missing = np.isnan(rewards) | (np.random.default_rng(seed).random(rewards.shape) < 0.3)
+    none, strange, large = (np.where(missing, np.float32(value), rewards) for value in (np.nan, other, 1e15))
+    for found, want in zip(outcomes(strange, baseline), outcomes(none, baseline), strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert all(np.isfinite(found).all() for found in outcomes(large, baseline))
 
 
 @pytest.mark.parametrize("baseline", [*BASELINES, "turn"])
