@@ -18,7 +18,6 @@ from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
 
-
 LOWEST = -1e4  # of a log-prob
 
 

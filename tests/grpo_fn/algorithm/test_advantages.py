@@ -217,7 +217,7 @@ NO_REWARDS = st.sampled_from([np.inf, -np.inf, 3e38, -1e30, 1.1e15])
 
 
 def outcomes(rewards, baseline):
-    """All that is made of these rewards, with each scale and aggregate, and of each repeated at a second step."""
+    """All that is made of these rewards, with each scale and aggregate, and repeated at a second step."""
     aggregates = ("sum_then_normalize", "normalize_then_sum")
     how = {"group_size": rewards.shape[1]}
     row = rewards.reshape(1, -1)

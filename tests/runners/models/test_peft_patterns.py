@@ -1,6 +1,7 @@
 """PEFT's alpha_pattern where several patterns fit a layer."""
 
 import json
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ from tests.support.tiny_models import make_model_folder
 def test_the_first_pattern_that_fits_decides(tmp_path, monkeypatch, first):
     """As in PEFT: W + alpha / r · B A, the later pattern only where the first one does not fit."""
     monkeypatch.chdir(tmp_path)
-    base = mx.load(str(make_model_folder(tmp_path / "base") / "model.safetensors"))
+    base: Any = mx.load(str(make_model_folder(tmp_path / "base") / "model.safetensors"))
     patterns = {first: 3, **{name: 5 for name in ("layers.0.self_attn.q_proj", "q_proj") if name != first}}
     layers = [f"model.layers.{block}.self_attn.q_proj" for block in range(2)]
     tensors, want, rng = {}, {}, np.random.default_rng(0)
@@ -32,6 +33,6 @@ def test_the_first_pattern_that_fits_decides(tmp_path, monkeypatch, first):
     stated |= {"alpha_pattern": patterns, "base_model_name_or_path": "base"}
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(stated))
     grpo("export", "peft", "--out", "fused")
-    fused = mx.load("fused/model.safetensors")
+    fused: Any = mx.load("fused/model.safetensors")
     for layer, weight in want.items():
         np.testing.assert_allclose(np.array(fused[f"{layer}.weight"]), np.array(weight), atol=1e-4)
