@@ -137,10 +137,10 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
                 stack.callback(signals.ignore_launcher)
             _run(config, overrides, place, signals, how)
     except Stopped as stopped:
-        again = ["--overwrite"] if overwrite else ["--resume", *named]
-        again += ["--allow-config-change"] * allowed
-        go_on = shlex.join(["--resume"] if stopped.saved else again)
-        stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
+        same = ["--overwrite"] * overwrite + ["--resume"] * (resume is not None) + named
+        same += ["--allow-config-change"] * allowed
+        words = [command, *map(shlex.quote, ["--resume"] if stopped.begun else same)]
+        stopped.advice = stopped.advice or f"to continue: {' '.join(words)}"
         raise
 
 

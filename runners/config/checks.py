@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,17 @@ import attrs
 
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
-from runners.config.names import EMBEDDED, EXAMPLE_REWARD, REWARD_NAMES, SELF, SHIPPED, TASK_SCORE, TASKS
+from runners.config.names import (
+    EMBEDDED,
+    EXAMPLE_REWARD,
+    HUB_NAME,
+    REWARD_NAMES,
+    SELF,
+    SHIPPED,
+    TASK_SCORE,
+    TASKS,
+    other_name,
+)
 from runners.config.reading import Settings
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
@@ -22,7 +31,6 @@ from runners.files.run_files import COMPLETIONS
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _EXPECTED_DATA = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
@@ -178,9 +186,11 @@ class _Paths:
         if (path := self.existing(name)) is not None:
             return path
         is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
-        if is_path or "\\" in name:
+        if other := other_name(name):
+            self.found.fault(key, f"{show(name)} is {other}")
+        elif is_path:
             self.found.fault(key, f"no such file or folder: {show(name)}")
-        elif not _HUB_NAME.fullmatch(name):
+        elif not HUB_NAME.fullmatch(name):
             self.found.fault(key, f"expected {expected}, found {show(name)}")
         return name
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from runners.checkpoints.manifest import model_of_run
+from runners.config.names import HUB_NAME
 from runners.config.recorded import recorded_in
 from runners.conversion.convert import check_apart, write_weights
 from runners.conversion.gguf.writing import write_gguf
@@ -24,7 +25,7 @@ from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.inference.inference_model import find_model
 from runners.models.adapters import ADAPTER_CONFIG, base_of, fused_layers, read_adapters, read_folder
-from runners.models.folders import HUB_NAME, copy_companions
+from runners.models.folders import copy_companions
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt

@@ -14,13 +14,12 @@ from typing import Any
 import attrs
 
 import grpo_fn
-from runners.config.names import SHIPPED
+from runners.config.names import HUB_NAME, SHIPPED
 from runners.config.recorded import read_recorded
 from runners.errors import spell, spell_tables
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
-from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}

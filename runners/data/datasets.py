@@ -11,7 +11,7 @@ import numpy as np
 from runners.answers.forms import FORMS, NONE
 from runners.answers.values import parse_number
 from runners.config.loading import Config
-from runners.config.names import TASKS
+from runners.config.names import TASKS, other_name
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
 from runners.data.messages import gold_turn, prompt_fault, prompt_of
@@ -208,6 +208,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
+    if other := other_name(config.source):
+        raise UserError(f"data.source = {show(config.source)} is {other}")
     import datasets
 
     try:

@@ -39,7 +39,8 @@ class PromptStream:
 
     def taking(self, known: Estimates | None, step: int, config: Config) -> Callable[[int], list[Example]]:
         """`take` for a batch step; with estimates, data.explore of its draws follow the usual order, and the
-        others are drawn by weight. No prompt is drawn twice in a step while there are others."""
+        others are drawn by weight. No prompt is drawn twice in a step while there are others: one by weight
+        replaces what the usual order would repeat."""
         if known is None or config.data.curriculum != "adaptive":
             return self.take
         data, taken = config.data, set[int]()
@@ -49,7 +50,8 @@ class PromptStream:
         def take(number: int) -> list[Example]:
             start, self.position = self.position, self.position + number
             places = [explores(position, data.explore) for position in range(start, self.position)]
-            chosen = [self._in_order(place) for place in places if place is not None]
+            in_order = dict.fromkeys(self._in_order(place) for place in places if place is not None)
+            chosen = [each for each in in_order if each not in taken]
             taken.update(chosen)
             chosen += drawn(weights_n, number - len(chosen), taken, self.seed, start)
             taken.update(chosen)

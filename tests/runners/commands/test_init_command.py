@@ -204,6 +204,7 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
     ("arguments", "line"),
     [
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
+        (["llama", "https://hf.co/datasets/a/b"], 'an address on the Hub; expected its name, "a/b"'),
         (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
         (["llama", "empty.jsonl"], "expected rows with a question, found none"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),

@@ -233,6 +233,8 @@ def test_unknown_model_names_are_refused(folder, tmp_path, monkeypatch):
     """A missing folder, a file, and a Hub name without a network are told apart."""
     with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")
+    with pytest.raises(UserError, match='MODEL = "org/name@main" is a revision of org/name; expected a name'):
+        resolve_model("org/name@main", "MODEL")
     with pytest.raises(UserError, match="found a file"):
         resolve_model(str(folder / "config.json"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
