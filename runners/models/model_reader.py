@@ -15,7 +15,7 @@ from grpo_fn.trees import materialize_in_parts, named_leaves
 from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
-from runners.files.tensor_files import check_header
+from runners.files.tensor_files import weight_files
 from runners.models.folders import read_config
 from runners.models.json_keys import end_ids
 from runners.models.rope_keys import with_rope_keys
@@ -65,8 +65,7 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
     from mlx_lm import utils
 
     read_config(path)  # checked before mlx-lm reads it
-    for file in sorted(path.glob("model*.safetensors")):
-        check_header(file)
+    weight_files(path)
     try:
         stated = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
         return utils.load_model(path, lazy=True, model_config=stated, trust_remote_code=trust_remote_code)

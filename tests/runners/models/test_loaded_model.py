@@ -139,8 +139,22 @@ def as_pytorch_writes_it(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def also_as(name):
+    """Some of the weights once more, with other numbers."""
+
+    def act(folder):
+        arrays, _ = load_arrays(folder / "model.safetensors")
+        save_arrays(folder / name, {WEIGHT: arrays[WEIGHT] + 1}, {"format": "pt"})
+
+    return act
+
+
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 SHARDS = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}'
+TWICE = {  # a file of an older model -> what the message says
+    "model-00001-of-00002.safetensors": r"model-00001-of-00002\.safetensors and in model\.safetensors",
+    "model.fp16.safetensors": r"model\.fp16\.safetensors and in model\.safetensors",
+}
 NO_IDS = ("<|end|>", [4, None], [[4]], -1, 2**31, 4.0, True)
 OTHER_TYPES = (
     *(("vocab_size", "512"), ("text_config", [1]), ("text_config", {"vocab_size": 5.5})),
@@ -162,6 +176,7 @@ DAMAGE = [
     (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
     (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing, the first is model-00"),
     (cut_off, "model.safetensors: .*is the file cut off"),
+    *((also_as(name), rf"expected each tensor once, found .* in {files}; move") for name, files in TWICE.items()),
     *((holding(x), f"the weight {WEIGHT} holds NaN or infinity") for x in map(float, ("nan", "inf", "-inf"))),
     *(
         (stating(f"{kind}.json", eos_token_id=x), f"{kind}.json: eos_token_id: expected token ids, found ")
