@@ -54,8 +54,8 @@ def weight_files(folder: Path) -> list[Path]:
         names = check_header(file)
         if shared := sorted(holders.keys() & names):
             raise UserError(
-                f"{folder}: expected each tensor once, found {show(shared[0])} in {holders[shared[0]]} and in "
-                f"{file.name}; move the file of the older model away"
+                f"{folder}: expected each tensor once, found {show(shared[0])} in {holders[shared[0]]} and "
+                f"in {file.name}; move the file of the older model away"
             )
         holders |= dict.fromkeys(names, file.name)
     return files

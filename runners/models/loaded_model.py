@@ -95,8 +95,8 @@ def load_model(
         adapter = add_adapters(module, settings, seed, digest)
     elif is_quantized(module):
         raise UserError(
-            f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
-            'expected model.tune = "lora" or "dora", or an unquantized model'
+            f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = "lora" or '
+            f'"dora", or the model unpacked by `grpo convert {settings.path} --out NEW --dequantize`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

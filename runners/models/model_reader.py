@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from runners.machine.startup import Platform
 
+_MISTRALS = ("mistral", "ministral", "voxtral", "pixtral")
 Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 
 
@@ -100,9 +101,11 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
     from mlx_lm import utils
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.
-    custom_code = {"trust_remote_code": trust_remote_code}
+    settings = {"trust_remote_code": trust_remote_code}
+    if not any(name in str(read_json(path / "config.json").get("model_type")) for name in _MISTRALS):
+        settings["fix_mistral_regex"] = False  # else it may warn of a fault that only these have
     try:
-        return utils.load_tokenizer(path, custom_code, eos_token_ids=end_ids(path))
+        return utils.load_tokenizer(path, settings, eos_token_ids=end_ids(path))
     except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
         raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
 
