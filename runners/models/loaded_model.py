@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,7 +97,7 @@ def load_model(
     elif is_quantized(module):
         raise UserError(
             f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = "lora" or '
-            f'"dora", or the model unpacked by `grpo convert {settings.path} --out NEW --dequantize`'
+            f'"dora", or the model unpacked by `grpo convert {shlex.quote(settings.path)} --out NEW --dequantize`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)
