@@ -127,7 +127,7 @@ def to_peft(
 def _scales(settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path) -> dict[str, float]:
     """alpha / r or alpha / √r of each layer; its alpha is that of the first pattern that its name matches."""
     patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
-    alphas: dict[str, float] = dict.fromkeys(ranks, settings["lora_alpha"])
+    alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
     if patterns:  # regular expressions, which may take forever if they are a stranger's
         with closing(BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)) as match:
             found = match([*patterns], [*ranks])
