@@ -214,7 +214,7 @@ def test_a_packed_model_is_not_tuned_in_full(tmp_path):
     ("kind", "told"), [("qwen2", False), ("llama", False), ("mistral", None), ("ministral3", None)]
 )
 def test_no_other_tokenizer_is_taken_for_mistrals(folder, monkeypatch, kind, told):
-    """transformers before 5.20 warns of Mistral's fault wherever config.json names no version of it."""
+    """transformers 5.7 to 5.12 warns of Mistral's fault wherever config.json names no version of it."""
     given = {}
     monkeypatch.setattr("mlx_lm.utils.load_tokenizer", lambda path, settings, **more: given.update(settings))
     stating("config.json", model_type=kind)(folder)
