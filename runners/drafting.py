@@ -21,7 +21,7 @@ from runners.data.prompts import gold_answer
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
 from runners.errors import UserError, did_you_mean, gigabytes, listed, spell
-from runners.files.tensor_files import check_header
+from runners.files.tensor_files import weight_files
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
@@ -74,8 +74,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
     """
     folder = resolve_model(name, "MODEL")
     packed, count = read_config(folder).get("quantization"), 0
-    for file in sorted(folder.glob("model*.safetensors")):
-        check_header(file)
+    for file in weight_files(folder):
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
     words = f"{packed.get('bits', '?')} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"

@@ -149,8 +149,8 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     check_target(target, force)
     folder = Path(model_of_run(name, note)).expanduser()
     check_apart(target, folder)
-    settings, tensors = read_folder(folder)
-    config, theirs = to_peft(settings, tensors)
+    adapters = read_folder(folder)
+    config, theirs = to_peft(adapters.settings, adapters.tensors)
     prompt = read_prompt(folder)
     with new_folder(target, replace=force) as temporary:
         save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})
