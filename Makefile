@@ -3,6 +3,7 @@
 ## make quickstart   set up, and train the shipped model: a few minutes the first time, one after that
 ## make test         set up, and run the tests, on up to four cores
 ## make test-fast    set up, and run the tests of the mathematics, the learner and the sampler: under a minute
+## make test-gpu     set up, and run the tests that a GPU computes: for changes of what computes on one
 ## make campaigns    set up, and run what takes longer: benchmarks in small, kills, made-up files, many examples
 ## make lint         ruff, pyright and import-linter
 ## make docs         the manual, as a website in build/manual
@@ -23,6 +24,9 @@ ARGS ?=
 # tests share is made once, and takes from the others when it is done.
 SIDE_BY_SIDE := --numprocesses auto --maxprocesses 4 --dist worksteal
 FAST := tests/grpo_fn/algorithm tests/grpo_fn/rollout tests/grpo_fn/learner/test_update.py tests/grpo_fn/learner/test_state.py
+# The core, and what of the shell asks for the device.
+ON_GPU := tests/grpo_fn $(addprefix tests/runners/,machine/test_gpu_programs.py machine/test_startup.py \
+	engines/test_local_engine.py inference/test_inference_model.py models/test_loaded_model.py training/test_gradients.py)
 # Files of properties: with HYPOTHESIS_PROFILE=campaign each is tried on some hundred to some thousand examples.
 PROPERTIES := tests/grpo_fn/algorithm tests/grpo_fn/learner/test_packing.py tests/grpo_fn/learner/test_splits.py \
 	tests/grpo_fn/test_compiled.py tests/grpo_fn/test_trees.py tests/runners/config/test_config_junk.py
@@ -46,7 +50,7 @@ HAS_BLAS = $(BIN)/python -c 'from runners.machine.startup import load_blas; impo
 	sys.exit(load_blas().reason == "no OpenBLAS or MKL was found")'
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-fast campaigns lint docs bench evidence setup constraints clean
+.PHONY: help quickstart test test-fast test-gpu campaigns lint docs bench evidence setup constraints clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +63,10 @@ test: $(VENV)/.ready-dev
 
 test-fast: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(FAST) $(ARGS)
+
+# Each file in a process of its own: a fault of a GPU ends all that its process computes later.
+test-gpu: $(VENV)/.ready-dev
+	$(BIN)/python -m tests.file_by_file $(ON_GPU) $(ARGS)
 
 # One process: benchmarks and kills compare times and sizes.
 campaigns: $(VENV)/.ready-dev

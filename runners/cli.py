@@ -106,7 +106,8 @@ Exit codes:
 def run_command(config: str, overrides: Sequence[str], resume: str | None, **flags: bool) -> None:
     """Fine-tune a language model with GRPO.
 
-    CONFIG is a TOML file, or the name of a packaged preset such as quickstart.
+    CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
+    they are.
     """
     overwrite, allowed, dry_run = (flags[name] for name in ("overwrite", "allow_config_change", "dry_run"))
     if resume is not None and overwrite:
@@ -136,10 +137,10 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
                 stack.callback(signals.ignore_launcher)
             _run(config, overrides, place, signals, how)
     except Stopped as stopped:
-        again = ["--overwrite"] if overwrite else ["--resume", *named]
-        again += ["--allow-config-change"] * allowed
-        go_on = shlex.join(["--resume"] if stopped.saved else again)
-        stopped.advice = stopped.advice or f"to continue: {command} {go_on}"
+        same = ["--overwrite"] * overwrite + ["--resume"] * (resume is not None) + named
+        same += ["--allow-config-change"] * allowed
+        words = [command, *map(shlex.quote, ["--resume"] if stopped.begun else same)]
+        stopped.advice = stopped.advice or f"to continue: {' '.join(words)}"
         raise
 
 
@@ -222,7 +223,7 @@ def _run(
     with ranks.ending_together():
         if isinstance(found, UserError):
             raise found
-        echo_all(notices if ranks.is_rank_zero else ())
+        echo_all((*found.notices, *notices) if ranks.is_rank_zero else ())
         run_training(found, ranks=ranks, signals=signals, **how)
 
 

@@ -13,14 +13,15 @@ import attrs
 import mlx.core as mx
 
 from runners.answers.values import parse_number, value_text
+from runners.config.names import EXAMPLE_REWARD
 from runners.config.sections import DataConfig
 from runners.data.datasets import hub_rows
-from runners.data.messages import prompt_fault
+from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.errors import UserError, gigabytes, listed, spell
-from runners.files.tensor_files import check_header
+from runners.errors import UserError, did_you_mean, gigabytes, listed, spell
+from runners.files.tensor_files import weight_files
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
@@ -28,15 +29,14 @@ from runners.sandbox.code_tests import read_tests
 
 LOOKED = 500
 """Rows that are looked at, from the first."""
-REWARD = '''\
+REWARD = (
+    '''\
 """The reward of {config}; higher is better. `grpo init` wrote this rule as an example: write yours."""
 
 
-def reward(completions, **columns):
-    """1.0 for at most 120 words that end as a sentence does, else 0.0; `columns` has the data's columns."""
-    texts = [completion[-1]["content"].rstrip() for completion in completions]
-    return [float(len(text.split()) <= 120 and text.endswith((".", "!", "?"))) for text in texts]
 '''
+    + EXAMPLE_REWARD
+)
 _QUESTIONS = ("question", "problem", "prompt", "instruction", "query", "input", "text", "sentence")
 _ANSWERS = (
     *("tests", "test_list", "answer", "final_answer", "solution", "label", "target", "gold", "ground_truth"),
@@ -58,10 +58,12 @@ class DataSurvey:
     eval_split: str  # "train": a part is held out
     question: str  # the column of texts; empty: `prompt` is used
     prompt: str  # the column of messages
+    completion: str  # the column of messages that the assistant's turn ends; empty: none
     answer: str  # the column of answers; empty: none
     form: str  # as `answer.form`
     why: str  # what was found in the answers
     labels: str  # if a few short texts are the only answers: these
+    columns: tuple[str, ...]  # all that most rows have
 
 
 def survey_model(name: str) -> tuple[str, int, bool]:
@@ -72,8 +74,7 @@ def survey_model(name: str) -> tuple[str, int, bool]:
     """
     folder = resolve_model(name, "MODEL")
     packed, count = read_config(folder).get("quantization"), 0
-    for file in sorted(folder.glob("model*.safetensors")):
-        check_header(file)
+    for file in weight_files(folder):
         arrays: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
         count += sum(array.size for array in arrays.values())
     words = f"{packed.get('bits', '?')} bits a weight" if packed else f"{count / 1e6:,.3g} million parameters"
@@ -81,10 +82,11 @@ def survey_model(name: str) -> tuple[str, int, bool]:
     return words if templated else f"{words}, no chat template", 0 if packed else _BYTES * count, templated
 
 
-def survey_data(source: str) -> DataSurvey:
+def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey:
     """Looks at the first rows of a file, a folder, a data set of the Hub, or a shipped one.
 
-    Raises UserError if there are none, or no column holds a question.
+    `question` and `answer` name the columns; empty: they are found by their names and values. Raises
+    UserError if there are no rows, and for a column that is missing or does not hold questions or answers.
     """
     eval_split, train = _rows(source)
     if not (rows := [row for row in train[:LOOKED] if not row.fault]):
@@ -92,24 +94,43 @@ def survey_data(source: str) -> DataSurvey:
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
 
+    for option, name in (("--question", question), ("--answer", answer)):
+        if name and name not in columns:
+            hint = did_you_mean(name, columns)
+            raise UserError(f"{option} {name}: expected one of {listed(list(columns))}{hint}")
+
     def having(has: Callable[[Any], Any], names: Iterable[str] = columns) -> list[str]:
         return [name for name in names if all(map(has, columns[name]))]
 
-    talks = having(lambda value: isinstance(value, list) and not prompt_fault(value))[:1]
-    texts = having(lambda value: isinstance(value, str))
+    asked = [question] if question else list(columns)
+    known = [answer] if answer else _ANSWERS
+    talks = having(_is_talk, asked)[:1]
+    texts = having(lambda value: isinstance(value, str), asked)
     # Of other names the one with the longest texts: answers are shorter than questions.
     longest = max(texts, key=lambda name: sum(map(len, columns[name])), default="")
     question = "" if talks else _named(texts, _QUESTIONS) or longest
     if not talks and not question:
-        raise UserError(f"{source}: expected a column of questions, found {listed(list(columns))}")
-    others = [name for name in having(gold_answer) if name not in (question, *talks)]
-    coded = _named(having(_has_tests, others), _ANSWERS)
-    answer = coded or _named(having(lambda value: not isinstance(value, list | dict), others), _ANSWERS)
+        raise UserError(f"{source}: expected a column of questions, found {listed(asked)}")
+    ended = having(lambda value: gold_turn(value) is not None)  # by the assistant
+    completion = next((name for name in (*talks, *ended) if name in ended), "")
+    others = [name for name in having(gold_answer) if name not in (question, *talks, *ended)]
+    coded = _named(having(_has_tests, others), known)
+    compared = _named(having(lambda value: not isinstance(value, list | dict), others), known)
+    if answer and not (coded or compared):
+        raise UserError(f"--answer {answer}: expected an answer in each row, found others in {source}")
+    answer = coded or compared
     found = columns[answer] if answer else []
     values = [str(gold_answer(value)) if isinstance(value, bool) else value_text(value) for value in found]
     form, why = ("code", "tests of a program") if coded else _form(values)
     labels = ", ".join(sorted(set(values))) if why == _LABELS else ""
-    return DataSurvey(eval_split, question, talks[0] if talks else "", answer, form, why, labels)
+    talk = talks[0] if talks else ""
+    return DataSurvey(eval_split, question, talk, completion, answer, form, why, labels, tuple(columns))
+
+
+def _is_talk(value: Any) -> bool:
+    """Whether these are messages: a prompt, or one with the assistant's turn behind it."""
+    before = value[:-1] if gold_turn(value) is not None else value
+    return isinstance(value, list) and not prompt_fault(before)
 
 
 def _rows(source: str) -> tuple[str, Sequence[Row]]:
@@ -142,7 +163,7 @@ def _has_tests(value: Any) -> bool:
 def _named(columns: Sequence[str], known: Sequence[str]) -> str:
     """The column whose name comes first among known ones, whatever its capital letters; empty: none."""
     spelled = {column.lower(): column for column in columns}
-    return next((spelled[name] for name in known if name in spelled), "")
+    return next((spelled[name.lower()] for name in known if name.lower() in spelled), "")
 
 
 def _form(answers: Sequence[str]) -> tuple[str, str]:
@@ -201,14 +222,20 @@ def draft(
         ("data", "source", data, ""),
         ("data", "eval_split", found.eval_split, "the last tenth" if found.eval_split == "train" else ""),
         ("data", "prompt", found.prompt, "messages"),
+        ("data", "completion", found.completion, "the last turn, for grpo sft"),
         ("data", "question", found.question or None, ""),
         ("data", "system_prompt", system, "the small model knows the form" if shipped else ""),
         ("data", "answer", found.answer if form != "none" else "", "" if form != "none" else why),
         ("data", "prompt_form", "raw" if continued else None, "a base model continues the text"),
         ("data", "nudge", nudge, "so the prompt ends"),
-        ("answer", "form", form, why),
+        ("answer", "form", None if form == "none" else form, why),
         ("answer", "ignore_case", True if found.labels else None, ""),
-        ("reward", "functions", [f"{reward}:reward"] if form == "none" else None, "an example: write yours"),
+        (
+            "reward",
+            "functions",
+            [f"{reward}:reward"] if form == "none" else None,
+            "an example: write yours, or name data.answer",
+        ),
         ("rollout", "num_generations", 8, "completions of each prompt"),
         ("rollout", "max_new_tokens", tokens, "more if completions are cut off"),
         ("rollout", "stop", [_ENDS.get(form, "\n\n")] if base else None, "where the answer ends"),

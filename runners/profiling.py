@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -42,10 +42,10 @@ PARTS = ("rollout", "reward", "learner", "update", "sync", "rest")  # of a step
 class Stepping:
     """A built run that takes its steps without anything being written."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, shown: Diary) -> None:
         self.state = first_state(run)
         self.run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
-        self.plan = plan_of(self.run, Diary(Report()))
+        self.plan = plan_of(self.run, shown)
         self.plan.engine.load(self.plan.weights(self.state))
 
     def step(self) -> dict[str, float]:
@@ -69,13 +69,11 @@ class Stepping:
         return {**plan.times.take(), "tokens": tokens, "learned": learned, "columns": columns}
 
 
-def bench_steps(
-    config: Config, *, steps: int = 3, say: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None) -> dict[str, Any]:
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step is the rollouts of an update and all updates that use them. Returns medians and what follows from
-    them, as JSON has them: seconds, bytes and counts.
+    A step is the rollouts of an update and all updates that use them. `report` shows the progress. Returns
+    medians and what follows from them, as JSON has them: seconds, bytes and counts.
 
     Raises UserError as a run does.
     """
@@ -83,12 +81,16 @@ def bench_steps(
     machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
     together = config.optim.gradient_accumulation_steps
     config = config.having("optim", max_steps=(steps + 1) * together)
-    stepping = Stepping(SetUp(config, machine, say).build())
+    shown = Diary(report or Report())
+    built = SetUp(config, machine, shown.note, advance=shown.advanced, note=shown.note).build()
+    stepping = Stepping(built, shown)
     run, loading = stepping.run, time.monotonic() - start
     mx.reset_peak_memory()
     rows: list[dict[str, float]] = []
     for number in range(steps + 1):
-        say(f"step {number + 1} of {steps + 1}")
+        text = f"step {number + 1} of {steps + 1}"
+        shown.note(text)
+        shown.status(text)
         rows.append(stepping.step())
     first, step = rows[0]["step_time"], statistics.median(row["step_time"] for row in rows[1:])
     median = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}

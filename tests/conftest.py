@@ -3,10 +3,12 @@
 import gc
 import os
 import signal
+from importlib.metadata import version
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from runners.machine.programs.gpu_programs import keep_programs
 from runners.machine.startup import load_blas
 
 # On CUDA, float32 products in float32: what compares two ways to compute looks for less than TF32's rounding.
@@ -26,6 +28,14 @@ settings.register_profile("dev", max_examples=100, **_COMMON)
 # `ci`, the default, draws the same examples every time, and `campaign`, of `make campaigns`, many more;
 # HYPOTHESIS_PROFILE=dev looks for new ones.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure():
+    """Programs for CUDA are this process's own: MLX writes them in place, and tests run side by side."""
+    import mlx.core as mx
+
+    if mx.cuda.is_available():
+        keep_programs(version("mlx"), str(mx.device_info()["architecture"]))
 
 
 @pytest.fixture(autouse=True, scope="session")

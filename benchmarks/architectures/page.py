@@ -8,8 +8,7 @@ from pathlib import Path
 
 from benchmarks.architectures.trial import SLOWER, Outcome
 
-_BEGIN, _END = "<!-- table -->\n", "<!-- end of table -->\n"
-
+BACKENDS = {"cpu": "a CPU", "cuda": "CUDA", "metal": "Metal"}
 _COLUMNS = ("| architecture | verdict | what is worth a word |", "|---|---|---|")
 _WITHOUT = {
     "lora": "LoRA on all linear layers",
@@ -20,7 +19,10 @@ _WITHOUT = {
 
 
 def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str) -> None:
-    """Replace the page's table by one of these outcomes, which were found on this backend."""
+    """Replace the page's table for this backend by one of these outcomes.
+
+    The table of a CPU has every architecture, those of GPUs have the rows that differ from it.
+    """
     rows = {name: row_of(outcomes) for name, outcomes in found.items()}
     count = {verdict: sum(each[0] == verdict for each in rows.values()) for verdict in ("works", "slower")}
     counts = (
@@ -29,10 +31,24 @@ def write_page(page: Path, found: Mapping[str, Sequence[Outcome]], backend: str)
     )
     versions = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
     lines = [f"| `{name}` | {verdict} | {words} |" for name, (verdict, words) in rows.items()]
-    table = [f"With {versions} on {backend}:", counts, "", *_COLUMNS, *lines, ""]
-    before, rest = page.read_text(encoding="utf-8").split(_BEGIN)
-    after = rest.split(_END)[1]
-    page.write_text(before + _BEGIN + "\n".join(table) + _END + after, encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    if backend != "cpu":
+        right = [each.worst for outcomes in found.values() for each in outcomes if not each.fault]
+        counts += (
+            f" Log-probs and gradients differ from those on a CPU by at most {max(right):.1g}. Other rows:"
+        )
+        on_cpu = _parts(text, "cpu")[1].splitlines()
+        lines = [line for line in lines if line not in on_cpu]
+    table = [f"With {versions} on {BACKENDS[backend]}:", counts, "", *_COLUMNS, *lines, ""]
+    before, _, after = _parts(text, backend)
+    page.write_text(before + "\n".join(table) + after, encoding="utf-8")
+
+
+def _parts(text: str, backend: str) -> tuple[str, str, str]:
+    """What stands before a backend's table, the table, and what stands after it."""
+    before, begin, rest = text.partition(f"<!-- table of {backend} -->\n")
+    table, end, after = rest.partition("<!-- end of table -->\n")
+    return before + begin, table, end + after
 
 
 def row_of(outcomes: Sequence[Outcome]) -> tuple[str, str]:

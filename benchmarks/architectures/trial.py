@@ -72,7 +72,15 @@ def plain_model(name: str) -> nn.Module:
 
 
 def row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
-    """log π [T] of a completion by one call over the row alone, with the caches that mlx-lm decodes with."""
+    """log π [T] of a completion by one call over the row alone, with the caches that mlx-lm decodes with.
+
+    It computes on the CPU, as does its gradient: a GPU's faults would be in both sides of a comparison.
+    """
+    with mx.stream(mx.cpu):
+        return _row_logprobs(model, prompt, completion)
+
+
+def _row_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int]) -> mx.array:
     from mlx_lm.models.cache import make_prompt_cache
 
     tokens = mx.array([[*prompt, *completion]])
@@ -241,7 +249,8 @@ def _worst_gradient(
         return total
 
     held = model.trainable_parameters()
-    naive = named_leaves(mx.grad(loss)(held))
+    with mx.stream(mx.cpu):
+        naive = named_leaves(mx.grad(loss)(held))
     model.update(held)
     scale = max(_norm(value) for value in naive.values())
     worst = 0.0

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("config.md", "metrics.md")
 LOSS_KEYS = ROOT / "runners" / "config" / "loss_keys.json"
 _PART = re.compile(
     r"(?P<begin><!-- (?P<name>[^>]+):begin -->\n).*?(?P<end>\n<!-- (?P=name):end -->)", re.DOTALL
@@ -25,7 +24,7 @@ def rendered(page: str, text: str) -> str:
 
     Raises ValueError for a part without a place, or a place without a part.
     """
-    tables = metric_tables() if page == "metrics.md" else key_tables()
+    tables = PAGES[page]()
     made = {f"{page.removesuffix('.md')} {title}": "\n".join(rows) for title, rows in tables.items()}
     places = [found[2] for found in _PART.finditer(text)]
     if sorted(places) != sorted(made):
@@ -56,6 +55,23 @@ def key_tables() -> dict[str, list[str]]:
         row = f"| `{'.'.join(path)}` | {' | '.join(cells(field))} |"
         found.setdefault(section, head).append(row)
     return found
+
+
+def flat_tables() -> dict[str, list[str]]:
+    """The lines of the Markdown tables of MLX-GRPO's keys, and of the values that its script fixes."""
+    from runners.config.flat_keys import FIXED, FLAT_KEYS
+    from runners.errors import spell
+
+    keys = ["| flat key | here | MLX-GRPO's default |", "|---|---|---|"]
+    for name, flat in FLAT_KEYS.items():
+        only = f", if `{flat.unless}` is not set" if flat.unless else ""
+        default = "–" if flat.default is None else f"`{spell(flat.default)}`"
+        keys.append(f"| `{name}` | `{flat.target}`{flat.note}{only} | {default} |")
+    fixed = [f"| `{target}` | `{spell(value)}` |" for target, value in FIXED.items()]
+    return {"keys": keys, "fixed": ["| here | value |", "|---|---|", *fixed]}
+
+
+PAGES = {"config.md": key_tables, "metrics.md": metric_tables, "migrating.md": flat_tables}
 
 
 def loss_keys() -> str:

@@ -6,6 +6,7 @@ from grpo_fn.algorithm.baselines import BASELINES, SCALES, STD_EPSILON, as_one_g
 from grpo_fn.checks import check_choice, check_rank, check_shape
 
 AGGREGATES = ("sum_then_normalize", "normalize_then_sum")
+LARGEST_REWARD = 1e15  # its square, and a sum of these, fit into float32
 
 
 def combine_rewards(
@@ -18,7 +19,8 @@ def combine_rewards(
     """R_i = Σ_k w_k r_k(i) over the reward functions that gave completion i a number.
 
     Args:
-        rewards_kb: [K,B], one row per reward function; NaN: that function gave no reward.
+        rewards_kb: [K,B], one row per reward function; NaN, infinite or beyond ±1e15: that function gave no
+            reward.
         weights_k: [K].
         aggregate: `sum_then_normalize`: the plain sum; `normalize_then_sum` (GDPO, arXiv 2601.05242):
             each function is first normalised within its group, z = (r − mean)/(std + 1e-4),
@@ -35,7 +37,7 @@ def combine_rewards(
     check_shape("weights_k", weights_k, rewards_kb.shape[:1])
     check_choice("aggregate", aggregate, AGGREGATES)
     rewards_kb = rewards_kb.astype(mx.float32)
-    given_kb = mx.logical_not(mx.isnan(rewards_kb))
+    given_kb = _given(rewards_kb)
     values_kb = mx.where(given_kb, rewards_kb, 0.0)
     if aggregate == "normalize_then_sum":
         functions, size = rewards_kb.shape
@@ -62,13 +64,13 @@ def group_advantages(
 
     Args:
         rewards_pg: [P,G], or [P,G,S] for rewards at S steps of each completion, all of which are compared;
-            NaN: no reward.
+            NaN, infinite or beyond ±1e15: no reward.
         baseline: `group_mean` (GRPO), `leave_one_out` (RLOO, arXiv 2402.14740 eq. 6), `batch_mean` (GDPO's
             second normalisation), or `turn`, which is `group_mean` here: see `turn_advantages`.
         scale: divide by the `group`'s standard deviation + 1e-4, the `batch`'s, or `none` (Dr. GRPO);
             Bessel-corrected, as in TRL. With `batch_mean` use `batch` or `none`: the deviation of a group
             without variance is 0.
-        valid_pg: False for completions (or steps) to leave out; those with a NaN reward are always left out.
+        valid_pg: False for completions (or steps) to leave out; those without a reward are always left out.
 
     Returns:
         adv_pg float32, of the rewards' shape. A completion that is left out has 0 and does not count in its
@@ -87,7 +89,7 @@ def group_advantages(
     if size < 2 and not of_batch:
         raise ValueError(f"baseline = {baseline!r} needs at least 2 completions per prompt, found {size}")
     rewards_pg = rewards_pg.astype(mx.float32)
-    given_pg = mx.logical_not(mx.isnan(rewards_pg))
+    given_pg = _given(rewards_pg)
     if valid_pg is not None:
         check_shape("valid_pg", valid_pg, tuple(rewards_pg.shape))
         given_pg = given_pg & valid_pg.astype(mx.bool_)
@@ -121,8 +123,8 @@ def turn_advantages(
         R_s = Σ_{k ≥ s} γ^(k−s)·r_k
 
     Args:
-        rewards_pgs: [P,G,S]; NaN: no reward at that step, or no such step. A completion without any is left
-            out.
+        rewards_pgs: [P,G,S]; NaN, infinite or beyond ±1e15: no reward at that step, or no such step. A
+            completion without any is left out.
         baseline: see `group_advantages`.
         scale: the same; with `turn`: `group` (of the state's steps), or `none`.
         discount: γ, 0 to 1.
@@ -137,6 +139,8 @@ def turn_advantages(
     """
     check_rank("rewards_pgs", rewards_pgs, 3)
     check_choice("baseline", baseline, BASELINES)
+    if not rewards_pgs.size:
+        return rewards_pgs.astype(mx.float32)
     if not BASELINES[baseline].by_state:
         return discounted_returns(group_advantages(rewards_pgs, baseline=baseline, scale=scale), discount)
     if states_pgs is None:
@@ -145,7 +149,7 @@ def turn_advantages(
         raise ValueError(f"scale = 'batch' with baseline = {baseline!r}: expected 'group' or 'none'")
     check_shape("states_pgs", states_pgs, tuple(rewards_pgs.shape))
     groups, size, steps = rewards_pgs.shape
-    none_pg1 = mx.isnan(rewards_pgs).all(axis=2, keepdims=True)
+    none_pg1 = mx.logical_not(_given(rewards_pgs).any(axis=2, keepdims=True))
     returns_pgs = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, discount))
     episode_pg1 = mx.where(none_pg1, mx.nan, discounted_returns(rewards_pgs, 1.0)[..., :1])
     # a row for each step: the returns of those that start in its state, with its own on the diagonal
@@ -159,7 +163,8 @@ def turn_advantages(
 
 
 def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
-    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN counts as 0.
+    """R_s = Σ_{k ≥ s} γ^(k−s)·v_k over the last axis, float32; NaN, infinity and what is beyond ±1e15 count
+    as 0.
 
     Raises:
         ValueError: γ is not within 0 … 1.
@@ -167,10 +172,12 @@ def discounted_returns(values_pgs: mx.array, discount: float) -> mx.array:
     if not 0 <= discount <= 1:
         raise ValueError(f"discount = {discount}: expected 0 <= discount <= 1")
     values_pgs = values_pgs.astype(mx.float32)
+    values_pgs = mx.where(_given(values_pgs), values_pgs, 0.0)
+    if not values_pgs.size:
+        return values_pgs
     found = [mx.zeros(values_pgs.shape[:-1])]
     for step in reversed(range(values_pgs.shape[-1])):
-        value = values_pgs[..., step]
-        found.append(mx.where(mx.isnan(value), 0.0, value) + discount * found[-1])
+        found.append(values_pgs[..., step] + discount * found[-1])
     return mx.stack(found[:0:-1], axis=-1)
 
 
@@ -194,17 +201,24 @@ def has_varied_rewards(rewards_pg: mx.array) -> mx.array:
     """Whether a group's rewards differ, bool [P]: with a group's baseline only these can be learned from.
 
     Args:
-        rewards_pg: [P,G]; NaN: no reward.
+        rewards_pg: [P,G]; NaN, infinite or beyond ±1e15: no reward.
     """
     check_rank("rewards_pg", rewards_pg, 2)
     rewards_pg = rewards_pg.astype(mx.float32)
-    return _varies(rewards_pg, mx.logical_not(mx.isnan(rewards_pg)))[:, 0]
+    return _varies(rewards_pg, _given(rewards_pg))[:, 0]
+
+
+def _given(rewards: mx.array) -> mx.array:
+    """Whether each is a reward: not NaN, not infinite, and small enough to be squared."""
+    return mx.abs(rewards) <= LARGEST_REWARD
 
 
 def _varies(values_pg: mx.array, given_pg: mx.array) -> mx.array:
     """Whether a group's given values differ, [P,1] or [P,1,1]. This is exact; a variance would have rounding
     errors."""
     axes = tuple(range(1, values_pg.ndim))
+    if not values_pg.size:
+        return mx.zeros((values_pg.shape[0], *(1 for _ in axes)), mx.bool_)
     least_p1 = mx.where(given_pg, values_pg, mx.inf).min(axis=axes, keepdims=True)
     return mx.where(given_pg, values_pg, -mx.inf).max(axis=axes, keepdims=True) > least_p1
 

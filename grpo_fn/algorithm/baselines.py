@@ -49,7 +49,8 @@ def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 def as_one_group(rewards_pg: mx.array, given_pg: mx.array) -> tuple[mx.array, mx.array]:
     """The batch as a single group: both arrays as [1,P·G], or [1,P·G,S]."""
-    shape = (1, -1, *rewards_pg.shape[2:])
+    groups, size, *steps = rewards_pg.shape
+    shape = (1, groups * size, *steps)
     return rewards_pg.reshape(shape), given_pg.reshape(shape)
 
 

@@ -3,19 +3,22 @@
     l = w·ℓ + β·KL − c·H        loss = Σ weighted l / denominator
 
 Everything is float32 and every input is replaced by zero at masked positions before any arithmetic, so
-that values there (also NaN and inf) reach neither the value nor the gradient.
+that values there (also NaN and inf) reach neither the value nor the gradient. A counted log-prob of −∞ is
+−10,000, without a gradient: the differences of two such are 0, not NaN.
 """
 
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from grpo_fn.algorithm.diagnostics import LossInputs, LossStats, loss_stats
+from grpo_fn.algorithm.diagnostics import LossInputs, LossStats, empty_stats, loss_stats
 from grpo_fn.algorithm.kl import kl_estimate
 from grpo_fn.algorithm.ratios import CORRECTIONS, drop_sequences, policy_ratio, rollout_mismatch
 from grpo_fn.algorithm.spec import AGGREGATIONS, LossSpec, check_max_length, divided
 from grpo_fn.algorithm.surrogates import SURROGATES
 from grpo_fn.checks import check_rank, check_shape
+
+LOWEST = -1e4  # of a log-prob
 
 
 class LossArrays(NamedTuple):
@@ -92,6 +95,10 @@ def loss_sum(
     _check(arrays, spec, max_completion_length, teacher_coef)
     x = _cleaned(arrays)
     mask_bt, adv = x.mask_bt, x.adv  # [B,1] or [B,T]
+    aggregation = AGGREGATIONS[spec.aggregation]
+    denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
+    if not mask_bt.size:
+        return mx.array(0.0), empty_stats(denominator)
 
     ratio_bt = policy_ratio(x.logp_bt, x.old_logp_bt, mask_bt, spec.level)  # r = π_θ/π_old
     mismatch = rollout_mismatch(x.old_logp_bt, x.rollout_logp_bt, mask_bt, spec.sequence_ratio)  # π_old/μ
@@ -119,11 +126,9 @@ def loss_sum(
     if teacher_coef > 0 and x.teacher_kl_bt is not None:
         term_bt = term_bt + teacher_coef * x.teacher_kl_bt
 
-    aggregation = AGGREGATIONS[spec.aggregation]
     length_b = mask_bt.sum(axis=1)
     sum_b = (mask_bt * term_bt).sum(axis=1)
     total = (sum_b / mx.maximum(length_b, 1) if aggregation.row_mean else sum_b).sum()
-    denominator = aggregation.denominator(x.num_sequences, x.num_tokens, max_completion_length)
     return total, loss_stats(x, spec, ratio_bt, kl_bt, mismatch, weight_bt, total, denominator)
 
 
@@ -133,7 +138,7 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
     length_b = mask_bt.sum(axis=1)
 
     def clean(array: mx.array) -> mx.array:
-        return mx.where(counted_bt, array.astype(mx.float32), 0.0)
+        return mx.where(counted_bt, mx.maximum(array.astype(mx.float32), LOWEST), 0.0)
 
     def held(array: mx.array | None, default: mx.array) -> mx.array:
         return mx.stop_gradient(default if array is None else clean(array))

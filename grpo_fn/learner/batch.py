@@ -274,10 +274,13 @@ def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
             found[name] = _part(array, index, sizes)
         elif array is not None and axes:
             array = array[index[axes[0]]] if axes[0] in index else array
-            wanted = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)]
+            wanted: Any = [sizes.get(axis, size) for axis, size in zip(axes, array.shape, strict=False)]
             array = array[tuple(slice(size) for size in wanted)]
             more = [(0, size - now) for size, now in zip(wanted, array.shape, strict=True)]
-            found[name] = mx.pad(array, more, constant_values=mx.array(_PADDING.get(name, 0), array.dtype))
+            filling = mx.array(_PADDING.get(name, 0), array.dtype)
+            # Not padded without numbers: on CUDA NumPy, and saving, then end the process (docs/upstream.md).
+            padded = mx.pad(array, more, constant_values=filling) if array.size else mx.full(wanted, filling)
+            found[name] = padded
     return attrs.evolve(value, **found)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import attrs
 from runners.checkpoints.checkpoint import TrainerState, read_trainer_state
 from runners.checkpoints.manifest import check_manifest, newest_whole
 from runners.checkpoints.run_folder import checkpoint_folders, interrupted
-from runners.checkpoints.run_inputs import HELD_OUT
+from runners.checkpoints.run_inputs import HELD_OUT, START
 from runners.config.loading import Config
 from runners.config.names import EMBEDDED
 from runners.config.recorded import recorded_in
@@ -62,6 +64,13 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
         raise UserError(f"{folder} holds a finished run without checkpoints; --overwrite starts over")
     note(f"{searched} has no checkpoint yet: the run starts from the beginning")
     return None
+
+
+def first_start(origin: Origin | None) -> datetime:
+    """When a run whose chat template writes the date was first started; of other runs and new ones: now."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(str(origin.facts.inputs.get(START)) if origin else "")
+    return datetime.now().replace(microsecond=0)
 
 
 def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> None:

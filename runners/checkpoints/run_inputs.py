@@ -15,11 +15,13 @@ from runners.checkpoints.manifest import digest
 from runners.config.loading import Config
 from runners.config.user_functions import function_file
 from runners.data.prompts import Example
+from runners.data.rendering import writes_date
 from runners.files.json_files import read_json
 from runners.models.adapters import adapter_files
 from runners.models.loaded_model import LoadedModel
 from runners.rewards.scoring import Reward
 
+START = "the date in the chat template"
 HELD_OUT = "the held-out problems"  # weights do not depend on them
 
 
@@ -43,6 +45,10 @@ def run_inputs(
         ),
         "the tokens that end a completion": list(loaded.eos_ids),
     }
+    processor = loaded.vision.processor if loaded.vision else None
+    template = processor.template if processor and processor.template else loaded.tokenizer.chat_template
+    if writes_date(template):
+        found[START] = loaded.tokenizer.start.isoformat()
     if gold:
         found["the gold completions"] = _digest(repr((example.tokens, example.gold)) for example in gold)
     if loaded.base_digest:

@@ -70,4 +70,4 @@ def _advice(folder: Path, state: str) -> str:
     if output and name and Path(output, name).resolve() != folder.resolve():
         # The run was started elsewhere, or its folder was moved.
         command += ["--set", f"run.output_dir={folder.parent}", "--set", f"run.name={folder.name}"]
-    return shlex.join([*command, "--resume"] if state == "interrupted" else command)
+    return shlex.join([*command, "--resume"])

@@ -90,12 +90,13 @@ def _ks(text: str) -> tuple[int, ...]:
 
 
 def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
-    """The config to measure with: that of --config, of a model's run, or with the prompts of a model's
-    grpo_prompt.json.
+    """The config to measure with: that of --config, of a model's run, with the prompts of a model's
+    grpo_prompt.json, or that of a shipped model.
 
     Raises UserError if two models were asked in different ways in training.
     """
     from runners.config.loading import load_config
+    from runners.config.names import SHIPPED_PRESETS
     from runners.evaluation.measurement import config_of_runs
     from runners.inference.inference_model import find_model, prompt_settings_of
 
@@ -106,7 +107,10 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
     other = ['data.name=""'] if values["data"] else []
     if found := config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"])):
         return found
-    config = load_config(None, overrides)
+    preset = SHIPPED_PRESETS.get(models[0]) if len({*models}) == 1 else None
+    if preset:
+        note(f"data, prompts and rewards as in the preset {preset}; --config, --data and --set replace them")
+    config = load_config(preset, overrides)
     own = bool(config.model.loader)
     prompts = {name: prompt_settings_of(*find_model(name, custom_loader=own)) for name in models}
     asked = {name: prompt for name, prompt in prompts.items() if prompt}
@@ -152,7 +156,7 @@ def _measure_all(
     else:
         rows = load_rows(config.data, config.folders)[1]  # those that training holds out
     config = with_answers_of(config, rows)
-    columns = reward_columns(rows, with_answer=bool(config.data.answer))
+    columns = reward_columns(rows, config.data.answer)
     check_columns(rewards, columns, environments=config.env.answers)
     measured: list[ModelResult] = []
     for name in models:

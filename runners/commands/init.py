@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from runners.commands.base import command, option
-from runners.errors import UserError
+from runners.errors import UserError, listed
 from runners.machine.terminal import echo
 
 
@@ -16,10 +16,13 @@ from runners.machine.terminal import echo
     click.argument("model"),
     click.argument("data"),
     option("--out=FILE", "The new config.", default="train.toml", show_default=True),
+    option("--question=COLUMN", "The column of questions or messages [found by name].", default=""),
+    option("--answer=COLUMN", "The column of reference answers [found by name].", default=""),
     notes="""\
 \b
 Examples:
   grpo init Qwen/Qwen2.5-0.5B-Instruct rows.jsonl
+  grpo init Qwen/Qwen2.5-0.5B-Instruct table.csv --question Frage --answer Antwort
   grpo init embedded embedded --out toy.toml
 
 \b
@@ -27,7 +30,7 @@ It looks at the model's size, bits and chat template. In the data it finds the c
 answers, and the form of the answers: numbers behind ####, \\boxed{}, numbers, letters, labels, or none.
 """,
 )
-def init_command(model: str, data: str, out: str) -> None:
+def init_command(model: str, data: str, out: str, question: str, answer: str) -> None:
     """Write a config for a model and a data set.
 
     MODEL is a folder, a name on the Hub or "embedded"; DATA a file, a folder, a name on the Hub or
@@ -43,11 +46,14 @@ def init_command(model: str, data: str, out: str) -> None:
     from runners.files.durable import save_text
     from runners.machine.memory_readings import usable_memory
 
-    found, about = survey_data(data), survey_model(model)
+    found, about = survey_data(data, question, answer), survey_model(model)
     echo(f"model    {about[0]}")
+    echo(f"columns  {listed(found.columns)}")
     echo(f"data     {found.prompt or found.question} → {found.answer or 'no answers'}: {found.why}")
     rewards = target.with_name(f"{target.stem}_reward.py")
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
+    if not found.answer:
+        echo("         --answer names the column of reference answers, --question that of questions")
     if found.form == "none" and not rewards.exists():
         save_text(rewards, REWARD.format(config=target.name))
         echo(f"written  {rewards}, an example of a reward: write yours")

@@ -171,6 +171,7 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
     from runners.machine import startup
 
     loaded = load_config(name, overrides)
+    echo_all(loaded.notices)
     machine = startup.prepare(loaded.system.memory_limit_gb)
     return loaded.check(), machine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 
 import click
@@ -64,6 +65,7 @@ def bench_command(config: str, overrides: Sequence[str], steps: int, as_json: bo
     checked, machine = open_config(config, overrides)
     echo_all(machine.notices)
     from runners.profiling import bench_steps, bench_table
+    from runners.telemetry.report import PlainReport
 
-    found = bench_steps(checked, steps=steps, say=lambda text: echo(text, err=True))
+    found = bench_steps(checked, steps=steps, report=PlainReport(sys.stderr))
     echo(json.dumps(found, indent=1) if as_json else bench_table(found))

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from runners.answers.forms import FORMS, NONE, answer_form
 from runners.config.conditions import condition_fault
-from runners.config.names import EMBEDDED, REWARD_NAMES, SELF, SHIPPED, TASK_SCORE, TASKS
+from runners.config.names import (
+    EMBEDDED,
+    EXAMPLE_REWARD,
+    HUB_NAME,
+    REWARD_NAMES,
+    SELF,
+    SHIPPED,
+    TASK_SCORE,
+    TASKS,
+    other_name,
+)
 from runners.config.reading import Settings
 from runners.config.user_functions import FUNCTION_FORMS
 from runners.errors import did_you_mean, show
@@ -21,7 +31,6 @@ from runners.files.run_files import COMPLETIONS
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _EXPECTED_DATA = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
@@ -84,6 +93,11 @@ class _Paths:
             return name in self.found.values.get(section, {})
 
         functions = reward.functions
+        chosen = given("reward.functions")
+        if given("data.answer") and data.answer and self.is_example(functions):
+            functions = REWARD_NAMES
+            chosen = False
+            self.found.notices.append(f"{self.found.label}: data.answer replaces the example reward")
         if not given("answer.form"):
             own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
             answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
@@ -98,9 +112,9 @@ class _Paths:
             self.found.fault(
                 "answer.form", f'expected "{NONE}" with data.answer = "", found {show(answer.form)}'
             )
-        if not given("reward.functions") and data.source.startswith(TASKS):
+        if not chosen and data.source.startswith(TASKS):
             functions = (TASK_SCORE,)
-        elif not given("reward.functions") and answer.form != "xml":
+        elif not chosen and answer.form != "xml":
             functions = () if form is None else REWARD_NAMES[:1]
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
@@ -151,6 +165,13 @@ class _Paths:
             return name
         return f"{self.file(module, key)}:{function}" if is_file else name
 
+    def is_example(self, functions: tuple[str, ...]) -> bool:
+        """Whether these are the one that `grpo init` wrote, unchanged."""
+        file, _, name = "".join(functions).rpartition(":")
+        if name != "reward" or not os.path.isfile(file):
+            return False
+        return Path(file).read_bytes().endswith(EXAMPLE_REWARD.encode())
+
     def file(self, name: str, key: str, kind: str = "file") -> str:
         """The path of a file, or of a folder, that has to exist; empty: none."""
         path = self.existing(name) if name else ""
@@ -165,9 +186,11 @@ class _Paths:
         if (path := self.existing(name)) is not None:
             return path
         is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
-        if is_path or "\\" in name:
+        if other := other_name(name):
+            self.found.fault(key, f"{show(name)} is {other}")
+        elif is_path:
             self.found.fault(key, f"no such file or folder: {show(name)}")
-        elif not _HUB_NAME.fullmatch(name):
+        elif not HUB_NAME.fullmatch(name):
             self.found.fault(key, f"expected {expected}, found {show(name)}")
         return name
 

@@ -52,6 +52,11 @@ class Config:
         """The folders in which custom files and modules are searched: the current one, then the config's."""
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Lines on values of the file that are not used."""
+        return tuple(self.settings.notices) if self.settings else ()
+
     def where(self, key: str) -> str:
         """The place where `section.key` was set, for messages: `train.toml: data.source`."""
         return self.settings.where(tuple(key.split("."))) if self.settings else key

@@ -1,10 +1,15 @@
 """Names that a config may use in place of files and functions: of models, data and rewards."""
 
+import re
+
 EMBEDDED = "embedded"
 
 EMBEDDED_TOOLS = "embedded-tools"
 
-SHIPPED = (EMBEDDED, EMBEDDED_TOOLS)
+SHIPPED_PRESETS = {EMBEDDED: "quickstart", EMBEDDED_TOOLS: "quickstart_tools"}
+"""The preset that trains each shipped model."""
+
+SHIPPED = tuple(SHIPPED_PRESETS)
 """The names of the shipped models and data, for `model.path` and `data.source`."""
 
 SELF = "self"
@@ -23,6 +28,14 @@ REWARD_NAMES = (
     "xmlcount_reward_func",
 )
 
+EXAMPLE_REWARD = '''\
+def reward(completions, **columns):
+    """1.0 for at most 120 words that end as a sentence does, else 0.0; `columns` has the data's columns."""
+    texts = [completion[-1]["content"].rstrip() for completion in completions]
+    return [float(len(text.split()) <= 120 and text.endswith((".", "!", "?"))) for text in texts]
+'''
+"""The reward that `grpo init` writes for data without answers. Unchanged, it gives way to `data.answer`."""
+
 REWARD_ARGUMENTS = (
     "completions",
     "prompts",
@@ -34,3 +47,27 @@ REWARD_ARGUMENTS = (
     "environments",
 )
 """The arguments that every reward may take besides the dataset's columns."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+_HUB = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://"
+_OTHER_NAMES = {
+    r"[a-z]:[\\/].*|.*\\.*": (
+        "a path of Windows; expected one of macOS or Linux, such as /mnt/c/models/qwen in WSL"
+    ),
+    rf"(?:{_HUB})(?:datasets/)?([\w.-]+/[\w.-]+)(?:[/?#].*)?": (
+        'an address on the Hub; expected its name, "{0}"'
+    ),
+    r"[a-z0-9+.-]+://.*": "an address; expected a folder, or a name on the Hub",
+    r"([\w.-]+(?:/[\w.-]+)?)[@:]([\w./-]+)": (
+        "a revision of {0}; expected a name alone, or a folder into which `hf download` has put {1}"
+    ),
+}
+
+
+def other_name(text: str) -> str:
+    """What a text is that names no folder and nothing on the Hub, and what is expected; "": nothing known."""
+    for pattern, meaning in _OTHER_NAMES.items():
+        if match := re.fullmatch(pattern, text, re.IGNORECASE):
+            return meaning.format(*match.groups())
+    return ""

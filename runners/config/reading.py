@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import attrs
 
-from runners.config import rules
-from runners.errors import ConfigError, nearest, show
+from runners.config import flat_keys, rules
+from runners.errors import ConfigError, did_you_mean, nearest, show
 
 PRESET_FOLDER = Path(__file__).resolve().parents[2] / "configs"
 MAX_BYTES = 1 << 17  # the packaged configs have some 2,000
@@ -25,13 +25,15 @@ KeyPath = tuple[str, ...]
 
 @attrs.define
 class Settings:
-    """The values merged so far, by section, with their origins; the faults so far."""
+    """The values merged so far, by section, with their origins; the faults and notices so far."""
 
     label: str  # the file, as messages name it
     folder: Path  # what relative paths may also refer to
     values: dict[str, Any] = attrs.field(factory=dict)
     origins: dict[KeyPath, str] = attrs.field(factory=dict)  # the file or --set
     problems: list[str] = attrs.field(factory=list)
+    notices: list[str] = attrs.field(factory=list)
+    flat_names: dict[KeyPath, str] = attrs.field(factory=dict)  # what a file calls them, with MLX-GRPO's keys
 
     def put(self, path: KeyPath, value: Any, origin: str) -> None:
         """Set one value; a table is merged into an existing table."""
@@ -48,10 +50,11 @@ class Settings:
             table[path[-1]] = value
 
     def where(self, path: KeyPath) -> str:
-        """The source and the key, such as `train.toml: rollout.top_p`."""
+        """The source and the key as it is written there, such as `train.toml: rollout.top_p`."""
         parts = (path[:length] for length in range(len(path), 0, -1))
         origin = next((self.origins[part] for part in parts if part in self.origins), self.label)
-        return f"{origin}: {'.'.join(path)}"
+        written = self.flat_names.get(path) if origin == self.label else None
+        return f"{origin}: {written or '.'.join(path)}"
 
     def fault(self, path: KeyPath | str, message: str) -> None:
         """Adds the line of a fault at a key, such as "rollout.top_p"."""
@@ -67,19 +70,40 @@ def preset_names() -> list[str]:
 def read_settings(config: str, keys: Mapping[KeyPath, attrs.Attribute]) -> Settings:
     """The values of a config file, or of a packaged preset named `config`.
 
-    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. `keys` has all keys.
+    A file is TOML, or JSON if its name ends in .json, such as config.resolved.json. It has sections, or the
+    keys of MLX-GRPO. `keys` has all keys.
     Raises ConfigError if the file does not exist or cannot be read as TOML or JSON.
     """
     path, label = _locate(config)
     settings = Settings(label=label, folder=path.parent)
-    for key, value in parse(path, label).items():
-        if any(known[0] == key for known in keys):
+    table = parse(path, label)
+    sections = {known[0] for known in keys}
+    flat = flat_keys.flat_table(table, sections)
+    if flat is not None:
+        _put_flat(settings, flat, "" if flat is table else f"{flat_keys.TABLE}.")
+        return settings
+    for key, value in table.items():
+        if key in sections:
             settings.put((key,), value, label)
         else:
-            moved = "; MLX-GRPO's keys are in sections here: docs/migrating.md"
-            hint = moved if key in ("model_name", "mlx_grpo") else key_hint((key,), keys)
+            moved = "; MLX-GRPO's keys are in sections here: docs/migrating.md; a file has either kind"
+            hint = moved if key in ("model_name", flat_keys.TABLE) else key_hint((key,), keys)
             settings.fault((key,), f"unknown key{hint}")
     return settings
+
+
+def _put_flat(settings: Settings, table: Mapping[str, Any], prefix: str) -> None:
+    known = {key: value for key, value in table.items() if key in flat_keys.FLAT_KEYS}
+    for key in table:
+        if key not in known:
+            settings.fault((prefix + key,), f"unknown key{did_you_mean(key, flat_keys.FLAT_KEYS)}")
+    values, notices = flat_keys.in_sections(known)
+    for target, value, key in values:
+        path = tuple(target.split("."))
+        settings.put(path, value, settings.label)
+        if key in known:
+            settings.flat_names[path] = prefix + key
+    settings.notices += [f"{settings.label}: {notice}" for notice in notices]
 
 
 def apply_override(settings: Settings, override: str, keys: Mapping[KeyPath, attrs.Attribute]) -> None:
@@ -110,6 +134,7 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     ranked = [*reversed(list(keys)), *reversed(inside)]
     names = {part: ".".join(known) for known in ranked for part in known[-1 if path[1:] else 1 :]}
     if not inside:
+        names |= {key: flat.target for key, flat in flat_keys.FLAT_KEYS.items()}
         names |= {section: section for section in sections}
     if near := nearest(path[-1], names) or nearest(path[0], [] if inside else sections):
         return f"; did you mean {names[near]}?"

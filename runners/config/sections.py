@@ -283,7 +283,7 @@ class LogConfig:
     """[log]: which logs are written, and which dashboards get them."""
 
     every: int = key(1, "updates between two lines; the last update always has one", ">= 1")
-    jsonl: bool = key(True, "write `training_log.jsonl` and [`events.jsonl`](report.md#eventsjsonl)")
+    jsonl: bool = key(True, "write [`training_log.jsonl`](report.md#the-files)")
     completions: bool = key(True, "write [`completions.jsonl`](rewards.md#completionsjsonl): prompt, text, rewards, advantage and length of every completion; and [`evaluations.jsonl`](report.md#evaluationsjsonl)")
     report: bool = key(True, "write [`report.html`](report.md) into the run's folder when the run ends")
     tensorboard: bool = key(False, "also to TensorBoard (needs `tensorboardX`)")

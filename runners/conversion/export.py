@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from runners.checkpoints.manifest import model_of_run
+from runners.config.names import HUB_NAME
 from runners.config.recorded import recorded_in
 from runners.conversion.convert import check_apart, write_weights
 from runners.conversion.gguf.writing import write_gguf
@@ -24,7 +25,7 @@ from runners.files.json_files import read_json, write_json
 from runners.files.tensor_files import save_arrays
 from runners.inference.inference_model import find_model
 from runners.models.adapters import ADAPTER_CONFIG, base_of, fused_layers, read_adapters, read_folder
-from runners.models.folders import HUB_NAME, copy_companions
+from runners.models.folders import copy_companions
 from runners.models.model_reader import read_model
 from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
@@ -148,8 +149,8 @@ def export_peft(name: str, target: Path, *, force: bool, note: Callable[[str], N
     check_target(target, force)
     folder = Path(model_of_run(name, note)).expanduser()
     check_apart(target, folder)
-    settings, tensors = read_folder(folder)
-    config, theirs = to_peft(settings, tensors)
+    adapters = read_folder(folder)
+    config, theirs = to_peft(adapters.settings, adapters.tensors)
     prompt = read_prompt(folder)
     with new_folder(target, replace=force) as temporary:
         save_arrays(temporary / PEFT_ADAPTERS, theirs, {"format": "pt"})

@@ -6,6 +6,7 @@ It shows a run's config and results, and nothing of the machine: no folder, no h
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from statistics import fmean
@@ -14,13 +15,12 @@ from typing import Any
 import attrs
 
 import grpo_fn
-from runners.config.names import SHIPPED
+from runners.config.names import HUB_NAME, SHIPPED
 from runners.config.recorded import read_recorded
-from runners.errors import spell, spell_tables
+from runners.errors import one_line, spell, spell_tables
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
-from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
@@ -120,15 +120,15 @@ def model_card(
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    lines = ["---", front.to_yaml(), "---", "", f"# {title}", ""]
+    lines = ["---", front.to_yaml(), "---", "", f"# {_plain(title)}", ""]
     written, packed = f"by grpo_fn {grpo_fn.__version__}", f"The weights are quantized: {quantized}."
     if facts is None:
-        lines += [f"Written {written}{f' from {base}' if base else ''}.", ""]
+        lines += [f"Written {written}{f' from {_plain(base)}' if base else ''}.", ""]
     else:
         model, preset = facts.config["model"], facts.config["loss"]["preset"]
         lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
         for what, name in (("Model", base or model["path"]), ("Data", source)):
-            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else name}")
+            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _plain(name)}")
         lines.append("")
         packed += " The results are those of full precision."
     lines += [packed, ""] if quantized else []
@@ -137,14 +137,15 @@ def model_card(
     if facts is not None:
         lines += ["## Config", "", *_fenced(spell_tables(facts.config).strip(), "toml")]
     lines += ["## Use", ""]
+    model_argument = shlex.quote(title)
     if prompt is not None:
-        lines += _fenced(f'grpo generate {title} "…"', "sh")
+        lines += _fenced(f'grpo generate {model_argument} "…"', "sh")
         lines += [
             f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that file; it "
             "takes the system message as `--system-prompt` and the first words as `--prefill-response`:",
             "",
         ]
-    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {title} --prompt "…"', "sh")])
+    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {model_argument} --prompt "…"', "sh")])
 
 
 def _results(facts: RunFacts) -> list[str]:
@@ -195,6 +196,11 @@ def _prompt(prompt: PromptSettings) -> list[str]:
         f"A reply had at most {prompt.max_new_tokens:,} tokens.",
         "",
     ]
+
+
+def _plain(name: str) -> str:
+    """A name in Markdown, in one line and without its marks."""
+    return re.sub(r"([\\`*\[\]<>&]|\b_|_\b)", r"\\\1", one_line(name, {}))
 
 
 def _fenced(text: str, language: str = "text") -> list[str]:

@@ -5,7 +5,7 @@ Format: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx; templates
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,44 +19,53 @@ _WORDS = ("@@system@@", "@@first@@", "@@reply@@", "@@second@@")  # no template c
 def modelfile(file: str, tokenizer: Any, prompt: PromptSettings | None) -> str:
     """The text, for the GGUF file of that name beside it. `prompt`: how the model was asked; None: unknown.
 
-    Raises UserError for a chat template that hides what it is given.
+    A system message that SYSTEM cannot hold is part of the template. Raises UserError for a chat template
+    that hides what it is given, and for a stop string or a file name that a Modelfile cannot hold.
     """
     nudge = prompt.nudge if prompt else ""
     raw = prompt is not None and prompt.prompt_form == "raw"
     kwargs = prompt.chat_template_kwargs if prompt else NO_KWARGS
-    template = f"{{{{ .Prompt }}}}{_literal(nudge)}" if raw else _template(tokenizer, nudge, kwargs)
-    lines = [f"FROM ./{file}", f"TEMPLATE {_quoted(template)}"]
+    system = prompt.system_prompt if prompt and prompt.system_prompt.strip() and not raw else ""
+    inside = system if _fault(system) else ""
+    template = f"{{{{ .Prompt }}}}{_literal(nudge)}" if raw else _template(tokenizer, nudge, kwargs, inside)
+    lines = [f"FROM {_value('the file', f'./{file}')}", f"TEMPLATE {_value('the chat template', template)}"]
     if prompt is None:
         return "\n".join([*lines, ""])
-    if prompt.system_prompt.strip() and not raw:
-        lines.append(f"SYSTEM {_quoted(prompt.system_prompt)}")
+    if system and not inside:
+        lines.append(f"SYSTEM {_value('the system message', system)}")
     values: dict[str, Any] = {
         "temperature": prompt.temperature, "top_p": prompt.top_p, "top_k": prompt.top_k,
         "min_p": prompt.min_p, "repeat_penalty": 1.0, "num_predict": prompt.max_new_tokens,
     }  # fmt: skip
     lines += [f"PARAMETER {name} {value}" for name, value in values.items()]
-    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in prompt.stop]
+    lines += [f"PARAMETER stop {_value('a stop string', stop)}" for stop in prompt.stop]
     return "\n".join([*lines, ""])
 
 
-def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any]) -> str:
-    """The chat template in Go's language: what stands between a conversation's words, by the next role."""
+def _template(tokenizer: Any, nudge: str, kwargs: Mapping[str, Any], inside: str) -> str:
+    """The chat template in Go's language: what stands between a conversation's words, by the next role.
+
+    A conversation without a system message gets the one `inside`.
+    """
     system, first, reply, second = _WORDS
     talk = [("user", first), ("assistant", reply), ("user", second)]
     begin, answer, again, ready = _between(tokenizer, talk, kwargs)
     told, between, *_ = _between(tokenizer, [("system", system), *talk], kwargs)
     bos = getattr(tokenizer, "bos_token", None)
     if bos and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]:  # llama.cpp adds it
-        begin, told = begin.removeprefix(bos), told.removeprefix(bos)
+        begin = begin.removeprefix(bos)
+        told = told.removeprefix(bos)
     branches = (
-        ('if eq .Role "system"', f"{_literal(told)}{{{{ .Content }}}}"),
-        ('else if eq .Role "assistant"', f"{_literal(answer + nudge)}{{{{ .Content }}}}"),
-        ("else if eq $i 0", f"{_literal(begin)}{{{{ .Content }}}}"),
-        ("else if and (eq $i 1) $.System", f"{_literal(between)}{{{{ .Content }}}}"),
-        ("else", f"{_literal(again)}{{{{ .Content }}}}"),
+        ('if eq .Role "system"', told),
+        ('else if eq .Role "assistant"', answer + nudge),
+        ("else if eq $i 0", between if inside else begin),
+        ("else if and (eq $i 1) $.System", between),
+        ("else", again),
     )
-    turns = "".join(f"{{{{ {condition} }}}}{text}" for condition, text in branches)
-    return f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_literal(ready + nudge)}"
+    before = f"{{{{ if not .System }}}}{_literal(told + inside)}{{{{ end }}}}" if inside else ""
+    turns = "".join(f"{{{{ {when} }}}}{_literal(text)}{{{{ .Content }}}}" for when, text in branches)
+    loop = f"{{{{ range $i, $m := .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}"
+    return before + loop + _literal(ready + nudge)
 
 
 def _between(tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[str, Any]) -> list[str]:
@@ -73,10 +82,30 @@ def _between(tokenizer: Any, talk: Sequence[tuple[str, str]], kwargs: Mapping[st
 
 
 def _literal(text: str) -> str:
-    return text.replace("{{", '{{ "{{" }}')
+    """A text inside a template: what Go or the Modelfile would read otherwise is a string of Go's."""
+    return "".join(map(_shown, text))
 
 
-def _quoted(text: str) -> str:
-    if '"""' in text:
-        raise UserError(f'a Modelfile cannot hold """, found it in {one_line(text, {})}')
-    return f'"""{text}"""'
+def _shown(character: str) -> str:
+    if character not in '{"' and _is_kept(character):
+        return character
+    return f'{{{{ "\\U{ord(character):08x}" }}}}'
+
+
+def _is_kept(character: str) -> bool:
+    """Whether Ollama keeps a character of a Modelfile; it drops what Go calls not printable."""
+    return character.isprintable() or character in "\t\r\n"
+
+
+def _fault(text: str) -> str:
+    """Why a Modelfile cannot hold a text as a value, which has no escapes; "" if it can."""
+    if lost := [character for character in text if not _is_kept(character)]:
+        return f"Ollama drops the character {lost[0]!a}"
+    return 'a line that ends with """ ends the value' if re.search(r'"""\s*[\r\n]', text) else ""
+
+
+def _value(what: str, text: str) -> str:
+    """A value as Ollama reads it: one word, or in quotes that end where a line does."""
+    if fault := _fault(text):
+        raise UserError(f"{what}: a Modelfile cannot hold it: {fault}; found {one_line(text, {})}")
+    return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

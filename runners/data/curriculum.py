@@ -1,8 +1,9 @@
 """Which prompts a run draws: those whose pass rate is near a target teach most.
 
-    p̂ = (passes + m) / (weight + 1)                 a prompt's rate; m is the rate of all that are known
+    p̂ = (passes + m) / (weight + 1)                 a prompt's rate, pooled with one of m
     w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw; the age is in batch steps
 
+m is the rate of all completions so far, itself pooled with one of the target rate; a new prompt has m.
 The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log of the
 likelihood ratio); the second lets a prompt rest after it was drawn. What is known of a prompt fades with its
 age, passes and weight alike, so that prompts are drawn again once the policy may have changed.

@@ -11,10 +11,10 @@ import numpy as np
 from runners.answers.forms import FORMS, NONE
 from runners.answers.values import parse_number
 from runners.config.loading import Config
-from runners.config.names import TASKS
+from runners.config.names import TASKS, other_name
 from runners.config.sections import DataConfig
 from runners.config.user_functions import resolve_function
-from runners.data.messages import prompt_fault, prompt_of
+from runners.data.messages import gold_turn, prompt_fault, prompt_of
 from runners.data.prompts import gold_answer, image_folder
 from runners.data.row_files import (
     SUFFIXES,
@@ -187,7 +187,9 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     if not config.prompt and not isinstance(question, str):
         return f"{field}: expected text, found {type(question).__name__}"
     if fault := prompt_fault(question):
-        return f"{field} {fault}"
+        ended = gold_turn(question) is not None and config.completion != field
+        hint = f"; data.completion = {show(field)} takes that turn as the gold completion"
+        return f"{field} {fault}{hint if ended else ''}"
     if config.prompt_form == "raw" and not isinstance(question, str):
         return f'{field}: expected a text with data.prompt_form = "raw", found a list of messages'
     gold = gold_answer(answer) if config.answer else ""
@@ -206,6 +208,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
+    if other := other_name(config.source):
+        raise UserError(f"data.source = {show(config.source)} is {other}")
     import datasets
 
     try:

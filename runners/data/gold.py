@@ -93,10 +93,10 @@ class GoldReader:
         return kept, [line.format(count, why) for count, why in counts if count]
 
     def _tokens(self, example: Example, text: str, end: tuple[int, ...]) -> tuple[int, ...]:
-        """A completion as a model samples it: behind the nudge, up to a stop string or an end token."""
-        nudge = self.config.data.nudge
+        """A completion as a model samples it: behind its given words, up to a stop string or an end token."""
         text = text if self.config.data.prompt_form == "raw" else text.strip()
-        text = text[len(nudge) :] if nudge and text.startswith(nudge) else text
+        for given in (example.opening, example.opening.strip(), self.config.data.nudge):
+            text = text.removeprefix(given)
         whole = encode(self.tokenizer, example.text + text, add_special_tokens=False)
         before = next((n for n in (0, 1) if whole[: len(example.tokens) - n] == example.tokens[n:]), None)
         if before is None:  # tokens across the border, or a prompt with images

@@ -14,7 +14,7 @@ from runners.answers.values import value_text, without_exponent
 from runners.config.names import REWARD_ARGUMENTS
 from runners.config.sections import DataConfig
 from runners.data.messages import Message, conversation, prompt_of
-from runners.data.rendering import render
+from runners.data.rendering import opening, render
 from runners.errors import UserError
 from runners.images.image_files import ImageFile, image_files
 from runners.images.processor import ImageProcessor, load_processor
@@ -35,6 +35,7 @@ class Example:
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
     number: int = 0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
     gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
+    opening: str = ""  # the first words of a completion, before the nudge: the chat template's
 
 
 def image_folder(config: DataConfig) -> Path | None:
@@ -59,16 +60,20 @@ def build_examples(
     tokenizer: Any,
     tools: Sequence[dict[str, Any]] = (),
     processor: ImageProcessor | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[list[Example], int]:
     """The examples of usable rows in order, and how many are left out as longer than max_prompt_length.
 
-    Every example has all columns of `reward_columns`, None where its row lacks them. A row that the chat
-    template or the tokenizer refuses raises UserError with its place; with `on_bad_row` "skip" it is noted in
-    `Rows.faults`. Raises UserError also if no row is left.
+    Every example has all `columns`, by default the `reward_columns` of the rows; one that its row lacks is
+    None. A row that the chat template or the tokenizer refuses raises UserError with its place; with
+    `on_bad_row` "skip" it is noted in `Rows.faults`. Raises UserError also if no row is left.
     """
     if config.image and processor is None:
         raise UserError("data.image names a column, but this command shows no images to the model")
-    columns = reward_columns(rows, with_answer=bool(config.answer))
+    fields = reward_columns(rows, config.answer) if columns is None else columns
+    raw = config.prompt_form == "raw"
+    kwargs = config.chat_template_kwargs
+    begun = opening(tokenizer, kwargs, raw=raw)
 
     def example_of(row: Mapping[str, Any], number: int) -> Example:
         gold = (gold_answer(row[config.answer]) or "") if config.answer else ""
@@ -79,14 +84,14 @@ def build_examples(
             messages,
             config.nudge,
             tools=tools,
-            template_kwargs=config.chat_template_kwargs,
+            template_kwargs=kwargs,
             images=images,
             processor=processor,
-            raw=config.prompt_form == "raw",
+            raw=raw,
         )
-        values = {column: row.get(field) for column, field in columns.items()}
+        values = {column: row.get(field) for column, field in fields.items()}
         answers = {"answer": gold} if config.answer else {}
-        return Example(messages, text, tokens, gold, {**values, **answers}, images, number)
+        return Example(messages, text, tokens, gold, {**values, **answers}, images, number, opening=begun)
 
     examples: list[Example] = []
     faults: dict[str, str] = getattr(rows, "faults", {})
@@ -109,17 +114,24 @@ def build_examples(
     return kept, len(examples) - len(kept)
 
 
-def reward_columns(rows: Iterable[Mapping[str, Any]], *, with_answer: bool = True) -> dict[str, str]:
+def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") -> dict[str, str]:
     """The columns that rewards can name, each with its field in the rows.
 
-    They are the fields of all rows together and, if the data has one, the gold `answer`. A field with the
-    name of an argument that every reward gets (completions, prompts, completion_ids), or `self`, becomes
-    ``column_completions`` and so on.
+    They are the fields of all rows together and, if the data has a column of reference answers, `answer`. A
+    field with the name of an argument that every reward gets (completions, prompts, completion_ids), `self`,
+    or an `answer` beside the column of reference answers becomes ``column_completions`` and so on.
     """
     fields = dict.fromkeys(field for row in rows for field in row)
-    taken = (*REWARD_ARGUMENTS, "self")
-    columns = {f"column_{field}" if field in taken else field: field for field in fields}
-    return {**columns, "answer": "answer"} if with_answer else columns
+    taken = {*REWARD_ARGUMENTS, "self"}
+    if answer not in ("", "answer"):
+        taken.add("answer")
+    columns = {}
+    for field in fields:
+        name = field
+        while name in taken or (name != field and name in fields):
+            name = f"column_{name}"
+        columns[name] = field
+    return {**columns, "answer": answer} if answer else columns
 
 
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:

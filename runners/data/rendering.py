@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,9 @@ from runners.images.processor import ImageProcessor
 from runners.tokenization.text import encode
 
 NO_KWARGS: Mapping[str, Any] = {}
+_EMPTY_PAIR = re.compile(r"<(\w+)>\s*</\1>\s*")
+_CLOSED = re.compile(r"</\w+>\s*")
+_DATE_CODES = "aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ"
 _SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
@@ -127,6 +133,49 @@ def end_of_turn(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
     return text.rpartition(words)[2].strip() if words in text else ""
 
 
+def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False) -> str:
+    """What the template writes behind the header of a reply, such as ``<think>``: the reply's first words.
+
+    The header is what the reply's start and an earlier turn of the assistant have in common. A pair of tags
+    that the template closes itself is no part of the reply. Empty also if the header is unknown.
+    """
+    if raw or not has_template(tokenizer):
+        return ""
+    question = {"role": "user", "content": "a question"}
+    turns = [question, {"role": "assistant", "content": "words"}, question]
+
+    def text(messages: Sequence[Mapping[str, Any]], *, head: bool) -> str:
+        return apply_template(
+            tokenizer, messages, template_kwargs=template_kwargs, add_generation_prompt=head
+        )
+
+    try:
+        before, start = text([question], head=False), text([question], head=True)
+        earlier = _EMPTY_PAIR.sub("", text(turns, head=False))
+    except Exception:  # a template may raise anything; the prompts' own rendering reports it
+        return ""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, earlier, strict=False))
+    header = "".join(letter for letter, _ in same)
+    if header.rfind("<") > header.rfind(">"):  # tags that begin alike, such as <think> and </think>
+        header = header[: header.rfind("<")]
+    if len(header) <= len(before) or not header.startswith(before):
+        return ""
+    written = _CLOSED.split(start[len(header) :])[-1]
+    return written if written.strip() else ""
+
+
+def writes_date(template: Any) -> bool:
+    """Whether a chat template writes the date on which it is rendered."""
+    return "strftime_now" in str(template)
+
+
+def _dated(template: str, start: datetime) -> str:
+    """The template with a fixed date. Transformers passes no function to a template: this is a macro."""
+    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in _DATE_CODES]
+    filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{template}"
+
+
 def has_template(tokenizer: Any) -> bool:
     # mlx-lm's wrapper also has templates that are functions; only this attribute shows it.
     return bool(getattr(tokenizer, "has_chat_template", getattr(tokenizer, "chat_template", None)))
@@ -140,8 +189,15 @@ def apply_template(
     template_kwargs: Mapping[str, Any] = NO_KWARGS,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; errors of the template pass through."""
+    """The text of a conversation by the tokenizer's chat template; errors of the template pass through.
+
+    A template that writes a date writes that of `tokenizer.start`, the start of the run, if there is one.
+    """
     options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+    start = getattr(tokenizer, "start", None)
+    if start is not None and writes_date(options.get("chat_template") or tokenizer.chat_template):
+        template = tokenizer.get_chat_template(options.get("chat_template"), tools or None)
+        options["chat_template"] = _dated(template, start)
     return tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options
     )

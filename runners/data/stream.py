@@ -68,14 +68,16 @@ def drawn(
     """The next `number` examples; a batch may extend into the next epoch.
 
     With `weighted`, a share of them follows the usual order and the others are drawn by weight: no prompt
-    twice in a batch step, whose earlier draws are `taken`, while there are others.
+    twice in a batch step, whose earlier draws are `taken`, while there are others. One by weight replaces
+    what the usual order would repeat.
     """
     places = range(position, position + number)
     if weighted is None:
         numbers = [order.number_at(place) for place in places]
         return Drawn(tuple(order.examples[each] for each in numbers), places.stop)
     explored = [explores(place, weighted.explore) for place in places]
-    numbers = [order.number_at(place) for place in explored if place is not None]
+    in_order = dict.fromkeys(order.number_at(place) for place in explored if place is not None)
+    numbers = [each for each in in_order if each not in taken]
     taken |= frozenset(numbers)
     missing = number - len(numbers)
     numbers += drawn_by_weight(weighted.weights_n, missing, taken, order.seed, position)

@@ -120,7 +120,7 @@ class LocalEngine:
                 tokens, logp = (row.tokens, row.logp) if row else self._so_far(job)
                 known = self._queue.rows.get(job.rows[0]) if self._queue and job.rows else None
                 if known is not None:
-                    job.computed = known.prompt_computed
+                    job.computed = known.done.prompt_computed
                 for n in range(sent, len(tokens)):
                     sent = n + 1
                     yield Token(tokens[n], logp[n], job.computed)

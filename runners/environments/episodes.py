@@ -97,7 +97,7 @@ class Session:
         return finished
 
     def _read(self, episode: Episode, tokens: Sequence[int]) -> list[ToolCall]:
-        lead = "" if episode.messages else self._home.nudge
+        lead = episode.example.opening + ("" if episode.messages else self._home.nudge)
         thoughts, said = split_thoughts(lead + self._home.chat.text(tokens), self._home.thoughts)
         if not thoughts:  # what is said begins with the nudge, which is no part of a call
             thoughts, said = lead, (said or "").removeprefix(lead)

@@ -30,7 +30,7 @@ _MANY = 0.9  # share of completions without an answer, or cut off, that a notice
 class Completion:
     """One completion. Of a conversation, `text` is the model's last turn, and there are the last five."""
 
-    text: str  # with the nudge in front
+    text: str  # with the words in front that chat template and nudge give it
     answer: str | None  # as the form reads it
     right: bool | None  # None: there is no gold answer
     rewards: dict[str, float | None]  # each reward's value; None: it gave none

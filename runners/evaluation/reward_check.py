@@ -7,6 +7,8 @@ completion is known, they score neutral texts, which shows whether they run.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Sequence
 
 import attrs
@@ -16,11 +18,12 @@ from runners.answers.forms import PLACE, AnswerForm
 from runners.answers.thoughts import split_thoughts
 from runners.answers.values import parse_number
 from runners.config.loading import Config
+from runners.config.names import REWARD_NAMES
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, processor_of, reward_columns
 from runners.data.rendering import template_notices, use_template
 from runners.environments.environments import Environments, build_environments, load_code, start_worker
-from runners.errors import UserError
+from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
 from runners.models.folders import resolve_model
@@ -28,7 +31,7 @@ from runners.models.model_reader import load_tokenizer
 from runners.rewards.scoring import Reward, Scorer, check_columns
 from runners.tokenization.text import TextDecoder, encode
 
-GOLD, BARE = "gold answer", "gold without form"
+GOLD, BARE, WRONG = "gold answer", "gold without form", "wrong answer"
 NO_ANSWER = "no-such-answer"
 SENTENCE = "This is a sentence."
 _READ_ANSWERS = ("correctness_reward_func", "task_score")
@@ -61,7 +64,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     rows = load_rows(config.data, config.folders)
     config = with_answers_of(config, *rows)
     data = config.data
-    columns = reward_columns(rows[0], with_answer=bool(data.answer))
+    columns = reward_columns((*rows[0], *rows[1]), data.answer)
     check_columns(rewards, columns, environments=config.env.answers)
     path = resolve_model(config.model.path, custom_loader=bool(config.model.loader))
     tokenizer = load_tokenizer(path, config.model.trust_remote_code)
@@ -74,7 +77,7 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
     tools = environments.chat.schemas if environments else ()
     (train, dropped), (evaluation, dropped_there) = (
-        build_examples(part, data, tokenizer, tools, processor) for part in rows
+        build_examples(part, data, tokenizer, tools, processor, columns) for part in rows
     )
     read, tried = config.answer_form, train[:problems]
     if read is not None:
@@ -129,15 +132,23 @@ def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
         return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
     if form == PLACE:
         right, wrong = (nudge + text for text in (example.answer, _wrong(example.answer)))
-        return {GOLD: right, "wrong answer": wrong, "empty": nudge}
+        return {GOLD: right, WRONG: wrong, "empty": nudge}
     return {
         GOLD: form.replace(PLACE, example.answer),
-        "wrong answer": form.replace(PLACE, _wrong(example.answer)),
+        WRONG: form.replace(PLACE, _wrong(example.answer)),
         BARE: example.answer,
         "form without answer": form.replace(PLACE, ""),
         "cut off": form.partition(PLACE)[0],
         "empty": nudge,
     }
+
+
+def _behind(opening: str, text: str) -> str:
+    """The text as a completion that begins as the chat template has it, whose tag it closes."""
+    if not opening or text.startswith(opening.strip()):
+        return text
+    tag = re.search(r"<(\w+)>\s*$", opening)
+    return f"{opening}</{tag[1]}>\n{text}" if tag else opening + text
 
 
 def _wrong(answer: str) -> str:
@@ -164,7 +175,8 @@ def _score(
             by_kind.setdefault(kind, []).append(text)
     values, faults = [], list[str]()
     for kind, texts in by_kind.items():
-        tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in texts]
+        begun = [_behind(examples[0].opening, text) for text in texts]
+        tokens = [encode(decoder.tokenizer, text, add_special_tokens=False) for text in begun]
         scores = scorer.score(
             [decoder.decode(each) for each in tokens],  # as a run would give them
             [list(example.messages) for example in examples],
@@ -194,6 +206,13 @@ def _judge(
             found.append(f"{reward.name} gave no reward to any answer")
         elif form and np.all(known == known[0]):
             found.append(f"{reward.name} gave {known[0]:g} to every answer, good or bad")
+        elif form:
+            right_n, wrong_n = (values_an[kinds.index(kind)] for kind in (GOLD, WRONG))
+            worse = [example.answer for example in itertools.compress(examples, right_n < wrong_n)]
+            # A reward of one's own may depend on the length, which differs by chance.
+            if len(worse) == len(examples) or (worse and reward.name in REWARD_NAMES):
+                less = f"the reference answer {show(worse[0])} less than a wrong one"
+                found.append(f"{reward.name} gave {less}")
     if form is None or not rewards:
         return found
     alone = all(form.is_right(example.answer, example.answer) for example in examples)

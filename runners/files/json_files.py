@@ -122,9 +122,9 @@ class JsonLines:
                 bytes, or after its last whole line if it is shorter.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if keep is None and path.exists() and path.stat().st_size:
-            os.replace(path, path.with_suffix(".previous.jsonl"))
-        elif keep is not None and path.exists():
+        if keep is None:
+            set_aside(path)
+        elif path.exists():
             os.truncate(path, _whole_lines(path, keep))
         self.path = path
         self.fault: OSError | None = None
@@ -153,6 +153,12 @@ class JsonLines:
         """Closes the file; nothing can be written afterwards."""
         self.push()
         os.close(self._file)
+
+
+def set_aside(path: Path) -> None:
+    """Renames a file that has content to `NAME.previous.jsonl`. OSError if that fails."""
+    if path.exists() and path.stat().st_size:
+        os.replace(path, path.with_suffix(".previous.jsonl"))
 
 
 def read_lines(path: Path, bad: list[int] | None = None) -> Iterator[dict[str, Any]]:

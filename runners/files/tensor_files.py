@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from runners.errors import UserError, first_line
+from runners.errors import UserError, first_line, show
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -43,10 +43,29 @@ def load_arrays(file: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     return arrays, metadata
 
 
-def check_header(file: Path) -> None:
-    """Raises UserError unless every tensor of the header is in the file, with the size of its shape.
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder, in order of their names.
 
-    MLX counts elements in 64 bits: it accepts a shape whose product overflows, and negative sizes in pairs.
+    Raises UserError as `check_header` does, and for a tensor in two files: mlx-lm would take either one.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    holders: dict[str, str] = {}
+    for file in files:
+        names = check_header(file)
+        if shared := sorted(holders.keys() & names):
+            raise UserError(
+                f"{folder}: expected each tensor once, found {show(shared[0])} in {holders[shared[0]]} and "
+                f"in {file.name}; move the file of the older model away"
+            )
+        holders |= dict.fromkeys(names, file.name)
+    return files
+
+
+def check_header(file: Path) -> list[str]:
+    """The names of a file's tensors.
+
+    Raises UserError unless every tensor of the header is in the file, with the size of its shape: MLX counts
+    elements in 64 bits, and accepts a shape whose product overflows, and negative sizes in pairs.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -54,7 +73,7 @@ def check_header(file: Path) -> None:
         if not file.is_file():
             raise OSError("no such file" if not file.exists() else "expected a regular file")
         with safe_open(file, framework="np") as opened:
-            opened.keys()
+            return opened.keys()
     except (OSError, SafetensorError) as error:
         cut = "; is the file cut off?" if isinstance(error, SafetensorError) else ""
         raise UserError(f"{file}: cannot be read as safetensors: {first_line(error)}{cut}") from error

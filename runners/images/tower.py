@@ -17,7 +17,7 @@ from grpo_fn.policy import use_multimodal_rope
 from grpo_fn.trees import named_leaves
 from runners.errors import UserError, first_lines
 from runners.files.json_files import read_json
-from runners.files.tensor_files import check_header
+from runners.files.tensor_files import weight_files
 from runners.images.image_files import ImageFile
 from runners.images.processor import (
     Grid,
@@ -129,8 +129,7 @@ def _new_tower(kind: str, config: Mapping[str, Any], path: Path) -> Any:
 def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
     """The tower's weights, lazily read, by mlx-vlm's names without a prefix."""
     found: dict[str, mx.array] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        check_header(file)
+    for file in weight_files(path):
         for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
             if prefix := next((each for each in _PREFIXES if name.startswith(each)), None):
                 found[name.removeprefix(prefix)] = leaf

@@ -15,7 +15,7 @@ from grpo_fn.checks import check_positions, check_token_ids
 from runners.checkpoints.manifest import model_of_run
 from runners.data.messages import Message
 from runners.data.prompts import Example
-from runners.data.rendering import NO_KWARGS, render, use_template
+from runners.data.rendering import NO_KWARGS, opening, render, use_template
 from runners.engines.engine import Engine, Weights
 from runners.engines.local import LocalEngine
 from runners.engines.settings import usual_launch
@@ -84,7 +84,8 @@ class InferenceModel:
         processor = self.vision.processor if self.vision else None
         text, tokens = render(self.tokenizer, messages, images=images, processor=processor, **how)
         self.check([tokens], most)
-        return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images))
+        begun = opening(self.tokenizer, how.get("template_kwargs", {}), raw=how.get("raw", False))
+        return Example(tuple(messages), text, tokens, "", dict(columns), tuple(images), opening=begun)
 
 
 def load_inference(

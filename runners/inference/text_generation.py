@@ -36,7 +36,7 @@ class Batch:
 
     examples: Sequence[Example]
     rollout: g.Rollout
-    texts: list[str]  # of each row, the nudge in front; of a conversation the model's last turn
+    texts: list[str]  # of each row, its first words in front; of a conversation the model's last turn
     lengths: list[int]  # tokens of each row that were sampled
     finish: list[str]  # why each row ended: STOP, by an end token or a stop string; LENGTH; INTERRUPTED
     seconds: float
@@ -84,7 +84,9 @@ def sample_batches(
             rollout, cut = cancelled.rollout, True
         if played is None:
             sampled = rollout.completions()
-            texts = [nudge + decoder.decode(tokens) for tokens in sampled]
+            said = [nudge + decoder.decode(tokens) for tokens in sampled]
+            size = sampling.num_generations
+            texts = [part[row // size].opening + text for row, text in enumerate(said)]
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
@@ -180,9 +182,9 @@ class Conversation:
         stream = TextStream(self.model.decoder)
         tokens: list[Token] = []
         times = [time.perf_counter()]
-        pieces = [self.nudge]
-        if self.nudge:
-            yield self.nudge
+        pieces = [prompt.opening + self.nudge]
+        if pieces[0]:
+            yield pieces[0]
         try:
             self._last = self.model.engine.submit(request, one)
             for token in self.model.engine.tokens(self._last, should_stop=should_stop):

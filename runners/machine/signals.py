@@ -39,7 +39,7 @@ class Stopped(KeyboardInterrupt):
         """`number`: the signal's."""
         super().__init__(number)
         self.exit_code = 128 + number  # as shells count
-        self.saved = False  # whether the run's folder has a state to continue from
+        self.begun = False  # whether the run's folder is this run's, so that --resume continues it
         self.advice = ""  # a line on how to continue
 
 

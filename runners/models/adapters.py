@@ -20,7 +20,7 @@ from runners.files.tensor_files import check_header, load_arrays
 from runners.models import json_keys
 from runners.models.folders import final_of
 from runners.models.model_reader import check_finite
-from runners.models.peft_adapters import PEFT_ADAPTERS, from_peft
+from runners.models.peft_adapters import PEFT_ADAPTERS, Adapters, from_peft
 
 ADAPTERS, ADAPTER_CONFIG = "adapters.safetensors", "adapter_config.json"
 BASE_DIGEST = "base_digest"  # our key in adapter_config.json; mlx-lm ignores it
@@ -96,8 +96,8 @@ def adapter_files(folder: Path) -> tuple[Path, Path]:
     return config, theirs if peft else folder / ADAPTERS
 
 
-def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's form: adapter_config.json, and tensors by name.
+def read_folder(folder: Path) -> Adapters:
+    """A folder's adapters, mlx-lm's or PEFT's, in mlx-lm's form.
 
     Raises UserError if they are missing, not floating or not finite.
     """
@@ -109,7 +109,7 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
         if not mx.issubdtype(leaf.dtype, mx.floating):
             raise UserError(f"{file}: the tensor {show(name)}: expected floating numbers, found {leaf.dtype}")
     check_finite(tensors, file)
-    return (settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
+    return Adapters(settings, tensors) if file.name == ADAPTERS else from_peft(settings, tensors, folder)
 
 
 def read_adapters(
@@ -123,7 +123,9 @@ def read_adapters(
     """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    stated, tensors = read_folder(folder)
+    adapters = read_folder(folder)
+    stated = adapters.settings
+    tensors = adapters.tensors
     kind = stated.get("fine_tune_type") or "lora"
     if tune and tune != kind:
         raise UserError(
@@ -132,12 +134,18 @@ def read_adapters(
         )
     if digest is None:
         digest = base_digest(named_leaves(module.parameters())) if BASE_DIGEST in stated else ""
+    where = f"{folder}: the adapters do not fit {path}"
+    if adapters.separate and not any(name.endswith("lm_head") for name, _ in module.named_modules()):
+        raise UserError(
+            f"{where}: its head is its token embedding, and they change the two separately; expected PEFT's "
+            "ensure_weight_tying = true"
+        )
     # The learner has no dropout.
     count, parameters = stated["num_layers"], {**stated["lora_parameters"], "dropout": 0.0}
     try:
         linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
     except Exception as error:  # mlx-lm may fail in any way for an untrusted config
-        raise UserError(f"{folder}: the adapters do not fit {path}: {first_lines(str(error))}") from error
+        raise UserError(f"{where}: {first_lines(str(error))}") from error
     wanted = {
         f"{name}.{leaf}": part[leaf].shape
         for name, part in module.named_modules()
@@ -149,10 +157,8 @@ def read_adapters(
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):
             shapes = [list(table[name]) if name in table else "nothing" for table in (wanted, found)]
-            raise UserError(
-                f"{folder}: the adapters do not fit {path}: {show(name)}: expected the shape "
-                f"{shapes[0]}, found {shapes[1]}"
-            )
+            raise UserError(f"{where}: {show(name)}: expected the shape {shapes[0]}, found {shapes[1]}")
+    _check_bases(module, adapters, where)
     if digest and stated.get(BASE_DIGEST) not in (None, digest):
         raise UserError(
             f"{folder}: the adapters were made for other weights than {path} has; their base model is "
@@ -161,6 +167,18 @@ def read_adapters(
         )
     module.load_weights(list(tensors.items()), strict=False)
     return {"num_layers": count, "lora_parameters": parameters}
+
+
+def _check_bases(module: nn.Module, adapters: Adapters, where: str) -> None:
+    """Raises UserError for layers with other weights than those that PEFT saved under their adapters."""
+    layers: dict[str, Any] = dict(module.named_modules())
+    for name, weight in adapters.bases.items():
+        base = layers[name].linear if "linear" in layers[name] else layers[name].embedding
+        if hasattr(base, "bits"):  # rounded
+            continue
+        coarse = max(base.weight.dtype, weight.dtype, key=lambda dtype: mx.finfo(dtype).eps)
+        if not mx.array_equal(base.weight.astype(coarse), weight.astype(coarse)):
+            raise UserError(f"{where}: {name} has other weights than the adapters' base_layer")
 
 
 def fused_layers(module: nn.Module) -> dict[str, nn.Module]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runners.errors import UserError, first_line
+from runners.config.names import HUB_NAME, other_name
+from runners.errors import UserError, first_line, show
 from runners.files.json_files import read_json
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS, RESOLVED
 from runners.models.json_keys import ANY_MODEL, MODEL, check_keys, end_ids
@@ -31,7 +31,6 @@ _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model"),
     *("vocab.json+merges.txt", "vocab.txt"),
 )
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve_model(
@@ -52,6 +51,8 @@ def resolve_model(
 
         with hub_errors(f'{key} = "{path}"'):
             folder = Path(snapshot_download(path, allow_patterns=["model*.safetensors", *_COMPANIONS]))
+    elif other := other_name(path):
+        raise UserError(f"{key} = {show(path)} is {other}")
     else:
         raise UserError(
             f'{key} = "{path}": there is no such folder; expected "embedded", a folder, or a Hub name'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,9 +95,10 @@ def load_model(
         cast_floating(module, compute_dtype)
         adapter = add_adapters(module, settings, seed, digest)
     elif is_quantized(module):
+        command = f"grpo convert {shlex.quote(settings.path)} --out NEW --dequantize"
         raise UserError(
-            f'model.tune = "full", but the weights of {path} are quantized, which leaves nothing to train; '
-            'expected model.tune = "lora" or "dora", or an unquantized model'
+            f'model.tune = "full", but the weights of {path} are quantized: expected model.tune = "lora" or '
+            f'"dora", or the model unpacked by `{command}`'
         )
     cast_floating(module, getattr(mx, settings.master), named_leaves(module.trainable_parameters()))
     trainable, frozen = split_leaves(module)

@@ -15,7 +15,7 @@ from grpo_fn.trees import materialize_in_parts, named_leaves
 from runners.config.user_functions import resolve_function
 from runners.errors import UserError, error_line, first_lines, is_out_of_memory
 from runners.files.json_files import read_json
-from runners.files.tensor_files import check_header
+from runners.files.tensor_files import weight_files
 from runners.models.folders import read_config
 from runners.models.json_keys import end_ids
 from runners.models.rope_keys import with_rope_keys
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from runners.machine.startup import Platform
 
+_MISTRALS = ("mistral", "ministral", "voxtral", "pixtral")
 Loader = Callable[[Path, dict], nn.Module]  # from a folder and its config.json
 
 
@@ -65,8 +66,7 @@ def load_module(path: Path, trust_remote_code: bool, loader: Loader | None = Non
     from mlx_lm import utils
 
     read_config(path)  # checked before mlx-lm reads it
-    for file in sorted(path.glob("model*.safetensors")):
-        check_header(file)
+    weight_files(path)
     try:
         stated = with_rope_keys(utils.load_config(path))  # of config.json and generation_config.json
         return utils.load_model(path, lazy=True, model_config=stated, trust_remote_code=trust_remote_code)
@@ -101,9 +101,11 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> TokenizerWrap
     from mlx_lm import utils
 
     # Without a value, transformers asks on the terminal whether to run untrusted code.
-    custom_code = {"trust_remote_code": trust_remote_code}
+    settings = {"trust_remote_code": trust_remote_code}
+    if not any(name in str(read_json(path / "config.json").get("model_type")) for name in _MISTRALS):
+        settings["fix_mistral_regex"] = False  # else it may warn of a fault that only these have
     try:
-        return utils.load_tokenizer(path, custom_code, eos_token_ids=end_ids(path))
+        return utils.load_tokenizer(path, settings, eos_token_ids=end_ids(path))
     except Exception as error:  # tokenizers raises plain Exception for a malformed tokenizer.json
         raise UserError(f"{path}: the tokenizer cannot be loaded: {first_lines(str(error))}") from error
 

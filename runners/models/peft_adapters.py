@@ -2,17 +2,23 @@
 
 PEFT has A [r, in], B [out, r] and scale = alpha / r (alpha / √r with rslora), each with exceptions by a
 layer's name; mlx-lm has A [in, r], B [r, out] and one rank and scale for all. DoRA's length of each row is
-the same in both. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+the same in both, but PEFT's of an embedding is one of each column. A head that is tied to the embedding has
+adapters of its own in PEFT, and in mlx-lm the embedding's.
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from runners.errors import UserError, show
+from runners.machine.bounded_process import BoundedFunction
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -23,15 +29,25 @@ _LEAVES = {  # PEFT's name behind a layer's -> mlx-lm's
     "lora_A.weight": "lora_a", "lora_B.weight": "lora_b",
     "lora_embedding_A": "lora_a", "lora_embedding_B": "lora_b",
     "lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m",
+    "base_layer.weight": "base",
 }  # fmt: skip
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 # Where a vision-language model has its language part: in mlx-lm, in transformers.
 _INNER = ("language_model.model.", "model.language_model.")
 
 
-def from_peft(
-    settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path
-) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """adapter_config.json, by the rules of json_keys, and tensors in mlx-lm's form.
+@attrs.frozen(eq=False)
+class Adapters:
+    """A folder's adapters in mlx-lm's form."""
+
+    settings: dict[str, Any]  # adapter_config.json
+    tensors: dict[str, mx.array]
+    bases: Mapping[str, mx.array] = attrs.field(factory=dict)  # of layers: the weight under the adapters
+    separate: bool = False  # embedding or head is changed, and the other not with it
+
+
+def from_peft(settings: Mapping[str, Any], tensors: Mapping[str, mx.array], folder: Path) -> Adapters:
+    """Adapters from PEFT's adapter_config.json, by the rules of json_keys, and its tensors.
 
     Lower ranks are filled up with zeros, which training leaves as they are, and B takes up by what a layer's
     scale differs from the first one's. Raises UserError for kinds of adapters that mlx-lm does not have.
@@ -43,32 +59,42 @@ def from_peft(
         found = re.fullmatch(rf"{re.escape(_BEFORE)}(.+?)\.({'|'.join(map(re.escape, _LEAVES))})", name)
         if found is None or leaf.ndim != (1 if "magnitude" in name else 2):
             raise UserError(f"{folder}: the tensor {show(name)} is no part of a LoRA or DoRA layer")
-        layer = found[1].replace(_INNER[1], _INNER[0])
-        layers.setdefault(layer, {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
+        layers.setdefault(found[1], {})[_LEAVES[found[2]]] = leaf if leaf.ndim == 1 else leaf.T
     if not layers:
         raise UserError(f"{folder}: expected tensors of adapters, found none")
+    bases = {name: parts.pop("base").T for name, parts in layers.items() if "base" in parts}
     for name, parts in layers.items():
         if not {"lora_a", "lora_b"} <= parts.keys() or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]:
             raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
+        if "m" in parts and name.endswith(_EMBEDDING):
+            raise UserError(f"{folder}: {name}: mlx-lm's DoRA of an embedding is not PEFT's; expected LoRA")
+    embedding = next((name for name in layers if name.endswith(_EMBEDDING)), "")
+    tied = bool(embedding) and _is_mirrored(layers[embedding], layers.get(_HEAD))
+    if tied:
+        del layers[_HEAD]
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
-    scales = {name: _scale(settings, name, rank, folder) for name, rank in ranks.items()}
+    scales = _scales(settings, ranks, folder)
     rank, scale = max(ranks.values()), next(iter(scales.values()))
+    sees = any(name.startswith(_INNER[1]) for name in layers)
+    ours = {name: _in_mlx(name, sees) for name in layers}
     made: dict[str, mx.array] = {}
     for name, parts in layers.items():
         room, factor = (0, rank - ranks[name]), scales[name] / scale
         b = parts["lora_b"] if factor == 1 else parts["lora_b"].astype(mx.float32) * factor
         parts |= {"lora_a": mx.pad(parts["lora_a"], [(0, 0), room]), "lora_b": mx.pad(b, [room, (0, 0)])}
-        made |= {f"{name}.{leaf}": array for leaf, array in parts.items()}
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(layers)}
+        made |= {f"{ours[name]}.{leaf}": array for leaf, array in parts.items()}
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted(ours.values())}
     kind = "dora" if settings.get("use_dora") else "lora"
     stated = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters}
-    return stated | {"model": settings.get("base_model_name_or_path") or ""}, made
+    stated["model"] = settings.get("base_model_name_or_path") or ""
+    under = {ours[name]: weight for name, weight in bases.items() if name in ours}
+    return Adapters(stated, made, under, separate=not tied and (bool(embedding) or _HEAD in layers))
 
 
 def to_peft(
     settings: Mapping[str, Any], tensors: Mapping[str, mx.array]
 ) -> tuple[dict[str, Any], dict[str, mx.array]]:
-    """PEFT's adapter_config.json and tensors. Raises UserError for adapters of experts."""
+    """PEFT's adapter_config.json and tensors. Raises UserError for adapters that have no form there."""
     rank, scale = (settings["lora_parameters"][name] for name in ("rank", "scale"))
     dora = settings.get("fine_tune_type") == "dora"
     made: dict[str, mx.array] = {}
@@ -77,10 +103,12 @@ def to_peft(
         layer, _, part = name.rpartition(".")
         if leaf.ndim > 2:
             raise UserError(f"{layer}: adapters of experts have no form in PEFT")
-        embeds = layer.endswith("embed_tokens")
+        embeds = layer.endswith(_EMBEDDING)
+        if embeds and part == "m":
+            raise UserError(f"{layer}: DoRA of an embedding has no form in PEFT; its LoRA has")
         theirs = [key for key, value in _LEAVES.items() if value == part and ("embedding" in key) == embeds]
         names = theirs or ["lora_magnitude_vector"]
-        made[f"{_BEFORE}{layer.replace(*_INNER)}.{names[0]}"] = leaf if leaf.ndim == 1 else leaf.T
+        made[f"{_BEFORE}{_in_peft(layer)}.{names[0]}"] = leaf if leaf.ndim == 1 else leaf.T
     blocks = [re.search(r"\.layers\.(\d+)\.(.+)", layer) for layer in layers]
     first = {block[2] for block in blocks if block and block[1] == "0"}
     usual = all(block is None or block[2] in first for block in blocks) and bool(first)
@@ -89,21 +117,49 @@ def to_peft(
         "base_model_name_or_path": settings.get("model") or None,
         "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False, "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
+        "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
         # Blocks count from the last one: who has the first block has them all.
-        "target_modules": sorted({x.rpartition(".")[2] if usual else x.replace(*_INNER) for x in layers}),
+        "target_modules": sorted({x.rpartition(".")[2] if usual else _in_peft(x) for x in layers}),
     }  # fmt: skip
     return config, made
 
 
-def _scale(settings: Mapping[str, Any], layer: str, rank: int, folder: Path) -> float:
-    """alpha / r or alpha / √r. PEFT's patterns are regular expressions for the end of a name; only names are
-    read here, because those of a stranger may take forever."""
-    alpha = settings["lora_alpha"]
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
-        plain = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-        if not re.fullmatch(r"[\w.]+", plain):
-            raise UserError(f"{folder}: alpha_pattern: expected names of layers, found {show(pattern)}")
-        if f".{layer}".endswith(f".{plain.replace(_INNER[1], _INNER[0])}"):
-            alpha = value
-            break
-    return alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
+def _scales(settings: Mapping[str, Any], ranks: Mapping[str, int], folder: Path) -> dict[str, float]:
+    """alpha / r or alpha / √r of each layer; its alpha is that of the first pattern that its name matches."""
+    patterns: Mapping[str, float] = settings.get("alpha_pattern") or {}
+    alphas = dict.fromkeys(ranks, float(settings["lora_alpha"]))
+    if patterns:  # regular expressions, which may take forever if they are a stranger's
+        with closing(BoundedFunction(f"{__name__}:first_patterns", seconds=2.0, memory=256_000_000)) as match:
+            found = match([*patterns], [*ranks])
+        if found is None:
+            wanted = "regular expressions that match a layer's name in 2 s"
+            raise UserError(f"{folder}: alpha_pattern: expected {wanted}, found {show([*patterns])}")
+        alphas |= {name: patterns[key] for name, key in zip(ranks, found, strict=True) if key is not None}
+    power = 0.5 if settings.get("use_rslora") else 1
+    return {name: alphas[name] / rank**power for name, rank in ranks.items()}
+
+
+def first_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str | None]:
+    """In the child process: for each layer the first pattern that PEFT takes for it."""
+    return [_first(patterns, name) for name in names]
+
+
+def _first(patterns: Sequence[str], name: str) -> str | None:
+    return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", name)), None)
+
+
+def _is_mirrored(embedding: Mapping[str, mx.array], head: Mapping[str, mx.array] | None) -> bool:
+    """Whether a head's adapters are those of the embedding that it is tied to (ensure_weight_tying)."""
+    import mlx.core as mx
+
+    pairs = (("lora_a", "lora_b"), ("lora_b", "lora_a"))
+    return head is not None and all(mx.array_equal(head[ours], embedding[its].T) for ours, its in pairs)
+
+
+def _in_mlx(name: str, sees: bool) -> str:
+    """A layer's name in mlx-lm; `sees`: of a vision-language model."""
+    return f"language_model.{name}" if sees and name == _HEAD else name.replace(_INNER[1], _INNER[0])
+
+
+def _in_peft(layer: str) -> str:
+    return _HEAD if layer.endswith(_HEAD) else layer.replace(*_INNER)

@@ -47,7 +47,7 @@ class RunRecord:
             state = last.get("state")
             return state if state in ("finished", "stopped", "failed") else "interrupted"
         if not last and os.path.isdir(self.folder / "final"):
-            return "finished"  # log.jsonl is false
+            return "finished"  # the events are missing
         if is_running(self.folder):
             return "running"
         return "interrupted" if self.lines or self.events else "empty"

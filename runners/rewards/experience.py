@@ -49,7 +49,7 @@ class Experience:
 
     rollout: g.Rollout
     examples: tuple[Example, ...]  # P
-    # B = P·G completions as for rewards: with the nudge in front.
+    # B = P·G completions as for rewards: with their given first words.
     texts: tuple[str, ...] = attrs.field(converter=tuple)
     values_kb: np.ndarray  # each reward function's values, NaN = no reward
     rewards_pg: np.ndarray  # combined, including shaping; NaN = no reward

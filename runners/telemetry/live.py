@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -43,6 +43,9 @@ class LiveReport(PlainReport):
             self._live.refresh()
         elif isinstance(event, Finished):
             self._live.stop()
+
+    def __enter__(self) -> Self:
+        return self  # rich keeps the current line
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()

@@ -13,7 +13,7 @@ from typing import Any, Self
 from runners.config.loading import Config
 from runners.errors import UserError, first_line
 from runners.files.durable import disk_errors
-from runners.files.json_files import JsonLines, plain_value
+from runners.files.json_files import JsonLines, plain_value, set_aside
 from runners.files.run_files import COMPLETIONS, EVALUATIONS, EVENTS, METRICS
 from runners.telemetry.events import Completions, Evaluated, Event, Updated
 
@@ -87,13 +87,16 @@ class MetricsLog:
                 except Exception as error:  # each has its own errors: no login, no network, no disk
                     line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
                     raise UserError(line) from error
-        metrics, texts = config.log.jsonl, config.log.completions
-        wanted = {METRICS: metrics, EVENTS: metrics, COMPLETIONS: texts, EVALUATIONS: texts}
+        texts = config.log.completions
+        wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
         self._files: dict[str, JsonLines] = {}
-        for file in (file for file, asked in wanted.items() if asked):
+        for file, asked in wanted.items():
             place = None if keep is None else sys.maxsize if file == EVENTS else keep.get(file, 0)
             with disk_errors(f"{folder / file}: cannot be written"):
-                self._files[file] = JsonLines(folder / file, keep=place)
+                if asked:
+                    self._files[file] = JsonLines(folder / file, keep=place)
+                elif keep is None:
+                    set_aside(folder / file)  # else an earlier run's would be read as this one's
         self.names = list(self._files)
 
     def handle(self, event: Event) -> None:

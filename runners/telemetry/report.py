@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from runners.errors import gigabytes
 from runners.machine.signals import to_stderr
@@ -19,6 +20,7 @@ __all__ = ["PlainReport", "Quiet", "Report"]
 
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
+_LOOK = 3.0  # seconds between two looks whether one is due, for an activity that sends no events
 _SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}  # the numbers at the end of an update's line
 
 
@@ -36,6 +38,7 @@ class PlainReport(Report):
         self._step_times: deque[float] = deque(maxlen=21)  # seconds, without evaluations
         self._status, self._status_began = "", self._started
         self._advanced: events.Advanced | None = None  # the last one of this status
+        self._over = threading.Event()
 
     @property
     def fault(self) -> Exception | None:
@@ -54,8 +57,7 @@ class PlainReport(Report):
                 self._status, self._status_began, self._advanced = text, self._clock(), None
             case events.Advanced():
                 self._advanced = event
-                if self._clock() >= self._said + PAUSE:
-                    self._line(self.activity())
+                self._remind()
             case events.Updated(metrics):
                 self._last_step, self._status = self._clock(), ""
                 self._step_times.append(metrics.get("step_time", 0.0))
@@ -75,7 +77,12 @@ class PlainReport(Report):
                 self._line(f"finished in {duration_text(self.elapsed())}")
                 self._facts(summary)
 
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
     def __exit__(self, *error: object) -> None:
+        self._over.set()
         self._stream.flush()
 
     def elapsed(self) -> float:
@@ -98,6 +105,15 @@ class PlainReport(Report):
         if event is None:
             return f"{self._status} {spent}"
         return f"{self._status}: {event.what} {event.done:,} of {event.total:,}, {spent}"
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK):
+            self._remind()
+
+    def _remind(self) -> None:
+        """Says what goes on if nothing was said for long."""
+        if self._status and self._clock() >= self._said + PAUSE:
+            self._line(self.activity())
 
     @property
     def _columns(self) -> int:

@@ -225,7 +225,8 @@ class Collector:
         size = sampling.num_generations
         sampled = time.perf_counter()
         completions = rollout.completions()
-        texts = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
+        said = [self.config.data.nudge + self.decoder.decode(tokens) for tokens in completions]
+        texts = [examples[row // size].opening + text for row, text in enumerate(said)]
         scores = self.scorer.score(
             texts,
             [list(example.messages) for example in examples for _ in range(size)],

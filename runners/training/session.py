@@ -96,15 +96,14 @@ class Session:
                 # A rank that ends earlier would end the others too.
                 self.ranks.all_gather_object("the save")
 
-    def save_to_stop(self, why: str) -> bool:
-        """Saves before the run ends early, unless the last checkpoint is current; whether there is one."""
+    def save_to_stop(self, why: str) -> None:
+        """Saves before the run ends early, unless the last checkpoint is current or nothing has begun."""
         state = self.state
         begun = state.batch_step > 0 or state.evaluated_at >= 0  # an evaluation is worth saving too
         missing = begun and self._saved != (state.batch_step, state.update)
         if self.ranks.all_gather_object("what is saved", missing)[0].value:
             self.shown.status("saving")
             self.save(why, strict=True)
-        return begun
 
     def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""

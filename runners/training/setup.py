@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class SetUp:
     decided: Mapping[str, Any] | None = None  # the keys of [rollout] as an earlier process resolved them
     ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
     worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
+    start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
     advance: Advance | None = attrs.field(default=None, kw_only=True)
     note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
@@ -105,11 +107,12 @@ class SetUp:
         config = self.config = with_answers_of(config, *rows)
         if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
-        columns = reward_columns(rows[0], with_answer=bool(config.data.answer))
+        columns = reward_columns((*rows[0], *rows[1]), config.data.answer)
         check_columns(rewards, columns, environments=config.env.answers)
         sizes = sizes_if_it_can_fit(config, platform, ranks.count)
         loaded = self._loaded()
         template = use_template(loaded.tokenizer, config.data.chat_template)
+        loaded.tokenizer.start = self.start
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
         environments = build_environments(
@@ -124,7 +127,7 @@ class SetUp:
             raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
         find_stop = decoder.find_stop(config.rollout.stop)
         reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
-        data = self._examples(rows, loaded, environments, reader)
+        data = self._examples(rows, columns, loaded, environments, reader)
         train, curriculum, left_out = with_difficulty(data.train, config.data)
         data = attrs.evolve(data, train=train, notices=(*data.notices, *left_out))
         longest = max(len(example.tokens) for example in (*data.train, *data.gold))
@@ -210,7 +213,12 @@ class SetUp:
         return loaded
 
     def _examples(
-        self, rows: tuple, loaded: LoadedModel, environments: Environments | None, reader: GoldReader | None
+        self,
+        rows: tuple,
+        columns: Mapping[str, str],
+        loaded: LoadedModel,
+        environments: Environments | None,
+        reader: GoldReader | None,
     ) -> Data:
         config = self.config
         notices, built, gold = [], [], [list[Example](), list[Example]()]
@@ -219,7 +227,9 @@ class SetUp:
         for name, part in zip(("train", "eval"), rows, strict=True):
             schemas = environments.chat.schemas if environments else ()
             processor = loaded.vision.processor if loaded.vision else None
-            examples, too_long = build_examples(part, config.data, loaded.tokenizer, schemas, processor)
+            examples, too_long = build_examples(
+                part, config.data, loaded.tokenizer, schemas, processor, columns
+            )
             limit = config.eval.max_new_tokens or limit if name == "eval" else limit
             where, prompts = f"{name} data, {loaded.path}", [example.tokens for example in examples]
             check_prompts(where, prompts, limit, vocabulary, positions)

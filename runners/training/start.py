@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +25,7 @@ from runners.checkpoints.resume import (
     decisions,
     earlier_decisions,
     find_origin,
+    first_start,
 )
 from runners.checkpoints.run_folder import clear, locked, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
@@ -86,11 +88,13 @@ def start_or_resume(
         if origin is not None:
             compare_config(config, origin, shown.note, allowed=allow_config_change)
             known = earlier_decisions(config, origin)
+        starts = ranks.all_gather_object("the start", first_start(origin).isoformat())
         run = SetUp(
             config,
             machine,
             shown.status,
             known,
+            start=datetime.fromisoformat(starts[0].value),
             ranks=ranks,
             worker=worker,
             advance=shown.advanced,

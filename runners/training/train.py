@@ -103,7 +103,8 @@ def run_training(
                 raise
         except Stopped as stopped:  # also while that is saved
             ranks.stop_together(stopped)
-            stopped.saved = session.save_to_stop("interrupted: ")
+            stopped.begun = True
+            session.save_to_stop("interrupted: ")
             ranks.agreed_to_end()
             raise
 

@@ -1,8 +1,8 @@
-"""GGUF files byte by byte, for what no honest writer writes; and what is in them as Modelfiles."""
+"""GGUF files byte by byte, for what no honest writer writes; and texts for their tokenizers."""
 
 import json
 import os
-import re
+import random
 import struct
 from pathlib import Path
 
@@ -81,32 +81,26 @@ def cut_words(backend: Tokenizer, name: str) -> Tokenizer:
     header = GGUF(Path(), {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": []}, {})
     made = tokenizers._bytewise(header, [], [], {})
     stated = json.loads(backend.to_str())
+    stated["normalizer"] = made["normalizer"]
     stated["pre_tokenizer"] = made["pre_tokenizer"]
     stated["model"]["ignore_merges"] = made["model"]["ignore_merges"]
     return Tokenizer.from_str(json.dumps(stated))
 
 
-def ask(modelfile: str, messages) -> str:
-    """What Ollama makes of a conversation by a Modelfile, of whose language this knows a little."""
-    loop = r"\{\{ range \$i, \$m := \.Messages \}\}(.*)\{\{ end \}\}\{\{ end \}\}(.*?)"
-    ((body, rest),) = re.findall(f'TEMPLATE """{loop}"""', modelfile, re.S)
-    branches = re.split(r"\{\{ ((?:else )?(?:if [^}]*)|else) \}\}", body)[1:]
-    pairs = list(zip(branches[::2], branches[1::2], strict=True))
-    has_system = messages[0]["role"] == "system"
+_FRAGMENTS = [  # what tokenizers cut, join and normalize in different ways
+    *("word", "Words", "UPPER", "CamelCase", "snake_case", "it's", "IT'S", "don't", "we'll", "I'VE", "'tis"),
+    *("7", "42", "1234567", "3.14", "1,000", "½", "٣٤", "Ⅷ", "x²", "12th", "0x1F"),
+    *(" ", "  ", "\t", "\n", "\n\n", "\r\n", " \n ", "\u00a0", "\u3000", "\u2009", "   \n\n  "),
+    *("Größe", "cafe\u0301", "\u0041\u030a", "naïve", "İ", "ﬁ", "Ω", "ẞ", "ǅ", "e\u0323\u0302"),
+    *("你好世界", "こんにちは", "カタカナ", "안녕", "\u1112\u1161\u11ab", "привет"),
+    *("שלום", "مرحبا", "नमस्ते", "ไทย"),
+    *("😀", "👩\u200d🚀", "🇩🇪", "❤\ufe0f", "\u200b", "\ufeff", "\u0007", "�"),
+    *("...", "!?", "--", "//", "/*", "</p>", "{}", "\\", '"', "'", "`", "=>", "@me", "#1", "$5", "a/b"),
+    *("_", "▁"),
+]  # fmt: skip
 
-    def met(condition: str, i: int, role: str) -> bool:
-        return {
-            'if eq .Role "system"': role == "system",
-            'else if eq .Role "assistant"': role == "assistant",
-            "else if eq $i 0": i == 0,
-            "else if and (eq $i 1) $.System": i == 1 and has_system,
-            "else": True,
-        }[condition]
 
-    shown = [
-        next(words for condition, words in pairs if met(condition, i, message["role"])).replace(
-            "{{ .Content }}", message["content"]
-        )
-        for i, message in enumerate(messages)
-    ]
-    return ("".join(shown) + rest).replace('{{ "{{" }}', "{{")
+def many_texts(count: int = 300) -> list[str]:
+    """Texts of one to nine fragments, the same each time."""
+    draws = random.Random(7)
+    return ["".join(draws.choices(_FRAGMENTS, k=draws.randint(1, 9))) for _ in range(count)]

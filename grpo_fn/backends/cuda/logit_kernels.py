@@ -23,6 +23,13 @@ _LOGITS = """
     const float inverse = inverse_temperature[0], scale = shape[0], cap = shape[1];
     const T* from = products + (size_t)row * V;
     struct alignas(N * sizeof(T)) Numbers { T at[N]; };
+    const bool aligned = (size_t)from % sizeof(Numbers) == 0;  // not where the products are part of a row
+    auto read = [&](int first) {
+        if (aligned) return *reinterpret_cast<const Numbers*>(from + first);
+        Numbers numbers;
+        for (int i = 0; i < N; i++) numbers.at[i] = from[first + i];
+        return numbers;
+    };
 
     float tanh = 0;  // tanh of the last logit, where capped
     auto logit = [&](T product) {
@@ -51,7 +58,7 @@ _LOGPROBS = (
     };
 
     for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
-        const Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
+        const Numbers numbers = read(first);
         float z[N], high = top;
         for (int i = 0; i < N; i++) {
             z[i] = logit(numbers.at[i]);
@@ -105,7 +112,7 @@ _GRADIENTS = (
     const float spread = ENTROPY ? entropy[row] : 0;
     T* to = out + (size_t)row * V;
     for (int first = threadIdx.x * N; first < V; first += THREADS * N) {
-        Numbers numbers = *reinterpret_cast<const Numbers*>(from + first);
+        Numbers numbers = read(first);
         for (int i = 0; i < N; i++) {
             const float log_p = logit(numbers.at[i]) - whole, p = __expf(log_p);
             float gradient = -p * by_logp;

@@ -122,7 +122,7 @@ class _QuantizedLinear(nn.QuantizedLinear):
     patched = ("linear",)
 
     def __call__(self, x: mx.array) -> mx.array:
-        if not is_unpacked(x):
+        if not is_unpacked(x, self.group_size):
             return super().__call__(x)
         y = _packed_product(self, x)
         return y + self["bias"] if "bias" in self else y
@@ -133,7 +133,7 @@ class _QuantizedEmbedding(nn.QuantizedEmbedding):
     patched = ("linear",)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return _packed_product(self, x) if is_unpacked(x) else super().as_linear(x)
+        return _packed_product(self, x) if is_unpacked(x, self.group_size) else super().as_linear(x)
 
 
 class _PackedLinear(_QuantizedLinear):

@@ -23,14 +23,14 @@ def unpack_rows() -> int:
     return number("unpack_rows") if enabled("unpacked_products") else 0
 
 
-def is_unpacked(x: mx.array) -> bool:
+def is_unpacked(x: mx.array, group_size: int) -> bool:
     """Whether a product of these rows, [...,width], with a packed weight unpacks it first.
 
-    But for 64 columns always from 16 rows on: on CUDA MLX 0.32.4's packed product is wrong there
-    (docs/upstream.md).
+    Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there for more
+    than one row (docs/upstream.md), and such a weight is small.
     """
     rows, width = x.size // x.shape[-1], x.shape[-1]
-    return 0 < unpack_rows() <= rows or (width == 64 and rows >= 16)
+    return 0 < unpack_rows() <= rows or (width == group_size and rows > 1)
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,8 +23,9 @@ _GROUP = 32
 def convert_gguf(file: Path, folder: Path, *, dequantize: bool) -> None:
     """Writes an mlx-lm folder from a GGUF file: weights, config.json and tokenizer.
 
-    Packed weights of `_PACKED` stay packed, with the same numbers, unless `dequantize`. Others are unpacked
-    by the `gguf` package. Raises UserError for a file that is broken or of an unknown kind.
+    If most numbers are packed in one of `_PACKED`, such weights stay packed, with the same numbers, unless
+    `dequantize`. All others are unpacked by the `gguf` package. Raises UserError for a file that is broken or
+    of an unknown kind.
     """
     try:
         _convert(read_header(file), folder, dequantize)
@@ -45,9 +47,13 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
     if arch == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
-    # Of the unpacked matrices. Blocks scale by half precision.
-    kinds = Counter(tensor.kind for tensor in header.tensors.values() if len(tensor.shape) == 2)
-    dtype = _DTYPES.get(kinds.most_common(1)[0][0], mx.float16)
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) == 2:
+            sizes[tensor.kind] += prod(tensor.shape)
+    usual = sizes.most_common(1)[0][0]
+    stays_packed = usual in _PACKED and not dequantize
+    dtype = _DTYPES.get(usual, mx.float16)  # of the unpacked ones: blocks scale by half precision
     config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
     weights: dict[str, mx.array] = {}
     packed: dict[str, int] = {}
@@ -59,7 +65,7 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
         part, _, leaf = name.rpartition(".")
         if (stem := names.get(part)) is None:
             raise UserError(f"{config['model_type']} has no tensor {show(name)}")
-        if tensor.kind in _PACKED and len(tensor.shape) == 2 and not dequantize:
+        if stays_packed and tensor.kind in _PACKED and len(tensor.shape) == 2:
             packed[stem] = _PACKED[tensor.kind]
             leaves = dict(zip(("weight", "scales", "biases"), _unpack(header, tensor), strict=True))
         else:
@@ -69,10 +75,9 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
         for leaf, array in leaves.items():
             weights[f"{stem}.{leaf}"] = swap_pairs(array, heads, apart=True) if heads else array
     if packed:
-        usual = Counter(packed.values()).most_common(1)[0][0]
-        form = {"group_size": _GROUP, "bits": usual, "mode": "affine"}
+        form = {"group_size": _GROUP, "bits": _PACKED[usual], "mode": "affine"}
         config["quantization"] = form | {
-            name: {**form, "bits": bits} for name, bits in packed.items() if bits != usual
+            name: {**form, "bits": bits} for name, bits in packed.items() if bits != _PACKED[usual]
         }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     write_json(folder / "config.json", config)

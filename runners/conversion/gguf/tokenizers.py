@@ -42,6 +42,17 @@ _ALIASES = {
     "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "llama4": "gpt-4o",
     "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
 }  # fmt: skip
+_COMPOSED = ("qwen2", "command-r")  # names whose tokenizers first compose accents (NFC)
+_ENDS = {  # tokens that end a generation in llama.cpp by their names
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<EOT>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+}  # fmt: skip
+_FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no such token
+    "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
+    "fim_rep": {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"},
+    "fim_sep": {"<|file_sep|>"},
+}
 _SPACE = "▁"  # SentencePiece's
 _MAX_TOKEN = 256  # characters of a token that merges are sought for
 
@@ -80,8 +91,9 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
             found["ggml.unknown_token_id"] = unknown
     found["ggml.tokens"] = [names.get(i, f"[PAD{i}]") for i in range(rows)]
     found["ggml.token_type"] = [types.get(i, _UNUSED) for i in range(rows)]
-    ends = [*dict.fromkeys([*(i for i in [tokenizer.eos_token_id] if i in end_ids), *end_ids])]
-    numbers = dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id in end_ids else next(iter(end_ids), None)
+    others = [i for i in end_ids if i != eos and names[i] not in _ENDS]
+    numbers = {"eos": eos} | dict(zip(("eot", "eom"), others, strict=False))
     numbers |= {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
     found |= {f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None}
     bos = tokenizer.bos_token_id
@@ -108,7 +120,7 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
     ids = {
         name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)
-        for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding", *_FILE_ENDS)
     }
     if beyond := [i for i in ids.values() if i >= len(tokens)]:
         raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
@@ -134,10 +146,20 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     config |= {word: tokens[ids[name]] for name, word in words.items() if ids[name] >= 0}
     if "tokenizer.chat_template" in header.metadata:
         config["chat_template"] = header.get("tokenizer.chat_template", str)
-    ends = [ids[name] for name in ("eos", "eot", "eom") if ids[name] >= 0]
-    files = {"tokenizer": stated, "tokenizer_config": config, "generation_config": {"eos_token_id": ends}}
+    generation = {"eos_token_id": _end_ids(tokens, ids)}
+    files = {"tokenizer": stated, "tokenizer_config": config, "generation_config": generation}
     for name, content in files.items():
         write_json(folder / f"{name}.json", content, indent=None, ensure_ascii=False)
+
+
+def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
+    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their names."""
+    names = set(_ENDS)
+    for key, texts in _FILE_ENDS.items():
+        if ids[key] < 0:
+            names |= texts
+    stated = [ids[key] for key in ("eos", "eot", "eom", *_FILE_ENDS) if ids[key] >= 0]
+    return [*dict.fromkeys([*stated, *(i for i, token in enumerate(tokens) if token in names)])]
 
 
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
@@ -171,8 +193,8 @@ def _prefixed(stated: Mapping[str, Any]) -> bool:
 
 
 def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
-    name = header.get("tokenizer.ggml.pre", str, "gpt-2")
-    name = _ALIASES.get(name, name)
+    stated = header.get("tokenizer.ggml.pre", str, "gpt-2")
+    name = _ALIASES.get(stated, stated)
     if name not in _CUTS:
         raise UserError(f"tokenizer.ggml.pre: expected {listed([*_CUTS])}, found {show(name)}")
     merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
@@ -190,7 +212,8 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
              "ignore_merges": name == _WHOLE_WORDS}  # fmt: skip
     before = {"type": "Sequence", "pretokenizers": cuts}
-    return {"normalizer": None, "pre_tokenizer": before, "model": model, "decoder": byte_level}
+    normalizer = {"type": "NFC"} if stated in _COMPOSED else None
+    return {"normalizer": normalizer, "pre_tokenizer": before, "model": model, "decoder": byte_level}
 
 
 def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:

@@ -5,6 +5,8 @@ Importing this module does not import MLX.
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from runners.files.cache_folder import cache_folder
 from runners.files.tensor_files import stated_dtype
@@ -23,7 +25,9 @@ from runners.machine.bounded_process import python_command
 if TYPE_CHECKING:
     from runners.config.loading import Config
 
+_LOCKS: list[IO[str]] = []  # of this process's folder, until it ends
 _VARIABLE = "MLX_PTX_CACHE_DIR"  # MLX reads it when it compiles for the first time
+_FOLDERS = "gpu-programs"  # in the user's cache
 _SECONDS = 120  # for all of them; MLX compiles the missing ones later, when it needs them
 _CODE = "from grpo_fn.backends import compile_cuda_program as compiled; [*map(compiled, sys.argv[1:])]"
 
@@ -31,21 +35,43 @@ _CODE = "from grpo_fn.backends import compile_cuda_program as compiled; [*map(co
 def keep_programs(mlx_version: str, architecture: str) -> None:
     """Sets the folder of the user's cache where MLX keeps its compiled programs; a setting of the user stays.
 
-    Each version and each GPU has its own, because home folders may be shared, and each rank: MLX writes
-    programs in place, and ranks compile the same ones at the same time. What a process that was killed has
-    left half-written would end every later run: MLX writes a program's source last.
+    Each version and each GPU has its own, because home folders may be shared, and so has each process that
+    is running: MLX writes programs in place, and a second run or rank would read half of one and compute
+    with it. The folder begins with the programs of the others.
     """
-    if os.environ.get(_VARIABLE):
+    wish = os.environ.get(_VARIABLE)
+    if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):  # else inherited from the parent process
         return
-    rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-    folder = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{rank}"
-    os.environ[_VARIABLE] = str(folder)
+    folders, stem = cache_folder() / _FOLDERS, f"mlx-{mlx_version}-{architecture or 'gpu'}-"
     with suppress(OSError):  # MLX then compiles without keeping programs
-        folder.mkdir(parents=True, exist_ok=True)
-        for code in folder.rglob("*.ptx"):
-            source = code.with_suffix(".cu")
-            if not source.exists() or source.stat().st_size == 0:
+        for number in itertools.count():
+            own = folders / f"{stem}{number}"
+            os.environ[_VARIABLE] = str(own)
+            own.mkdir(parents=True, exist_ok=True)
+            lock = (own / ".lock").open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                continue
+            _LOCKS.append(lock)
+            break
+        for code in own.rglob("*.ptx"):
+            if not _is_whole(code):
                 code.unlink()
+        for code in (code for code in folders.glob(f"{stem}*/**/*.ptx") if _is_whole(code)):
+            for path in (code.with_suffix(".cu"), code.with_suffix(".txt"), code):
+                place = own.joinpath(*path.relative_to(folders).parts[1:])
+                place.parent.mkdir(exist_ok=True)
+                with suppress(FileExistsError, FileNotFoundError):
+                    os.link(path, place)
+
+
+def _is_whole(code: Path) -> bool:
+    """Whether a program was written to its end: what a process that was killed has left would end later runs.
+    MLX writes a program's code, its names and its source, in this order."""
+    source = code.with_suffix(".cu")
+    return source.exists() and source.stat().st_size > 0
 
 
 def compile_ahead(config: Config, backend: str, memory: int, cores: int) -> Compilation | None:

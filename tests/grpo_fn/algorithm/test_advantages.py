@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import grpo_fn as g
 from grpo_fn.algorithm import BASELINES as REGISTERED
 from grpo_fn.algorithm import SCALES as REGISTERED_SCALES
-from grpo_fn.algorithm import Baseline, has_varied_rewards
+from grpo_fn.algorithm import Baseline, discounted_returns, has_varied_rewards
 from tests.support.properties import reference_advantages as reference
 from tests.support.properties.strategies import reward_groups
 
@@ -211,3 +211,45 @@ def test_a_registered_baseline_and_scale_are_used_by_their_names(monkeypatch):
     monkeypatch.setitem(REGISTERED_SCALES, "half", lambda rewards_pg, given_pg: mx.array(0.5))
     adv = advantages(np.array([[1.0, 3.0], [2.0, 2.0]], np.float32), baseline="best", scale="half")
     assert adv.tolist() == [[-4.0, 0.0], [0.0, 0.0]]
+
+
+NO_REWARDS = st.sampled_from([np.inf, -np.inf, 3e38, -1e30, 1.1e15])
+
+
+def outcomes(rewards, baseline):
+    """All that is made of these rewards, with each scale and aggregate, and repeated at a second step."""
+    aggregates = ("sum_then_normalize", "normalize_then_sum")
+    how = {"group_size": rewards.shape[1]}
+    row = rewards.reshape(1, -1)
+    steps = mx.array(rewards[..., None].repeat(2, axis=2))
+    states = mx.zeros(steps.shape, mx.int32)
+    turns = [g.turn_advantages(steps, baseline=name, states_pgs=states) for name in (baseline, "turn")]
+    return [
+        *(advantages(rewards, baseline=baseline, scale=scale) for scale in SCALES),
+        *(combined(row, np.ones(1), aggregate=aggregate, **how) for aggregate in aggregates),
+        *(np.array(each) for each in (*turns, has_varied_rewards(mx.array(rewards)))),
+    ]
+
+
+@given(rewards=reward_groups(), other=NO_REWARDS, baseline=st.sampled_from(BASELINES), seed=seeds)
+def test_rewards_that_cannot_be_squared_are_none(rewards, other, baseline, seed):
+    """Infinite ones, and those beyond 1e15: everything is as with NaN; at 1e15 everything is finite."""
+    missing = np.isnan(rewards) | (np.random.default_rng(seed).random(rewards.shape) < 0.3)
+    none, strange, large = (np.where(missing, np.float32(value), rewards) for value in (np.nan, other, 1e15))
+    for found, want in zip(outcomes(strange, baseline), outcomes(none, baseline), strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert all(np.isfinite(found).all() for found in outcomes(large, baseline))
+
+
+@pytest.mark.parametrize("baseline", [*BASELINES, "turn"])
+@pytest.mark.parametrize("shape", [(2, 4, 0), (0, 4, 3), (0, 4, 0)])
+def test_no_prompts_and_no_steps_give_no_advantages(shape, baseline):
+    """An empty array of the rewards' shape, and no message of MLX."""
+    empty, states = mx.zeros(shape), mx.zeros(shape, mx.int32)
+    assert g.turn_advantages(empty, baseline=baseline, states_pgs=states).shape == shape
+    assert discounted_returns(empty, 0.5).shape == shape
+    for rewards in (empty, empty[..., 0]) if shape[2] else (empty,):
+        for scale in SCALES:
+            found = g.group_advantages(rewards, baseline=baseline, scale=scale)
+            assert found.shape == rewards.shape
+    assert has_varied_rewards(mx.zeros(shape[:1] + shape[2:])).shape == shape[:1]

@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import assume, given, settings
 
 import grpo_fn as g
 from tests.support import reference
-from tests.support.properties.harness import assert_matches_reference, run_reference
+from tests.support.properties.harness import assert_matches_reference, run_library, run_reference
 from tests.support.properties.strategies import all_field_sets, examples, loss_cases, make_case, spec_fields
 
 # Closer than this to a kink or a threshold, float32 and float64 may take different sides.
@@ -136,3 +137,26 @@ def test_what_is_missing_or_would_broadcast_is_refused(changes, arrays, named):
     arrays = dict(adv_b=mx.zeros(3), mask_bt=mx.ones((3, 3))) | arrays
     with pytest.raises(ValueError, match=named):
         g.policy_loss(mx.zeros((3, 3)), spec=g.LossSpec(**changes), **arrays)
+
+
+@given(loss_cases(style="full"))
+def test_impossible_tokens_that_count_leave_everything_finite(case):
+    """log π = −∞ in any of the arrays, at tokens of its own in each: finite values, and no gradient there."""
+    arrays = {name: getattr(case, name) for name in ("logp", "old", "rollout", "ref")}
+    given_arrays = {name: array.copy() for name, array in arrays.items() if array is not None}
+    for number, array in enumerate(given_arrays.values()):
+        array.flat[number :: len(given_arrays)] = -np.inf
+        array.flat[-1] = -np.inf  # in all of them
+    got = run_library(attrs.evolve(case, **given_arrays))
+    assert np.isfinite([got.loss, *got.stats.values()]).all() and np.isfinite(got.grad).all()
+    assert (got.grad[np.isinf(given_arrays["logp"])] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_a_batch_without_tokens_has_no_loss(shape):
+    """0 with a gradient of its shape, whatever there is none of."""
+    empty = mx.zeros(shape)
+    loss, stats = g.policy_loss(empty, mx.zeros(shape[:1]), empty, g.LossSpec())
+    assert float(loss) == 0.0 and float(stats.denominator) == shape[0]
+    grad = mx.grad(lambda logp: g.policy_loss(logp, mx.zeros(shape[:1]), empty, g.LossSpec())[0])(empty)
+    assert grad.shape == shape

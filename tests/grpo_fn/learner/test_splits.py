@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import grpo_fn as g
+from grpo_fn.backends.mechanisms import has_cuda
 from grpo_fn.learner import can_share, halve_batch, shape_of
 from grpo_fn.trees import arrays_of
 from tests.support.closeness import assert_same_figures, assert_same_gradients
@@ -117,7 +118,10 @@ def test_empty_batches_of_any_width_share_a_trace():
 
 @pytest.mark.parametrize("way", ["micro-batches", "batch steps"])
 def test_memory_is_that_of_one_micro_batch(way):
-    """Eight micro-batches, or batch steps before anything is computed: one's activations at a time."""
+    """Eight micro-batches, or batch steps before anything is computed: one's activations at a time.
+
+    On CUDA MLX also holds the arrays of ten buffers of operations, here those of one or two micro-batches.
+    """
     policy = tiny_policy("llama-untied", num_hidden_layers=4)
     batch = make_batch(prompts=(6,) * 16, generations=2, width=60)
     grad_step, start = grad_step_of(policy, SPECS["grpo"], compile=False), make_state(policy)
@@ -133,4 +137,4 @@ def test_memory_is_that_of_one_micro_batch(way):
         return mx.get_peak_memory() - held
 
     pieces = g.minibatches(batch, 8)
-    assert peak(pieces) < 1.5 * peak(pieces[:1])
+    assert peak(pieces) < (4 if has_cuda() else 1.5) * peak(pieces[:1])

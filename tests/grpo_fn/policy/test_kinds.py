@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import grpo_fn as g
+from benchmarks.architectures.small_models import small_model
 from benchmarks.architectures.trial import run_steps
 from grpo_fn.learner import can_share
-from grpo_fn.policy.caches.kv_caches import plain_caches
+from grpo_fn.policy.caches.kv_caches import plain_caches, takes_ragged
+from grpo_fn.policy.layers.patched_layers import attends_through_cache
 from tests.support.generating import EOS, EQUAL, RAGGED, assert_same, assert_teacher_forced, roll
 from tests.support.tiny_policies import UNUSUAL, tiny_policy, token_rows, worst_difference
 
@@ -87,6 +89,13 @@ def test_the_learner_s_gradient_is_that_of_what_decodes(name):
 
     assert learner(policy.params).item() == pytest.approx(decoding(policy.params).item(), rel=1e-5)
     assert worst_difference(mx.grad(learner)(policy.params), mx.grad(decoding)(policy.params)) < 1e-3
+
+
+def test_prompts_are_shared_only_where_each_layer_has_a_cache_that_attends():
+    """Every second layer of phi3small attends by itself, and blocks of nemotron-nas have no attention."""
+    phi, nemotron = (g.Policy.from_module(small_model(name)) for name in ("phi3small", "nemotron-nas"))
+    assert attends_through_cache(phi.module) and not phi.shares_prefix
+    assert takes_ragged(nemotron.module) and not can_share(nemotron.module)
 
 
 def test_rows_of_one_length_are_decoded_together():

@@ -168,6 +168,9 @@ def test_the_presets_are_as_the_page_says():
 
 
 def test_docs_models_has_a_row_for_every_module_of_mlx_lm():
-    """None is missing, none is there that mlx-lm does not have."""
-    text = (DOCS / "models.md").read_text()
-    assert re.findall(r"^\| `([^`]+)` \| \w+ \|", text, re.MULTILINE) == modules()
+    """None is missing, none is there that mlx-lm does not have. Tables of GPUs have the rows that differ."""
+    for backend, table in re.findall(
+        r"<!-- table of (\w+) -->(.*?)<!-- end of table -->", (DOCS / "models.md").read_text(), re.DOTALL
+    ):
+        rows = re.findall(r"^\| `([^`]+)` \| \w+ \|", table, re.MULTILINE)
+        assert rows == modules() if backend == "cpu" else set(rows) <= {*modules()}

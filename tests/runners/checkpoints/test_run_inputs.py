@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import time
 
 import pytest
 
+from runners.checkpoints.run_inputs import START
 from runners.config.loading import load_config
 from runners.errors import UserError
 from runners.files.tensor_files import load_arrays, save_arrays
@@ -115,3 +117,19 @@ def test_another_arithmetic_is_told(place, monkeypatch):
     assert result.updates == 3
     (line,) = [line for line in lines if "bit for bit" in line]
     assert "cores (was" in line and "is 64)" in line and 'more (was None, is "x")' in line
+
+
+def test_a_resumed_run_keeps_the_date_of_its_first_start(place):
+    """The template writes the second, so that each second is another day: the prompts stay the same."""
+    (place / "dated.jinja").write_text(
+        "{{ strftime_now('%H:%M:%S ') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    text = (place / "train.toml").read_text()
+    (place / "train.toml").write_text(text.replace("[data]", '[data]\nchat_template = "dated.jinja"', 1))
+    run_training(load_config("train.toml", ["optim.max_steps=1"]), overwrite=True)
+    first = json.loads((place / "out/small/checkpoint-1/trainer_state.json").read_text())
+    time.sleep(1.1)
+    run_training(load_config("train.toml", ["optim.max_steps=2"]), resume=True, allow_config_change=True)
+    state = json.loads((place / "out/small/checkpoint-2/trainer_state.json").read_text())
+    assert state["data"] == first["data"] and state["inputs"] == first["inputs"]
+    assert START in state["inputs"]

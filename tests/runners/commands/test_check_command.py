@@ -92,6 +92,31 @@ def test_a_right_completion_has_the_form_of_the_task(tmp_path, form):
 
 
 @pytest.mark.parametrize(
+    ("answers", "rewards", "warned"),
+    [
+        (["28 €", "7"], ["correctness_reward_func", "int_reward_func"], "int_reward_func"),
+        (["28", "7"], ["correctness_reward_func", "int_reward_func"], ""),
+        (["9", "28"], ["correctness_reward_func", "mine.py:long"], ""),
+        (["9", "28"], ["correctness_reward_func", "mine.py:least"], "least"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_prefers_a_wrong_answer_is_named(tmp_path, answers, rewards, warned):
+    """With the first such answer; a reward of one's own only if it prefers them all."""
+    write_data(tmp_path / "d.jsonl", answers * 4)
+    (tmp_path / "mine.py").write_text(
+        "import re\n"
+        "def long(completions, **_): return [float(len(c[0]['content'])) for c in completions]\n"
+        "def number(text): return sum(map(int, re.findall('[0-9]+', text)))\n"
+        "def least(completions, **_): return [.001 * number(c[0]['content']) for c in completions]\n"
+    )
+    text = small(data={"source": "d.jsonl", "eval_split": "train"}, reward={"functions": rewards})
+    (tmp_path / "t.toml").write_text(text)
+    shown = grpo("check", "t.toml").stdout
+    line = f'warning: {warned} gave the reference answer "{answers[0]}" less than a wrong one\n'
+    assert (line in shown) is bool(warned) and ("warning: " in shown) is bool(warned)
+
+
+@pytest.mark.parametrize(
     ("row", "table"),
     [
         ({"question": "Name a sea."}, "  prompt's words  one sentence  empty\n"),

@@ -149,17 +149,25 @@ def test_how_a_run_begins_is_handed_on(invoke, training, arguments, origin, chan
 def test_an_interrupted_run_shows_how_to_continue(
     invoke, training, monkeypatch, argv, on_path, program, command
 ):
-    """The command as it was given, quoted where the shell needs that; with --resume once a state is saved."""
+    """The command as it was given, quoted where the shell needs that; with --resume once the folder is its
+    own."""
     monkeypatch.setattr(sys, "argv", [argv])
     monkeypatch.setattr("shutil.which", lambda name: argv if on_path else None)
     monkeypatch.setattr(command, "name", "grpo-run")
     stop = 'rollout.stop=["</answer>"]'
-    for saved, option in ((True, "--resume"), (False, "--overwrite")):
+    named = ["--resume", "out/a b", "--allow-config-change"]
+    for begun, given, options in (
+        (True, ["--overwrite"], " --resume"),
+        (True, named, " --resume"),
+        (False, ["--overwrite"], " --overwrite"),
+        (False, named, " --resume 'out/a b' --allow-config-change"),
+        (False, [], ""),
+    ):
         training.fault = Stopped(signal.SIGTERM)
-        training.fault.saved = saved
-        result = invoke("train.toml", "--overwrite", "--set", stop, command=command)
+        training.fault.begun = begun
+        result = invoke("train.toml", *given, "--set", stop, command=command)
         assert result.exit_code == 143
-        line = f"to continue: {program} train.toml --set '{stop}' {option}"
+        line = f"to continue: {program} train.toml --set '{stop}'{options}"
         assert result.stderr.splitlines()[-2:] == ["interrupted", line]
 
 

@@ -2,7 +2,9 @@
 
 import getpass
 import json
+import shlex
 import socket
+import tomllib
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from runners.conversion.model_card import model_card, shareable
+from runners.conversion.model_card import RunFacts, model_card, shareable
 from runners.evaluation.comparison import wilson
 from runners.tokenization.prompt_settings import PromptSettings
 from tests.support.commands import grpo
@@ -111,6 +113,32 @@ def test_no_prompt_ends_its_block_of_the_card():
     prompt = PromptSettings(system_prompt="", nudge="````` [x](y)", stop=(), max_new_tokens=8, **DRAWN)
     card = model_card("m", None, prompt, quantized="", base="", licence={})
     assert "\n``````text\n````` [x](y)\n``````\n" in card
+
+
+def test_every_part_of_the_card_is_read_as_it_was_meant():
+    """By parsers of YAML, Markdown, TOML and a shell's words, whatever the texts."""
+    title = "my `model` *1* [x](y) <b> _z_ a_b $(id) 'q\""
+    text = 'She said: "`` a ``"\n```\n# no heading\n---\n| a |'
+    prompt = PromptSettings(system_prompt=text, nudge="```", stop=("\n", '"'), max_new_tokens=8, **DRAWN)
+    config = {
+        "model": {"path": title, "tune": "lora"},
+        "loss": {"preset": "dapo"},
+        "data": {"source": "a/b: c"},
+    }
+    licence = {"license": "other", "license_name": "x: [y]\n---", "license_link": "#"}
+    card = model_card(title, RunFacts(config, [], []), prompt, quantized="4 bits", base="", licence=licence)
+    data: Any = ModelCard(card).data
+    assert {key: data.get(key) for key in licence} == licence and data.datasets == "a/b: c"
+    markdown = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed")
+    tokens = markdown.MarkdownIt().parse(ModelCard(card).content)
+    fences = {token.info: [each.content for each in tokens if each.info == token.info] for token in tokens}
+    headings = [tokens[i + 1] for i, token in enumerate(tokens) if token.type == "heading_open"]
+    assert "".join(part.content for part in headings[0].children or ()) == title
+    assert [part.type for part in headings[0].children or ()].count("em_open") == 0
+    assert [heading.content for heading in headings[1:]] == ["Results", "Prompt", "Config", "Use"]
+    assert fences["text"][:2] == [f"{text}\n", "```\n"]
+    assert tomllib.loads(fences["toml"][0]) == config
+    assert [shlex.split(line)[i] for line, i in zip(fences["sh"], (2, 2), strict=True)] == [title, title]
 
 
 def test_the_card_describes_the_run_without_machine_or_user(runs, tmp_path):

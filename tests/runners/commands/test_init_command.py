@@ -71,6 +71,89 @@ def test_messages_and_splits_are_found(tmp_path):
     grpo("check", "a.toml")
 
 
+def spoken(n, *roles):
+    """A conversation with these roles."""
+    return [{"role": role, "content": question(n) if role == "user" else f"It is {n}."} for role in roles]
+
+
+CHATS = {
+    # The columns of a row; `data.prompt`, `data.completion`, `data.answer`
+    "mlx-lm": (
+        (("messages", lambda n: spoken(n, "system", "user", "assistant")),),
+        "messages",
+        "messages",
+        "",
+    ),
+    "turns": (
+        (("messages", lambda n: spoken(n, "user", "assistant", "user", "assistant")), ("id", lambda n: n)),
+        *("messages", "messages", ""),
+    ),
+    "TRL": (
+        (("prompt", lambda n: spoken(n, "user")), ("completion", lambda n: spoken(n, "assistant"))),
+        *("prompt", "completion", ""),
+    ),
+    "answers": (
+        (("messages", lambda n: spoken(n, "user", "assistant")), ("answer", lambda n: str(2 * n))),
+        *("messages", "messages", "answer"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_messages_that_the_assistant_ends_are_prompt_and_completion(tmp_path, name):
+    """The form of mlx-lm's, TRL's and OpenAI's files: what precedes the last turn is the prompt."""
+    columns, prompt, completion, answer = CHATS[name]
+    write_rows(tmp_path / "rows.jsonl", *columns, count=12)
+    grpo("init", "llama", "rows.jsonl")
+    data = load_config("train.toml").data
+    assert (data.prompt, data.completion, data.answer) == (prompt, completion, answer)
+    assert "11 problems to train on" in grpo("check", "train.toml").stdout
+    small = ["optim.max_steps=1", "rollout.max_new_tokens=32", "eval.every=0", "eval.samples=2"]
+    grpo("sft", "train.toml", *(word for each in small for word in ("--set", each)))
+
+
+def table(tmp_path):
+    """A CSV whose columns have foreign names."""
+    lines = [f'{n},"Was kosten {n} Äpfel zu 2 €, und warum so viel?",{2 * n} €,Heft' for n in range(20)]
+    (tmp_path / "rows.csv").write_text("\n".join(["Nr,Frage,Musterlösung,Quelle", *lines]), encoding="utf-8")
+
+
+def test_columns_of_other_names_are_listed_and_chosen(tmp_path):
+    """`--question` and `--answer` name them; a misspelt one is answered with the nearest."""
+    table(tmp_path)
+    shown = grpo("init", "llama", "rows.csv").stdout
+    assert "columns  Nr, Frage, Musterlösung, Quelle\n" in shown and "--answer names the column" in shown
+    chosen = ("--out", "b.toml", "--question", "Frage", "--answer")
+    found = grpo("init", "llama", "rows.csv", *chosen, "Musterloesung", code=2)
+    assert "did you mean Musterlösung?" in found.stderr
+    shown = grpo("init", "llama", "rows.csv", *chosen, "Musterlösung")
+    config = load_config("b.toml")
+    assert (config.data.question, config.data.answer) == ("Frage", "Musterlösung")
+    assert (config.answer.form, "Frage → Musterlösung: numbers" in shown.stdout) == ("last_number", True)
+    grpo("check", "b.toml")
+    write_rows(tmp_path / "holes.jsonl", ("question", question), ("key", lambda n: "" if n == 3 else "x"))
+    assert (
+        "--answer key: expected an answer in each row"
+        in grpo("init", "llama", "holes.jsonl", "--out", "c.toml", "--answer", "key", code=2).stderr
+    )
+
+
+def test_answers_that_are_named_later_replace_the_example_reward(tmp_path):
+    """While it is unchanged: a reward of one's own stays."""
+    table(tmp_path)
+    grpo("init", "llama", "rows.csv")
+    checked = grpo("check", "train.toml", "--set", "data.answer=Musterlösung")
+    assert "correctness_reward_func" in checked.stdout
+    assert "train.toml: data.answer replaces the example reward" in checked.stderr
+    config = load_config("train.toml", ["data.answer=Musterlösung", "answer.form=last_number"])
+    assert config.reward.functions == ("correctness_reward_func",)
+    own = tmp_path / "train_reward.py"
+    own.write_text(own.read_text().replace("120", "60"))
+    config = load_config("train.toml", ["data.answer=Musterlösung"])
+    assert (config.reward.functions, config.answer.form) == (("train_reward.py:reward",), "none")
+    assert config.notices == ()
+
+
 @pytest.mark.parametrize(
     ("options", "tune", "rate"),
     [({"quantize": {"group_size": 32, "bits": 4}}, "lora", 1e-5), ({}, "full", 1e-6)],
@@ -121,10 +204,20 @@ def test_packed_weights_whose_config_says_no_bits(tmp_path):
     ("arguments", "line"),
     [
         (["nope/nope/x", "rows.jsonl"], 'MODEL = "nope/nope/x": there is no such folder'),
+        (["llama", "https://hf.co/datasets/a/b"], 'an address on the Hub; expected its name, "a/b"'),
         (["llama", "none.jsonl"], "none.jsonl cannot be read: No such file"),
         (["llama", "empty.jsonl"], "expected rows with a question, found none"),
         (["llama", "numbers.jsonl"], "expected a column of questions, found a, b"),
         (["llama", "rows.jsonl", "--out", "taken.toml"], "--out taken.toml: expected a free name"),
+        (
+            ["llama", "rows.jsonl", "--answer", "answr"],
+            "expected one of question, answer; did you mean answer?",
+        ),
+        (["llama", "rows.jsonl", "--question", "q"], "--question q: expected one of question, answer"),
+        (
+            ["llama", "rows.jsonl", "--question", "answer"],
+            "expected a column of questions, found answer",
+        ),
     ],
 )
 def test_faults_are_lines_and_nothing_is_replaced(tmp_path, arguments, line):

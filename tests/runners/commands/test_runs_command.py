@@ -48,13 +48,16 @@ def test_every_run_is_listed_with_its_state(outputs):
 
 
 def test_the_commands_go_on_with_a_run(outputs, tmp_path):
-    """An interrupted one is resumed by config.resolved.json, here and from elsewhere, and after a move."""
+    """One with a checkpoint or none is resumed by config.resolved.json, here, elsewhere and after a move."""
     shown = grpo("runs", outputs)
     assert shown.output.splitlines()[0].split()[:3] == ["run", "state", "updates"]
     assert f"  grpo chat {outputs / 'done'}\n" in shown.output
     moved = tmp_path / "moved"
     shutil.copytree(outputs / "deep/cut", moved)
-    for folder in (outputs / "deep/cut", moved):
+    early = tmp_path / "early"
+    shutil.copytree(outputs / "done", early, ignore=shutil.ignore_patterns("final", "checkpoint-*"))
+    assert summarize(early).state == "stopped"  # with a log
+    for folder in (outputs / "deep/cut", moved, early):
         words = shlex.split(summarize(folder).go_on)
         assert words[0] == "grpo-run" and words[-1] == "--resume"
         grpo("run", *words[1:])

@@ -25,6 +25,17 @@ def test_later_values_win(load):
     assert loss.kl == "k3"  # nobody's but LossSpec's
 
 
+@pytest.mark.parametrize(
+    ("key", "found", "gold"),
+    [("ignore_case", "New York", "new york"), ("ignore_spaces", "New York", "NewYork")],
+)
+def test_answers_are_compared_as_the_config_says(load, key, found, gold):
+    """answer.ignore_case and answer.ignore_spaces; without them the two answers differ."""
+    for value in (True, False):
+        config = load(f"{MINIMAL}[answer]\nform = 'exact'\n{key} = {str(value).lower()}\n").check()
+        assert config.answer_form and config.answer_form.agree(found, gold) == value
+
+
 def test_check_fills_in_what_the_preset_says(load):
     """After `check` no choice is open: DAPO's overlong buffer is a share of the length limit, in tokens."""
     config = load(MINIMAL + '[loss]\npreset = "dapo"\n', "rollout.max_new_tokens=100").check()

@@ -3,12 +3,13 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from runners.config.flat_keys import FLAT_KEYS, TABLE
 from runners.config.loading import KEYS, SECTIONS, ConfigError, load_config
 from runners.errors import spell
 from tests.support.properties.strategies import examples
 
 MODEL = 'model.path = "embedded"\n'
-_NAMES = sorted({*SECTIONS, *(path[-1] for path in KEYS), "", "x.y", "\n"})
+_NAMES = sorted({*SECTIONS, *FLAT_KEYS, TABLE, *(path[-1] for path in KEYS), "", "x.y", "\n"})
 _LEAVES = st.one_of(
     st.booleans(),
     st.integers(),

@@ -1,7 +1,9 @@
-"""GGUF out and in: every family there and back, tokenizers, Modelfiles, transformers' own loader."""
+"""GGUF out and in: every family there and back, tokenizers, transformers' own loader."""
 
+import inspect
 import json
 import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from runners.config.loading import load_config
-from runners.conversion.gguf import tokenizers
+from runners.conversion.gguf import tokenizers, writing
 from runners.conversion.gguf.families import FAMILIES, config_of, metadata_of
 from runners.conversion.gguf.header import GGUF
 from runners.conversion.gguf.writing import TYPES
-from runners.conversion.modelfile import modelfile
-from runners.data.rendering import render
 from runners.errors import UserError
 from runners.models.model_reader import load_tokenizer
-from runners.tokenization.prompt_settings import PromptSettings
 from tests.support import gguf_files
 from tests.support.commands import grpo
 from tests.support.properties.strategies import examples
@@ -109,7 +109,8 @@ def test_a_tokenizer_goes_there_and_back(tmp_path):
     grpo("export", folder, "--gguf", tmp_path / "m.gguf")
     grpo("convert", tmp_path / "m.gguf", "--out", tmp_path / "back")
     ours, theirs = (load_tokenizer(place) for place in (folder, tmp_path / "back"))
-    assert ours.get_vocab() == theirs.get_vocab() and ours.eos_token_ids == theirs.eos_token_ids
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert theirs.eos_token_ids == {*ours.eos_token_ids, ours.convert_tokens_to_ids("<|endoftext|>")}
     assert ours.chat_template == theirs.chat_template
     for text in (*SENTENCES, "<reasoning>x</reasoning><|im_end|>"):
         assert ours.encode(text) == theirs.encode(text)
@@ -153,6 +154,29 @@ def test_other_quants_are_unpacked(tmp_path, monkeypatch):
     grpo("convert", file, "--out", tmp_path / "out")
     weight = np.array(logits_of(tmp_path / "out")[1].model.layers[1].mlp.up_proj.weight.astype(mx.float32))
     assert np.abs(weight - numbers_of(file)).max() < 2e-3
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_file_of_other_quants_becomes_wholly_unpacked(tmp_path, monkeypatch, dequantize):
+    """As most files of Q4_K_M: their head is Q8_0, their matrices are not MLX's."""
+    monkeypatch.setitem(TYPES, "q5_1", 9)
+    leaves_of = writing._leaves
+
+    def mixed(*arguments, **more):
+        return [
+            attrs.evolve(leaf, kind="Q8_0") if leaf.name == "output.weight" else leaf
+            for leaf in leaves_of(*arguments, **more)
+        ]
+
+    monkeypatch.setattr(writing, "_leaves", mixed)
+    file = tmp_path / "m.gguf"
+    grpo("export", folder_of(tmp_path, "llama", tie=False), "--gguf", file, "--type", "q5_1")
+    grpo("convert", file, "--out", tmp_path / "out", *["--dequantize"] * dequantize)
+    assert "quantization" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    head: Any = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    assert head["lm_head.weight"].dtype == mx.float16
+    want = numbers_of(file, "output.weight")
+    assert np.abs(np.array(head["lm_head.weight"].astype(mx.float32)) - want).max() < 1e-3
 
 
 ROPES = [
@@ -211,6 +235,119 @@ def test_every_cutting_into_words_is_kept(tmp_path, name):
     same()
 
 
+def words_of(expression):
+    regex = pytest.importorskip("regex", reason="regex is not installed")  # another engine than ours
+    return lambda text: [match.span() for match in regex.finditer(expression, text)]
+
+
+def published(name, monkeypatch):
+    """The expression of one of OpenAI's encodings, whose vocabulary is left out."""
+    openai_public = pytest.importorskip("tiktoken_ext.openai_public", reason="tiktoken has moved it")
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})
+    monkeypatch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *_, **__: {})
+    return words_of(getattr(openai_public, name)()["pat_str"])
+
+
+def words_by(*steps):
+    own = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return lambda text: [span for _, span in own.pre_tokenize_str(text)]
+
+
+TEKKEN = (  # "config" / "pattern" of tekken_240911.json in mistral-common
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = inspect.signature(TikTokenConverter).parameters["pattern"].default
+OWN = {  # llama.cpp's name -> how the family's own tokenizer cuts
+    "gpt-2": lambda patch: published("gpt2", patch),
+    "smollm": lambda patch: words_by(pre_tokenizers.Digits(individual_digits=True)),
+    "qwen2": lambda patch: words_of(PRETOKENIZE_REGEX),
+    "llama-bpe": lambda patch: words_of(LLAMA3),
+    "smaug-bpe": lambda patch: words_of(LLAMA3),  # Smaug is a Llama 3
+    "gpt-4o": lambda patch: published("o200k_base", patch),
+    "tekken": lambda patch: words_of(TEKKEN),
+}
+
+
+@pytest.mark.parametrize("name", tokenizers._CUTS)
+def test_every_cutting_into_words_is_the_familys_own(monkeypatch, name):
+    """As the makers publish it: the same words of 300 texts; qwen2 composes accents first."""
+    own = OWN[name](monkeypatch)
+    backend: Any = gguf_files.cut_words(make_tokenizer(), name)
+    for text in gguf_files.many_texts():
+        if name == "qwen2":
+            composed = unicodedata.normalize("NFC", text)
+            assert backend.normalizer.normalize_str(text) == composed
+            text = composed
+        assert [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)] == own(text), text
+
+
+def test_a_qwen2_has_the_tokens_of_transformers(tmp_path):
+    """Of 300 texts, with accents in one character or two."""
+    backend = gguf_files.cut_words(make_tokenizer(), "qwen2")
+    _, back = there_and_back(wrapped(backend, eos_token="<|im_end|>"), tmp_path, 320)
+    stated = json.loads(backend.to_str())["model"]
+    merges: Any = [tuple(pair) for pair in stated["merges"]]
+    own = Qwen2Tokenizer(vocab=stated["vocab"], merges=merges)
+    for text in gguf_files.many_texts():
+        assert back.encode(text).ids == own.encode(text, add_special_tokens=False), text
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentence_pieces_have_the_tokens_of_sentencepiece(tmp_path, prefix):
+    """Its own scores, of a model that it trained: the same tokens of 300 texts."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    (tmp_path / "texts").write_text("\n".join(" ".join(text.split()) for text in gguf_files.many_texts()))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "texts"), model_prefix=str(tmp_path / "m"), model_type="bpe", vocab_size=700,
+        byte_fallback=True, add_dummy_prefix=prefix, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    rows = range(own.vocab_size())
+    kinds = [2 if own.is_unknown(i) else 3 if own.is_control(i) else 6 if own.is_byte(i) else 1 for i in rows]
+    stated = {
+        "model": "llama", "tokens": [own.id_to_piece(i) for i in rows], "token_type": np.array(kinds),
+        "scores": np.array([own.get_score(i) for i in rows], np.float32), "unknown_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": prefix,
+    }  # fmt: skip
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in stated.items()}
+    tokenizers.write_tokenizer(GGUF(Path("m.gguf"), metadata, {}), tmp_path)
+    back = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in gguf_files.many_texts():
+        assert back.encode(text, add_special_tokens=False).ids == own.encode(text), text
+
+
+def end_ids(tmp_path, tokens, **keys):
+    metadata = {**gguf_files.LLAMA, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": []}
+    del metadata["tokenizer.ggml.token_type"]
+    metadata["tokenizer.ggml.eos_token_id"] = 0
+    metadata |= {f"tokenizer.ggml.{key}_token_id": i for key, i in keys.items()}
+    tokenizers.write_tokenizer(GGUF(Path("m.gguf"), metadata, {}), tmp_path)
+    return json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+
+
+def test_a_generation_ends_where_llama_cpp_ends_it(tmp_path):
+    """Its list for Qwen2.5-Coder, with HTML's `</s>`: by keys, then by names; a key replaces its names."""
+    qwen = ["<|im_end|>", "a", "</s>", "<|endoftext|>", "<|im_start|>", "<|fim_pad|>", "<|fim_prefix|>",
+            "<|repo_name|>", "<|file_sep|>"]  # fmt: skip
+    assert end_ids(tmp_path, qwen) == [0, 2, 3, 5, 7, 8]
+    assert end_ids(tmp_path, ["x", "a", "b", "<fim_pad>"], eot=2, fim_pad=1) == [0, 2, 1]
+    assert end_ids(tmp_path, ["x", "<|eot_id|>", "<|eom_id|>"], eom=2) == [0, 2, 1]
+
+
+def test_ends_that_llama_cpp_does_not_know_are_written():
+    """Beside those that it knows by name, which need no key."""
+    backend = make_tokenizer()
+    backend.add_tokens(["</answer>"])
+    end: Any = backend.token_to_id("</answer>")
+    tokenizer = wrapped(backend, eos_token="<|im_end|>")
+    stated = tokenizers.tokenizer_metadata(tokenizer, 321, [0, 2, end])
+    assert stated["tokenizer.ggml.eos_token_id"] == 2 and stated["tokenizer.ggml.eot_token_id"] == end
+    assert "tokenizer.ggml.eom_token_id" not in stated
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scores_stand_for_merges(tmp_path, prefix):
     """A BPE like SentencePiece's, with bytes for unknown characters: the same tokens of any text."""
@@ -247,29 +384,6 @@ def test_other_tokenizers_are_refused(tmp_path):
         there_and_back(wrapped(Tokenizer.from_str(json.dumps(stated))), tmp_path, 320)
     with pytest.raises(UserError, match=r"type BPE, found .*WordLevel"):
         there_and_back(wrapped(Tokenizer(models.WordLevel({"a": 0}, "a"))), tmp_path, 1)
-
-
-PROMPT = PromptSettings.of(load_config("quickstart").to_dict())
-
-
-@pytest.mark.parametrize("system", ["", "Think {{first}}."])
-def test_a_modelfile_asks_as_training_asked(tmp_path, system):
-    """Its template gives the text of the run's prompts, turn by turn; sampling and ends are the run's."""
-    prompt = attrs.evolve(PROMPT, system_prompt=system, nudge="<think>", stop=("</a>", "\n"), temperature=0.8)
-    tokenizer = load_tokenizer(make_model_folder(tmp_path / "m"))
-    text = modelfile("m.gguf", tokenizer, prompt)
-    assert text.startswith("FROM ./m.gguf\n")
-    before = [{"role": "system", "content": system}] if system else []
-    question = {"role": "user", "content": "What is {{7}}+5?"}
-    assert gguf_files.ask(text, [*before, question]) == render(tokenizer, [*before, question], "<think>")[0]
-    more = [*before, question, {"role": "assistant", "content": "12"}, question]
-    said = gguf_files.ask(text, more)
-    assert said.replace("<think>12", "12") == render(tokenizer, more, "<think>")[0]
-    assert ('SYSTEM """Think' in text) == bool(system)
-    for line in ("temperature 0.8", "repeat_penalty 1.0", 'stop "</a>"', 'stop "\\n"'):
-        assert f"PARAMETER {line}\n" in text
-    raw = modelfile("m.gguf", tokenizer, attrs.evolve(prompt, prompt_form="raw"))
-    assert 'TEMPLATE """{{ .Prompt }}<think>"""' in raw and "SYSTEM" not in raw
 
 
 REAL = os.environ.get("GRPO_REAL_GGUF", "")

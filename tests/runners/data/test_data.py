@@ -253,7 +253,7 @@ def test_data_without_answers(tmp_path):
     assert load(source) == load(source, answer="")
     train, held_out = load(source, answer="")
     assert len(train) + len(held_out) == 20
-    assert "answer" not in reward_columns(train, with_answer=False)
+    assert "answer" not in reward_columns(train, "")
     bad = jsonl(tmp_path / "bad.jsonl", [*rows, {"question": " ", "level": 1}])
     assert "question is blank" in refused(bad, answer="")
 

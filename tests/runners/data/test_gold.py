@@ -117,3 +117,13 @@ def test_completions_of_a_run_are_kept_by_their_reward(tmp_path, model):
     how["sft"] = {"completions": "run", "min_reward": 2.0}
     with pytest.raises(UserError, match=r"none of 6 completions .* a reward of at least sft.min_reward = 2"):
         read(tmp_path, model, rows, **how)[0].of_file()
+
+
+def test_messages_that_the_assistant_ends_name_the_key_that_reads_them(tmp_path, model):
+    """The line of a row names `data.completion`; with that key of another column it does as well."""
+    for data in ({"prompt": "chat"}, {"prompt": "chat", "completion": "text"}):
+        with pytest.raises(UserError, match=r'data\.completion = "chat" takes that turn'):
+            read(tmp_path, model, [{"chat": [ASKED, TURN], "text": "x", "answer": "12"}], data=data)
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, model, [{"chat": [], "answer": "12"}], data={"prompt": "chat"})
+    assert "data.completion" not in str(caught.value)

@@ -1,7 +1,9 @@
 """Prompts: chat templates and their quirks, the plain fallback, and what becomes of a row."""
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -9,6 +11,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
@@ -55,6 +58,35 @@ def test_chat_template(wrap: Any, adds: str) -> None:
     assert tokenizer(TEMPLATE).decode(tokens) == text
 
 
+# As in Llama 3.2, SmolLM3, gpt-oss, and with a format that the template makes.
+DATES = (
+    "{% if not date is defined %}{% if strftime_now is defined %}{% set date = strftime_now('%d %b %Y') %}"
+    "{% endif %}{% endif %}{{ date }}",
+    "{%- set today = strftime_now('%d %B %Y') -%}\n  {{ today }}\n",
+    "{% macro head() %}{{ strftime_now('%Y-%m-%d %H:%M:%S') }}{% endmacro %}{{ head() }}",
+    "{% set form = '%A' + ', %-d' %}{{ strftime_now(form) }} {{ strftime_now('%c') }}",
+)
+
+
+@pytest.mark.parametrize("dated", DATES)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_template_writes_the_date_of_the_runs_start(
+    dated: str, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What transformers writes at that time, now; also of several named templates."""
+    start = datetime(2026, 3, 7, 4, 5, 6)
+    both: Any = {"default": dated + TEMPLATE, "tool_use": "tools" + dated + TEMPLATE}
+    plain = tokenizer(both if named else dated + TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    later = [render(plain, MESSAGES), render(plain, MESSAGES, tools=tools)]
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda: start))
+        then = [render(plain, MESSAGES), render(plain, MESSAGES, tools=tools)]
+    plain.start = start
+    assert [render(plain, MESSAGES), render(plain, MESSAGES, tools=tools)] == then != later
+    assert render(plain, MESSAGES, template_kwargs={"chat_template": dated + TEMPLATE}) == then[0]
+
+
 @pytest.mark.parametrize("template", [NO_SYSTEM, DROPS_SYSTEM])
 def test_templates_without_a_system_role(template: str) -> None:
     """Where the template refuses or drops the system role, its text opens the user's message."""
@@ -93,9 +125,10 @@ def test_examples() -> None:
     assert first.messages == (MESSAGES[0], {"role": "user", "content": "1+1?"})
     assert (first.text, first.tokens) == render(tokenizer(TEMPLATE), first.messages, "<reasoning>")
     values = {"q": "1+1?", "solution": "So.\n#### 2", "level": 3, "column_prompts": "clash", "answer": "2"}
-    assert first.columns == values
+    assert first.columns == {**values, "column_answer": None}
+    assert examples[1].columns["column_answer"] == "raw"
     assert examples[1].columns["level"] is None
-    assert set(reward_columns(rows)) == set(first.columns)
+    assert set(reward_columns(rows, "solution")) == set(first.columns)
     columns = columns_of(examples, 2)
     assert columns["q"] == ["1+1?", "1+1?", "2+2?", "2+2?"] and columns["level"] == [3, 3, None, None]
 

@@ -9,6 +9,7 @@ import pytest
 
 from runners.checkpoints.manifest import digest
 from runners.config.loading import load_config
+from runners.config.names import SHIPPED_PRESETS
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
 from runners.engines.settings import sampling_of
@@ -165,6 +166,18 @@ def test_the_command_prints_a_table_and_writes_both_files(folder):
     assert len(rows) == 5 * (1 + 2) and all(row["tokens"] <= 20 for row in rows)
     scores = json.loads((folder / "scores.json").read_text())
     assert scores["problems"] == 5 and list(scores["models"]) == ["embedded"]
+
+
+@pytest.mark.parametrize(("model", "preset"), SHIPPED_PRESETS.items())
+def test_a_shipped_model_is_measured_as_its_preset_trains_it(folder, model, preset):
+    """On its own problems, without a network, and with the line that says so."""
+    arguments = ("--samples", "12", "--out", "rows.jsonl")
+    found = grpo("eval", model, *arguments)
+    assert f"data, prompts and rewards as in the preset {preset};" in found.stderr
+    rows = rows_of(folder)
+    assert 0 < sum(row["correct"] for row in rows) < len(rows) == 12
+    named = grpo("eval", model, "--config", preset, *arguments)
+    assert "preset" not in named.stderr and rows_of(folder) == rows
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from grpo_fn.backends import disabled
 from grpo_fn.backends.cuda.programs import compile_program, names
 from runners.config.loading import load_config
+from runners.machine.bounded_process import python_command
 from runners.machine.programs import gpu_programs
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 
@@ -26,9 +29,9 @@ for name in sys.argv[1:]:
 def cache(monkeypatch, tmp_path):
     """The folder of programs in a user's cache of its own, on the only rank."""
     monkeypatch.setenv("GRPO_FN_CACHE", str(tmp_path))
-    for name in ("MLX_PTX_CACHE_DIR", "MLX_RANK", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.setenv(name, "")  # and what it was afterwards
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "")  # and what it was afterwards
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    monkeypatch.setattr(gpu_programs, "_LOCKS", [])
     (tmp_path / "gpu-programs").mkdir()
     return tmp_path / "gpu-programs"
 
@@ -43,31 +46,77 @@ def test_every_name_is_a_computation(dtype):
     assert f"gather_{dtype}_uint32_1" in wanted
 
 
-@pytest.mark.parametrize(
-    ("environment", "rank"),
-    [({}, 0), ({"OMPI_COMM_WORLD_RANK": "1"}, 1), ({"MLX_RANK": "2", "OMPI_COMM_WORLD_RANK": "3"}, 2)],
-)
-def test_programs_are_kept_by_version_gpu_and_rank(cache, monkeypatch, environment, rank):
-    """In the user's cache, unless the user names another folder; one that cannot be made is no fault."""
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    kept = cache / f"mlx-0.32.4-sm_90-rank-{rank}"
-    if rank == 1:
-        kept.touch()
+HOLDS = """
+import os, sys
+from runners.machine.programs.gpu_programs import keep_programs
+keep_programs("0.32.4", "sm_90")
+print(os.environ["MLX_PTX_CACHE_DIR"], flush=True)
+sys.stdin.read()
+"""
+
+
+def started():
+    """Another process that keeps its programs, and its folder; it ends with its standard input."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(python_command(HOLDS), text=True, **pipes)
+    return process, Path(process.stdout.readline().strip())
+
+
+def write_program(folder, name, source="source"):
+    """As MLX writes it: code, names and source, in this order; None: it was killed before the last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in ((".ptx", f"code of {name}"), (".txt", "names"), (".cu", source)):
+        if text is not None:
+            (folder / f"{name}{suffix}").write_text(text)
+
+
+def test_each_process_has_its_own_programs(cache):
+    """By version and GPU, in the user's cache. It begins with those of the others; a killed one's folder is
+    free again; a child takes one of its own."""
+    (one, first), (two, second) = started(), started()
+    assert first == cache / "mlx-0.32.4-sm_90-0" and second == cache / "mlx-0.32.4-sm_90-1"
+    write_program(first, "a")
+    write_program(second / "long", "b")
+    write_program(first, "half", None)
+    write_program(cache / "mlx-9-sm_90-0", "newer")
+    two.kill()
+    two.communicate()
+    three, third = started()
+    assert third == second
+    assert {str(path.relative_to(third)) for path in third.rglob("*.ptx")} == {"a.ptx", "long/b.ptx"}
+    assert (third / "a.ptx").read_text() == "code of a" and (third / "a.txt").read_text() == "names"
+    one.communicate()
     keep_programs("0.32.4", "sm_90")
-    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept) and kept.is_dir() == (rank != 1)
     keep_programs("9", "sm_100")
-    assert os.environ["MLX_PTX_CACHE_DIR"] == str(kept)
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(first)
+    four, fourth = started()  # inherits this process's environment
+    assert fourth == cache / "mlx-0.32.4-sm_90-2"
+    for process in (three, four):
+        process.communicate()
+    assert not (first / "half.ptx").exists() and (first / "long" / "b.ptx").exists()
 
 
-def test_half_written_programs_are_compiled_again(cache):
-    """MLX writes code, names and source, in this order, and takes any code that it finds."""
-    kept = cache / "mlx-0.32.4-sm_90-rank-0"
-    (kept / "long").mkdir(parents=True)
-    for name, source in (("whole", "source"), ("long/whole", "source"), ("killed", None), ("full_disk", "")):
-        (kept / f"{name}.ptx").write_text("code")
-        if source is not None:
-            (kept / f"{name}.cu").write_text(source)
+def test_a_setting_of_the_user_stays(cache, monkeypatch):
+    """Nothing is made in the cache."""
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/of/the/user")
+    keep_programs("0.32.4", "sm_90")
+    assert os.environ["MLX_PTX_CACHE_DIR"] == "/of/the/user" and not [*cache.iterdir()]
+
+
+def test_a_folder_that_cannot_be_made_is_no_fault(cache):
+    """MLX then compiles without keeping programs."""
+    (cache / "mlx-0.32.4-sm_90-0").touch()
+    keep_programs("0.32.4", "sm_90")
+    assert os.environ["MLX_PTX_CACHE_DIR"] == str(cache / "mlx-0.32.4-sm_90-0")
+
+
+@pytest.mark.parametrize("source", [None, ""], ids=["killed", "full disk"])
+def test_half_written_programs_are_compiled_again(cache, source):
+    """MLX takes any code that it finds."""
+    kept = cache / "mlx-0.32.4-sm_90-0"
+    write_program(kept, "whole")
+    write_program(kept / "long", "whole")
+    write_program(kept, "half", source)
     keep_programs("0.32.4", "sm_90")
     assert {str(path.relative_to(kept)) for path in kept.rglob("*.ptx")} == {"whole.ptx", "long/whole.ptx"}
 

@@ -19,7 +19,8 @@ from runners.machine.startup import Platform
 from runners.models.adapters import new_adapters
 from runners.models.folders import copy_companions, resolve_model
 from runners.models.loaded_model import load_model
-from runners.models.model_reader import check_finite, load_module
+from runners.models.model_reader import check_finite, load_module, load_tokenizer
+from tests.support.commands import grpo
 from tests.support.damage import containing, stating, without
 from tests.support.tiny_models import make_model_folder
 
@@ -139,8 +140,22 @@ def as_pytorch_writes_it(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def also_as(name):
+    """Some of the weights once more, with other numbers."""
+
+    def act(folder):
+        arrays, _ = load_arrays(folder / "model.safetensors")
+        save_arrays(folder / name, {WEIGHT: arrays[WEIGHT] + 1}, {"format": "pt"})
+
+    return act
+
+
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 SHARDS = '{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model.safetensors"}}'
+TWICE = {  # a file of an older model -> what the message says
+    "model-00001-of-00002.safetensors": r"model-00001-of-00002\.safetensors and in model\.safetensors",
+    "model.fp16.safetensors": r"model\.fp16\.safetensors and in model\.safetensors",
+}
 NO_IDS = ("<|end|>", [4, None], [[4]], -1, 2**31, 4.0, True)
 OTHER_TYPES = (
     *(("vocab_size", "512"), ("text_config", [1]), ("text_config", {"vocab_size": 5.5})),
@@ -162,6 +177,10 @@ DAMAGE = [
     (containing("model.safetensors", "not a tensor file"), "cannot be read as safetensors: "),
     (containing("model.safetensors.index.json", SHARDS), "1 weight files are missing, the first is model-00"),
     (cut_off, "model.safetensors: .*is the file cut off"),
+    *(
+        (also_as(name), rf"expected each tensor once, found .* in {files}; move")
+        for name, files in TWICE.items()
+    ),
     *((holding(x), f"the weight {WEIGHT} holds NaN or infinity") for x in map(float, ("nan", "inf", "-inf"))),
     *(
         (stating(f"{kind}.json", eos_token_id=x), f"{kind}.json: eos_token_id: expected token ids, found ")
@@ -179,6 +198,28 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, damage, message):
     with pytest.raises(UserError, match=message) as error:
         load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_a_packed_model_is_not_tuned_in_full(tmp_path):
+    """The message says how to unpack it, and that works."""
+    path = make_model_folder(tmp_path / "packed", quantize=QUANTIZED)
+    command = rf"`grpo convert {path} --out NEW --dequantize`"
+    with pytest.raises(UserError, match=rf'"lora" or "dora", or the model unpacked by {command}$'):
+        load(path)
+    grpo("convert", path, "--out", tmp_path / "new", "--dequantize")
+    assert load(tmp_path / "new").num_trainable > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("qwen2", False), ("llama", False), ("mistral", None), ("ministral3", None)]
+)
+def test_no_other_tokenizer_is_taken_for_mistrals(folder, monkeypatch, kind, told):
+    """transformers 5.7 to 5.12 warns of Mistral's fault wherever config.json names no version of it."""
+    given = {}
+    monkeypatch.setattr("mlx_lm.utils.load_tokenizer", lambda path, settings, **more: given.update(settings))
+    stating("config.json", model_type=kind)(folder)
+    load_tokenizer(folder)
+    assert given.get("fix_mistral_regex") is told
 
 
 def test_what_a_run_wrote_stays_with_it(folder, tmp_path):
@@ -233,6 +274,8 @@ def test_unknown_model_names_are_refused(folder, tmp_path, monkeypatch):
     """A missing folder, a file, and a Hub name without a network are told apart."""
     with pytest.raises(UserError, match="there is no such folder; expected"):
         resolve_model("./nowhere/model")
+    with pytest.raises(UserError, match='MODEL = "org/name@main" is a revision of org/name; expected a name'):
+        resolve_model("org/name@main", "MODEL")
     with pytest.raises(UserError, match="found a file"):
         resolve_model(str(folder / "config.json"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

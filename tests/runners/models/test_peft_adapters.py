@@ -7,18 +7,20 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runners.errors import UserError
+from runners.files.tensor_files import load_arrays
 from runners.models.adapters import read_folder
 from runners.models.peft_adapters import from_peft, to_peft
 from tests.support.commands import grpo
+from tests.support.properties.strategies import examples
 from tests.support.tiny_models import make_model_folder
 from tests.support.tiny_runs import BY_LETTERS, ran, small, train
 
 TOKENS = [[5, 9, 70, 31, 12]]
-Q, EMBEDDING = "model.layers.{}.self_attn.q_proj", "model.embed_tokens"
+Q, EMBEDDING, HEAD = "model.layers.{}.self_attn.q_proj", "model.embed_tokens", "lm_head"
 
 
 def array(*shape, seed=0):
@@ -35,23 +37,25 @@ def array(*shape, seed=0):
 )
 def test_adapters_go_there_and_back(rank, scale, blocks, dora, embeds, outer):
     """mlx-lm's -> PEFT's -> mlx-lm's: every bit, for any choice of blocks and parts."""
-    layers = [outer + Q.format(block) for block in blocks] + ([outer + EMBEDDING] if embeds else [])
+    layers = [outer + Q.format(block) for block in blocks]
+    layers += [outer + EMBEDDING, outer + HEAD] if embeds and not dora else []
     tensors = {}
     for layer in layers:
         tensors |= {f"{layer}.lora_a": array(6, rank), f"{layer}.lora_b": array(rank, 4, seed=1)}
         tensors |= {f"{layer}.m": array(4, seed=2)} if dora else {}
     kind = "dora" if dora else "lora"
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0}
-    settings = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters, "model": "a/b"}
-    config, theirs = to_peft(settings, tensors)
-    back, found = from_peft(config, theirs, Path())
-    assert back == settings | {"lora_parameters": parameters | {"keys": sorted(layers)}}
-    assert found.keys() == tensors.keys()
-    assert all(mx.array_equal(found[name], tensors[name]) for name in tensors)
-    names = {"q_proj", *(["embed_tokens"] if embeds else [])}
+    stated = {"fine_tune_type": kind, "num_layers": -1, "lora_parameters": parameters, "model": "a/b"}
+    config, theirs = to_peft(stated, tensors)
+    back = from_peft(config, theirs, Path())
+    assert back.settings == stated | {"lora_parameters": parameters | {"keys": sorted(layers)}}
+    assert back.tensors.keys() == tensors.keys()
+    assert all(mx.array_equal(back.tensors[name], tensors[name]) for name in tensors)
+    names = {"q_proj", *(["embed_tokens", "lm_head"] if len(layers) > len(blocks) else [])}
     assert (set(config["target_modules"]) == names) == (0 in blocks)
 
 
+@settings(max_examples=examples(12))
 @given(
     ranks=st.lists(st.integers(1, 4), min_size=2, max_size=2),
     alpha=st.floats(0.5, 32),
@@ -59,9 +63,10 @@ def test_adapters_go_there_and_back(rank, scale, blocks, dora, embeds, outer):
     root=st.booleans(),
 )
 def test_every_scale_and_rank_is_pefts(ranks, alpha, other, root):
-    """alpha / r or alpha / √r, with patterns of rank and alpha: each layer's update as PEFT adds it."""
-    settings = {"peft_type": "LORA", "lora_alpha": alpha, "use_rslora": root, "r": ranks[0]}
-    settings |= {"alpha_pattern": {r"^model\.layers.1.self_attn.q_proj": other}} if other else {}
+    """alpha / r or alpha / √r, with expressions for names, of which the first counts: as PEFT adds it."""
+    stated = {"peft_type": "LORA", "lora_alpha": alpha, "use_rslora": root, "r": ranks[0]}
+    patterns = {r".*\.(0|2)\..*": None, r"^model\.layers\.[1-9]\.self_attn.[qk]_proj": other, "q_proj": 7.0}
+    stated |= {"alpha_pattern": {key: value or alpha for key, value in patterns.items()}} if other else {}
     theirs, want = {}, {}
     for block, rank in enumerate(ranks):
         a, b = array(rank, 6, seed=block), array(4, rank, seed=block + 9)
@@ -69,13 +74,19 @@ def test_every_scale_and_rank_is_pefts(ranks, alpha, other, root):
         theirs |= {f"base_model.model.{layer}.lora_A.weight": a, f"base_model.model.{layer}.lora_B.weight": b}
         own = other if other and block == 1 else alpha
         want[layer] = own / (rank**0.5 if root else rank) * (b @ a)
-    stated, found = from_peft(settings, theirs, Path())
-    assert stated["lora_parameters"]["rank"] == max(ranks)
+    adapters = from_peft(stated, theirs, Path())
+    parameters, found = adapters.settings["lora_parameters"], adapters.tensors
+    assert parameters["rank"] == max(ranks)
     for layer, update in want.items():
-        ours = stated["lora_parameters"]["scale"] * (found[f"{layer}.lora_a"] @ found[f"{layer}.lora_b"]).T
+        ours = parameters["scale"] * (found[f"{layer}.lora_a"] @ found[f"{layer}.lora_b"]).T
         assert np.allclose(np.array(ours), np.array(update), rtol=1e-4, atol=1e-4)
 
 
+DORA = {
+    "base_model.model.model.embed_tokens.lora_embedding_A": array(2, 320),
+    "base_model.model.model.embed_tokens.lora_embedding_B": array(32, 2),
+    "base_model.model.model.embed_tokens.lora_magnitude_vector": array(32),
+}
 A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.format(0)}.lora_B.weight"
 
 
@@ -87,7 +98,9 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({"bias": "all"}, {}, "bias: expected none"),
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: expected none"),
         ({"fan_in_fan_out": True, "lora_bias": True}, {}, "fan_in_fan_out: expected none"),
-        ({"alpha_pattern": {"(a+)+$": 2}}, {}, "alpha_pattern: expected names of layers"),
+        ({"alpha_pattern": {r"([a-z._]+\d?)+!": 2}}, {}, "alpha_pattern: expected regular expressions that"),
+        ({"alpha_pattern": {"q_proj(": 2}}, {}, r"alpha_pattern: expected .*, found \[.q_proj\("),
+        ({"use_dora": True}, DORA, "model.embed_tokens: mlx-lm's DoRA of an embedding is not PEFT's"),
         ({"alpha_pattern": {"q": "2"}}, {}, "alpha_pattern: expected a JSON object of numbers"),
         ({}, {"../../x": array(2, 2)}, "is no part of a LoRA"),
         ({}, {B: array(4, 2)}, "expected lora_A and lora_B of one rank"),
@@ -107,11 +120,90 @@ def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, messag
         read_folder(tmp_path)
 
 
-def test_experts_have_no_form_in_peft():
-    """They are three-dimensional."""
-    settings = {"lora_parameters": {"rank": 2, "scale": 1.0}}
+def test_some_adapters_have_no_form_in_peft():
+    """Those of experts are three-dimensional; DoRA of an embedding has one length a row, in PEFT a column."""
+    stated = {"lora_parameters": {"rank": 2, "scale": 1.0}, "fine_tune_type": "dora"}
     with pytest.raises(UserError, match="experts"):
-        to_peft(settings, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": array(2, 2, 2)})
+        to_peft(stated, {"model.layers.0.mlp.switch_mlp.up_proj.lora_a": array(2, 2, 2)})
+    with pytest.raises(UserError, match="DoRA of an embedding"):
+        to_peft(stated, {f"{EMBEDDING}.lora_a": array(6, 2), f"{EMBEDDING}.m": array(6)})
+
+
+def written(folder, tie, tensors, **stated):
+    """PEFT's adapters over a tiny model, as it writes them; the model beside it."""
+    base = make_model_folder(folder / "base", tie=tie)
+    adapters = folder / "peft"
+    adapters.mkdir()
+    stated = {"peft_type": "LORA", "lora_alpha": 4, "r": 2, "base_model_name_or_path": str(base)} | stated
+    (adapters / "adapter_config.json").write_text(json.dumps(stated))
+    weights, _ = load_arrays(base / "model.safetensors")
+    named = {f"base_model.model.{name}": leaf for name, leaf in tensors(weights)}
+    mx.save_safetensors(str(adapters / "adapter_model.safetensors"), named)
+    return adapters
+
+
+def over_embedding(weights):
+    yield f"{EMBEDDING}.base_layer.weight", weights[f"{EMBEDDING}.weight"].astype(mx.bfloat16)
+    yield f"{EMBEDDING}.lora_embedding_A", array(2, 320)
+    yield f"{EMBEDDING}.lora_embedding_B", array(32, 2, seed=1)
+
+
+def over_head(weights):
+    yield f"{HEAD}.base_layer.weight", weights.get(f"{HEAD}.weight", weights[f"{EMBEDDING}.weight"])
+    yield f"{HEAD}.lora_A.weight", array(2, 32, seed=2)
+    yield f"{HEAD}.lora_B.weight", array(320, 2, seed=3)
+
+
+UPDATES = {
+    EMBEDDING: (array(32, 2, seed=1) @ array(2, 320)).T,
+    HEAD: array(320, 2, seed=3) @ array(2, 32, seed=2),
+}
+
+
+def mirrored(weights):
+    yield from over_embedding(weights)
+    yield f"{HEAD}.base_layer.weight", weights[f"{EMBEDDING}.weight"]
+    yield f"{HEAD}.lora_A.weight", array(32, 2, seed=1).T
+    yield f"{HEAD}.lora_B.weight", array(2, 320).T
+
+
+def moved(weights):
+    for name, leaf in over_head(weights):
+        yield name, leaf * 1.01 if "base" in name else leaf
+
+
+@pytest.mark.parametrize(
+    ("tie", "tensors", "changed"),
+    [
+        (False, over_embedding, EMBEDDING),
+        (False, over_head, HEAD),
+        (True, mirrored, EMBEDDING),
+    ],
+)
+def test_embedding_and_head_are_read_with_the_weights_under_them(tmp_path, tie, tensors, changed):
+    """PEFT saves them beside adapters; a tied head has the embedding's."""
+    adapters = written(tmp_path, tie, tensors)
+    grpo("export", adapters, "--out", tmp_path / "fused")
+    before, after = (load_arrays(tmp_path / at / "model.safetensors")[0] for at in ("base", "fused"))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        want = weight + 2.0 * UPDATES[changed] if name == f"{changed}.weight" else weight
+        assert mx.allclose(after[name], want, atol=1e-2, rtol=1e-2), name
+
+
+@pytest.mark.parametrize(
+    ("tie", "tensors", "message"),
+    [
+        (True, over_embedding, "its head is its token embedding, and they change the two separately"),
+        (True, over_head, "its head is its token embedding, and they change the two separately"),
+        (False, moved, "lm_head has other weights than the adapters' base_layer"),
+    ],
+)
+def test_adapters_of_another_function_are_a_line(tmp_path, tie, tensors, message):
+    """A tied head that goes without, one that has its own, and other weights under adapters."""
+    done = grpo("export", written(tmp_path, tie, tensors), "--out", tmp_path / "fused", code=2)
+    assert "the adapters do not fit" in done.stderr and message in done.stderr
+    assert "\n" not in done.stderr.strip() and not (tmp_path / "fused").exists()
 
 
 def logits_of(folder, adapter=None):
@@ -142,6 +234,28 @@ def test_peft_loads_what_is_exported(outside, tmp_path, tune):
     with torch.no_grad():
         found = merged(torch.tensor(TOKENS)).logits.numpy()
     assert np.abs(found - want).max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head", "q_proj"]])
+def test_embedding_and_head_compute_as_in_peft(outside, tmp_path, tie, targets):
+    """There and back, over a tied head and another; a tied head goes with its embedding."""
+    torch, peft, load = outside
+    make_model_folder(tmp_path / "base", tie=tie)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False,
+                             ensure_weight_tying=tie, task_type="CAUSAL_LM")  # fmt: skip
+    tuned = peft.get_peft_model(load("base"), config)
+    tuned.save_pretrained("peft", save_embedding_layers=True)
+    with torch.no_grad():
+        want = tuned(torch.tensor(TOKENS)).logits.numpy()
+    grpo("export", "peft", "--out", "fused")
+    assert np.abs(logits_of(tmp_path / "fused") - want).max() < 1e-5 * np.abs(want).max()
+    grpo("export", "peft", "--peft", "again")
+    with torch.no_grad():
+        again = peft.PeftModel.from_pretrained(load("base"), "again")(torch.tensor(TOKENS)).logits.numpy()
+    assert np.abs(again - want).max() < 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,12 +3,16 @@
 import base64
 import json
 import re
+import shutil
+import signal
 import zlib
 
 import pytest
 
 from runners.config.loading import load_config
+from runners.machine.signals import Stopped
 from runners.report.page import write_report
+from runners.telemetry.events import Status
 from runners.telemetry.report import Quiet
 from runners.training.train import run_training
 from tests.support.commands import grpo
@@ -82,3 +86,26 @@ def test_a_run_writes_its_report_at_the_end(trained):
     """It says that the run is finished, though its process still lives."""
     (run,) = blobs((trained / "report.html").read_text(encoding="utf-8"))[-1]["runs"]
     assert run["state"] == "finished" and run["completions"]["rows"] == 16
+
+
+class Interrupted(Quiet):
+    """Ctrl-C in the first rollout."""
+
+    def handle(self, event):
+        """Waits for it."""
+        if event == Status("sampling"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_report_without_a_log_knows_how_its_run_ended(trained, tmp_path):
+    """Stopped, not running, and with nothing of the run that was there before."""
+    shutil.copytree(trained, tmp_path / "small")
+    (tmp_path / "train.toml").write_text(small())
+    quiet = ["log.jsonl=false", "log.completions=false", f"run.output_dir={tmp_path}"]
+    with pytest.raises(Stopped):
+        config = load_config(str(tmp_path / "train.toml"), quiet)
+        run_training(config, report=Interrupted(), overwrite=True)
+    (run,) = blobs((tmp_path / "small/report.html").read_text(encoding="utf-8"))[-1]["runs"]
+    assert run["state"] == "stopped"
+    assert (run["metrics"]["lines"], run["completions"]["rows"], run["evaluations"]) == (0, 0, [])
+    assert (tmp_path / "small/training_log.previous.jsonl").is_file()

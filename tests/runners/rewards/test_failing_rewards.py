@@ -90,7 +90,7 @@ def test_a_run_that_is_stopped_while_it_saves_for_a_failed_reward_has_saved(tmp_
     (tmp_path / "broken").touch()
     with pytest.raises(Stopped) as stopped:
         run_training(config, report=Impatient("saving", 1))
-    assert stopped.value.saved and [*checkpoint_folders(tmp_path / "b" / "tiny")] == [2]
+    assert stopped.value.begun and [*checkpoint_folders(tmp_path / "b" / "tiny")] == [2]
 
 
 @pytest.mark.parametrize(("steps", "updates"), [("0 1 3 4", 5), ("1 2 3", None)])

@@ -106,17 +106,20 @@ def test_functions_of_plain_texts():
 
 
 def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch):
-    """Updates so far at each batch step; the logged metric and column reach the two logs."""
+    """Updates so far at each batch step, of how many, and of how many epochs; the logged metric and column
+    reach the two logs. A checkpoint has the update whose weights the sampler has."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "def spy(completions, trainer_state, log_extra, log_metric, **columns):\n"
         "    log_metric('spied/step', trainer_state.global_step)\n"
-        "    log_extra('of', [trainer_state.max_steps] * len(completions))\n"
+        "    of = [trainer_state.max_steps, trainer_state.num_train_epochs]\n"
+        "    log_extra('of', [of] * len(completions))\n"
         "    return [float(len(c[0]['content'])) for c in completions]\n"
     )
     toml = small(
         rollout={"num_generations": 2, "max_new_tokens": 8},
-        optim={"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4},
+        optim={"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "num_epochs": 3},
+        checkpoint={"every": 4},
         reward={"functions": ["mine.py:spy"]},
     )
     (tmp_path / "train.toml").write_text(toml)
@@ -125,4 +128,6 @@ def test_a_run_passes_its_state_and_writes_what_was_logged(tmp_path, monkeypatch
     updates = [line for line in log if "loss" in line]
     assert [line["spied/step"] for line in updates] == [0.0, 1.0]
     rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
-    assert len(rows) == 16 and all(row["extra"] == {"of": 2} for row in rows)
+    assert len(rows) == 16 and all(row["extra"] == {"of": [2, 3]} for row in rows)
+    loop = json.loads((folder / "checkpoint-4/trainer_state.json").read_text())["loop"]
+    assert (loop["version"], loop["batch_step"]) == (2, 4)

@@ -4,6 +4,7 @@ import io
 import math
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,30 @@ def test_an_activity_shows_how_far_it_is():
     assert after(0, Status("learning")) == "learning 0:00"
     assert after(0, Updated({"update": 1})) == ""
     assert stream.getvalue().splitlines()[0] == "evaluating: tokens 5 of 64, 0:42"
+
+
+def test_an_activity_without_events_shows_that_it_goes_on(monkeypatch):
+    """Loading, or one step of minutes on a CPU: a line every 30 s, none behind the end."""
+    monkeypatch.setattr("runners.telemetry.report._LOOK", 0.001)
+    clock, stream = Clock(), io.StringIO()
+
+    def lines_after(seconds, count):
+        clock.now += seconds
+        end = time.monotonic() + 10
+        while stream.getvalue().count("\n") < count and time.monotonic() < end:
+            time.sleep(0.001)
+        return stream.getvalue().splitlines()
+
+    with PlainReport(stream, clock=clock) as report:
+        report.handle(Status("loading the model"))
+        assert lines_after(29, 0) == []
+        assert lines_after(1, 1) == ["loading the model 0:30"]
+        assert lines_after(30, 2)[1:] == ["loading the model 1:00"]
+        report.handle(Status("sampling"))
+        report.handle(Advanced("tokens", 8, 64))
+        assert lines_after(31, 3)[2:] == ["sampling: tokens 8 of 64, 0:31"]
+    time.sleep(0.02)
+    assert len(lines_after(100, 3)) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runners.checkpoints.run_folder import checkpoint_folders
 from runners.errors import UserError
 from runners.machine.signals import ASKED, Stopped, StopSignals
 from runners.telemetry.report import Quiet
@@ -86,11 +87,22 @@ def test_a_resume_repeats_no_evaluation(tmp_path):
 def test_asked_before_the_first_evaluation_nothing_is_saved(tmp_path):
     """There is nothing yet; a resume starts over and says so."""
     config = config_in(tmp_path / "b", *SHORT, "eval.at_start=true")
-    with pytest.raises(Stopped):
+    with pytest.raises(Stopped) as stopped:
         run_training(config, report=Signals(signal.SIGINT, "evaluating", 1))
+    assert stopped.value.begun
     notes = Notes()
     run_training(config, report=notes, resume=True)
     assert any("has no checkpoint yet: the run starts from the beginning" in line for line in notes.lines)
+
+
+@pytest.mark.parametrize(("status", "begun"), [("loading the model", False), ("sampling", True)])
+def test_a_stopped_start_over_is_continued_only_once_the_old_run_is_gone(tmp_path, status, begun):
+    """Before that a resume would continue the old run."""
+    config = config_in(tmp_path / "b", *SHORT)
+    old = run_training(config, report=Quiet()).folder
+    with pytest.raises(Stopped) as stopped:
+        run_training(config, report=Signals(signal.SIGINT, status, 1), overwrite=True)
+    assert stopped.value.begun == begun != bool(checkpoint_folders(old))
 
 
 @pytest.mark.parametrize("limit", [0, 2.5, 9])

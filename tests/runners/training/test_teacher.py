@@ -63,7 +63,10 @@ def logged(path: Path, **options) -> list[dict]:
 def test_a_student_approaches_its_teacher(write, form, task):
     """Alone, and added to the task's reward."""
     optim = {"learning_rate": 5e-3, "batch_size": 8, "max_steps": 24, "warmup_ratio": 0.0}
-    updates = logged(write(("teacher", form, 1.0, task), optim=optim))
+    path = write(("teacher", form, 1.0, task), optim=optim)
+    built = SetUp(load_config(str(path)).check(), startup.prepare()).build()
+    assert built.learner.grader and built.learner.grader.in_loss == (form == "loss")
+    updates = logged(path)
     kl = [line["teacher/kl"] for line in updates]
     assert np.mean(kl[-4:]) < 0.85 * np.mean(kl[:4])
     assert len(kl) == 24 and all(value > 0 for value in kl if form == "loss")

@@ -96,6 +96,8 @@ def rewards_of(record, *, outcome):
     found = np.array([*own, *[np.nan] * (len(turns) - len(own))])
     if outcome:
         found[-1] = np.nan_to_num(found[-1]) + record["rewards"]["length"]
+    if "length_penalty" in record:
+        found[-1] = np.nan_to_num(found[-1]) + record["length_penalty"]
     return found
 
 
@@ -105,10 +107,14 @@ def groups(records):
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("buffer", [0, 39])
 @pytest.mark.parametrize("outcome", [True, False])
-def test_rewards_of_turns_are_normalised_together(run, outcome, discount):
-    """Process supervision: A = Σ of the later turns' (r − mean of the group); the sum is the reward."""
-    records, logged, _ = run(functions=("walk.py:length",) if outcome else (), discount=discount)
+def test_rewards_of_turns_are_normalised_together(run, outcome, buffer, discount):
+    """Process supervision: A = Σ of the later turns' (r − mean of the group); the sum is the reward. Rewards
+    of the whole completion, and a length penalty, belong to its last turn."""
+    functions, overlong = ("walk.py:length",) if outcome else (), {"buffer": buffer}
+    records, logged, _ = run(functions=functions, overlong=overlong, discount=discount)
+    assert any(record.get("length_penalty") for record in records) == bool(buffer)
     for group in groups(records):
         rewards = [rewards_of(record, outcome=outcome) for record in group]
         mean = np.nanmean(np.concatenate(rewards))

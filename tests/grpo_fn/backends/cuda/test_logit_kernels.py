@@ -21,7 +21,10 @@ def _logits(products, scale_cap):
 
 
 def wanted_logprobs(products, targets, scale_cap, temperature):
-    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary."""
+    """logp, entropy and log Σ e^z of each row, and log-probs of the whole vocabulary.
+
+    A token of probability 0 adds nothing to an entropy.
+    """
     z = _logits(products, scale_cap)[0] / temperature
     lse = np.logaddexp.reduce(z, axis=-1)
     every = z - lse[:, None]
@@ -35,7 +38,8 @@ def wanted_gradients(products, targets, by_logp, by_entropy, scale_cap, temperat
     _, entropy, _, every = wanted_logprobs(products, targets, scale_cap, temperature)
     probs = np.exp(every)
     hit = np.eye(products.shape[1])[targets]
-    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * (every + entropy[:, None])
+    above = np.where(probs > 0, every, 0) + entropy[:, None]  # 0 · −∞ would be NaN
+    dz = by_logp[:, None] * (hit - probs) - by_entropy[:, None] * probs * above
     return dz / temperature * _logits(products, scale_cap)[1]
 
 
@@ -74,7 +78,7 @@ def make_products(rows, vocabulary, dtype, size=6.0):
 
 
 @needs_cuda
-@pytest.mark.parametrize("vocabulary", [5, 1000, 4096, 65536])
+@pytest.mark.parametrize("vocabulary", [5, 1000, 65536])
 @pytest.mark.parametrize("form", SCALES_AND_CAPS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -101,6 +105,23 @@ def test_values_and_gradients(vocabulary, form, dtype, temperature):
         largest = np.abs(wanted).max(axis=-1, keepdims=True)
         unit = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}[dtype]
         assert (np.abs(float64(found) - wanted) <= (unit + 4 * bound) * largest).all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_products_may_be_a_part_of_a_row(start, dtype):
+    """Where they begin at no multiple of 16 bytes, numbers are read one by one."""
+    whole = make_products(1, 64 + start, dtype)[0]
+    products, targets, by_logp = whole[:, start:], mx.array([7], mx.int32), mx.ones((1,))
+    mx.eval(whole)
+    logp, entropy, lse = row_logprobs(products, targets, (1.0, None), 1.0)
+    wanted = wanted_logprobs(float64(products), np.array(targets), (1.0, None), 1.0)
+    for found, want in zip((logp, entropy, lse), wanted[:3], strict=True):
+        assert np.allclose(float64(found), want, atol=1e-4)
+    found = row_gradients(products, targets, (lse, entropy), (by_logp, None), (1.0, None), 1.0)
+    want = wanted_gradients(float64(products), np.array(targets), np.ones(1), np.zeros(1), (1.0, None), 1.0)
+    assert np.allclose(float64(found), want, atol=1e-2 if dtype == mx.bfloat16 else 1e-5)
 
 
 @needs_cuda

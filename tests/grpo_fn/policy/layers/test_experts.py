@@ -56,7 +56,8 @@ def test_few_tokens_of_the_learner_are_sorted(name, rows, length, said):
     assert said and all(is_sorted and 64 <= size < 128 for is_sorted, size in said)
     plain_policy = g.Policy.from_module(loaded(name), patched=False)
     said.clear()
-    plain_value, plain = gradient(plain_policy, tokens)
+    with mx.stream(mx.cpu):  # MLX has no gradient of unsorted products of this size on CUDA
+        plain_value, plain = gradient(plain_policy, tokens)
     assert all(is_sorted == (size == 64) for is_sorted, size in said)
     assert mx.abs(value - plain_value).item() < 1e-3
     assert worst_difference(grads, plain) < 1e-4
