@@ -23,7 +23,8 @@ COMPACT_SHARE = 0.25  # rows are dropped once this share of them has finished
 class Column:
     """One decoding step: a token of each row of a batch, possibly still being computed."""
 
-    rows: tuple[int, ...]  # their numbers; among them some that ended in the last few steps
+    # Their numbers. Among them are some that ended in the last few steps, and −1 for places without a row.
+    rows: tuple[int, ...]
     tokens_b: mx.array  # int32
     logp_b: mx.array  # float32
 
@@ -37,7 +38,8 @@ class Decoding:
 
     Attributes:
         max_batch: the most rows decoded together; 0: all. Whole groups, at least one.
-        check_every: steps between checks which rows have ended; a check waits for the device.
+        check_every: steps between checks which rows have ended, and which may begin; a check waits for the
+            device.
         pipelined: submit each step to the device without waiting for the last (hides launch time on a GPU;
             costs a copy of the cache).
         share_prefix: keep a prompt's keys and values once for all its completions, if the model can; None:
@@ -60,8 +62,8 @@ def decode_queue(
     """Decode until the queue is empty; gives each step's tokens, and None after a piece of a prefill.
 
     Between two steps the caller may add, cancel and take rows, and the policy's module holds the parameters.
-    Rows join those that decode at a check for ended rows. If the generator is closed, the rows that decoded
-    are not continued by another one: cancel them.
+    Rows that were added join those that decode at the next check for ended rows, or before it if they are
+    many. If the generator is closed, rows that were decoding are not continued by another one: cancel them.
     """
     check_process()
     decoding = decoding or Decoding()

@@ -124,6 +124,21 @@ def test_a_bound_of_rows_holds_for_late_ones():
     assert order == [0, 1, 10, 20, 30, 31, 32, 33, 40]
 
 
+def test_many_that_wait_join_before_the_next_check():
+    """Once they are an eighth of the rows that decode, with a check each eighth step; fewer wait for it."""
+    policy, queue = tiny_policy(), RowQueue(tiny_policy())
+    sampling = g.Sampling(max_new_tokens=20)
+    queue.add(entry(0, EQUAL[0], group=16, sampling=sampling))
+
+    def add(*rows):
+        for row in rows:
+            key = key_of(1, row)
+            queue.add(Entry(rows=(row,), prompt=EQUAL[1], keys=(key,), sampling=sampling))
+
+    columns = drive(policy, queue, [(2, lambda: add(16)), (11, lambda: add(17, 18, 19))], check_every=8)
+    assert [len(column.rows) for column in columns[:13]] == [16] * 8 + [17] * 3 + [20] * 2
+
+
 def test_different_distributions_decode_side_by_side():
     """Each row from its own: temperature, truncation, penalty, entropy, ends and limits."""
     policy, queue = tiny_policy(), RowQueue(tiny_policy())
