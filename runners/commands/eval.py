@@ -14,7 +14,7 @@ import click
 from runners.commands.base import command, option
 from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_text
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
@@ -80,7 +80,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     if json_file:
         text = json.dumps(comparison_summary(measured), indent=2, allow_nan=False)
         Path(json_file).expanduser().write_text(f"{text}\n", encoding="utf-8")
-    echo(comparison_table(measured))
+    echo_text(comparison_table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def init_command(model: str, data: str, out: str) -> None:
     rewards = target.with_name(f"{target.stem}_reward.py")
     text = draft(model, data, about, found, reward=rewards.name, memory=usable_memory())
     if found.form == "none" and not rewards.exists():
-        save_text(rewards, REWARD.format(config=target.name))
+        save_text(rewards, REWARD)
         echo(f"written  {rewards}, an example of a reward: write yours")
     save_text(target, text)
     echo(f"written  {target}")

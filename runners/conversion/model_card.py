@@ -6,9 +6,9 @@ It shows a run's config and results, and nothing of the machine: no folder, no h
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Any
 
 import attrs
@@ -16,10 +16,12 @@ import attrs
 import grpo_fn
 from runners.config.names import SHIPPED
 from runners.config.recorded import read_recorded
-from runners.errors import spell, spell_tables
+from runners.errors import printable, spell
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
+from runners.files.toml_files import toml_text
+from runners.machine.terminal import visible
 from runners.models.folders import HUB_NAME
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
@@ -120,7 +122,8 @@ def model_card(
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    lines = ["---", front.to_yaml(), "---", "", f"# {title}", ""]
+    heading = title if HUB_NAME.fullmatch(title) else _code(title)
+    lines = ["---", front.to_yaml(), "---", "", f"# {heading}", ""]
     written, packed = f"by grpo_fn {grpo_fn.__version__}", f"The weights are quantized: {quantized}."
     if facts is None:
         lines += [f"Written {written}{f' from {base}' if base else ''}.", ""]
@@ -128,23 +131,24 @@ def model_card(
         model, preset = facts.config["model"], facts.config["loss"]["preset"]
         lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
         for what, name in (("Model", base or model["path"]), ("Data", source)):
-            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else name}")
+            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}")
         lines.append("")
         packed += " The results are those of full precision."
     lines += [packed, ""] if quantized else []
     lines += _results(facts) if facts else []
     lines += _prompt(prompt) if prompt else []
     if facts is not None:
-        lines += ["## Config", "", *_fenced(spell_tables(facts.config).strip(), "toml")]
+        lines += ["## Config", "", *_fenced(toml_text(facts.config).strip(), "toml")]
+    named = shlex.quote(printable(title))
     lines += ["## Use", ""]
     if prompt is not None:
-        lines += _fenced(f'grpo generate {title} "…"', "sh")
+        lines += _fenced(f'grpo generate {named} "…"', "sh")
         lines += [
             f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that file; it "
             "takes the system message as `--system-prompt` and the first words as `--prefill-response`:",
             "",
         ]
-    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {title} --prompt "…"', "sh")])
+    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {named} --prompt "…"', "sh")])
 
 
 def _results(facts: RunFacts) -> list[str]:
@@ -159,12 +163,16 @@ def _results(facts: RunFacts) -> list[str]:
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
         if values := [value for value in found if value is not None]:
-            lines.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
+            lines.append(f"| {name} | {_mean(values[:many]):.4g} | {_mean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
         what = "training reward and length are means over the first and the last"
         lines += ["", f"{updates} updates; {what} {many}."]
     return [*lines, ""]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # no sum of finite numbers overflows
 
 
 def _figure(line: Mapping[str, Any], key: str) -> str:
@@ -197,6 +205,17 @@ def _prompt(prompt: PromptSettings) -> list[str]:
     ]
 
 
+def _code(text: str) -> str:
+    """A foreign text as a code span, in which neither Markdown nor HTML is read."""
+    ticks = _ticks(text, 1)
+    return f"{ticks} {printable(text)} {ticks}"
+
+
 def _fenced(text: str, language: str = "text") -> list[str]:
-    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return [f"{ticks}{language}", text, ticks, ""]
+    ticks = _ticks(text, 3)
+    return [f"{ticks}{language}", visible(text), ticks, ""]
+
+
+def _ticks(text: str, least: int) -> str:
+    """More backticks than the text has in a row."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
