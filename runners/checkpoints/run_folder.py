@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_files import read_lines
+from runners.files.json_files import open_own, read_lines
 from runners.files.run_files import EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
@@ -30,7 +30,7 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
     """
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        lock = open_own(folder / LOCK, os.O_RDWR)
     try:
         with disk_errors(f"{key}: {folder} cannot be locked"):
             _take(lock, folder)

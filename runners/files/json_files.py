@@ -38,6 +38,17 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
     return open(number, "rb")
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file that is written again, created if missing: OSError for a link of any kind, and for what
+    is not a regular file. In a folder that somebody else made it could be any file of this user's."""
+    number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    facts = os.fstat(number)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        os.close(number)
+        raise OSError(errno.EINVAL, "expected a regular file without links", str(path))
+    return number
+
+
 def read_json(file: Path) -> dict:
     """The JSON object in a regular file. Raises UserError if there is none."""
     try:
@@ -124,12 +135,12 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if keep is None and path.exists() and path.stat().st_size:
             os.replace(path, path.with_suffix(".previous.jsonl"))
-        elif keep is not None and path.exists():
-            os.truncate(path, _whole_lines(path, keep))
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        if keep is not None:
+            os.ftruncate(self._file, _whole_lines(path, keep))
         self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:

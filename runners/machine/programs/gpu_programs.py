@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runners.files.cache_folder import cache_folder
+from runners.errors import UserError
+from runners.files.cache_folder import kept_folder
 from runners.files.tensor_files import stated_dtype
 from runners.machine.bounded_process import python_command
 
@@ -38,10 +39,10 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
     if os.environ.get(_VARIABLE):
         return
     rank = os.environ.get("MLX_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK", "0")
-    folder = cache_folder() / "gpu-programs" / f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{rank}"
-    os.environ[_VARIABLE] = str(folder)
-    with suppress(OSError):  # MLX then compiles without keeping programs
-        folder.mkdir(parents=True, exist_ok=True)
+    name = f"mlx-{mlx_version}-{architecture or 'gpu'}-rank-{rank}"
+    with suppress(OSError, UserError):  # MLX then keeps programs in the temporary folder
+        folder = kept_folder("gpu-programs", name)
+        os.environ[_VARIABLE] = str(folder)
         for code in folder.rglob("*.ptx"):
             source = code.with_suffix(".cu")
             if not source.exists() or source.stat().st_size == 0:

@@ -24,7 +24,7 @@ def test_values_read_back_and_notes_add_nothing(tables, note):
     notes = {(name, key): note for name, table in tables.items() for key in table}
     text = toml_text(tables, notes, note)
     assert tomllib.loads(text) == tables
-    assert not any(ord(letter) < 32 and letter != "\n" or 0x7F <= ord(letter) < 0xA0 for letter in text)
+    assert not any((ord(letter) < 32 and letter != "\n") or 0x7F <= ord(letter) < 0xA0 for letter in text)
 
 
 def test_what_toml_cannot_hold():
