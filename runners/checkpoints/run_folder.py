@@ -54,6 +54,24 @@ def _take(lock: int, folder: Path) -> None:
         time.sleep(0.01)
 
 
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """What distinguishes a folder from a later one of the same path; None: there is none."""
+    with suppress(OSError):
+        facts = os.stat(folder)
+        return facts.st_dev, facts.st_ino
+    return None
+
+
+def check_place(folder: Path, place: tuple[int, int] | None) -> None:
+    """Raises UserError if `folder` is no longer the one of which `place_of` gave this: it was renamed, and
+    what has its path now may belong to another run."""
+    if (found := place_of(folder)) != place:
+        raise UserError(
+            f"{folder}: expected the folder in which this run began, found {'another' if found else 'none'}; "
+            "nothing is saved until it has its name back"
+        )
+
+
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
     """All folders with a checkpoint's name, by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()

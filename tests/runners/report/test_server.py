@@ -133,18 +133,20 @@ def ask_at_once(port, path, number):
 def test_two_hundred_clients_at_once(tmp_path):
     """All of them are answered within seconds, and again and again without more memory."""
     folder = make_run(tmp_path / "run")
-    command = [sys.executable, "-m", "runners.cli", "watch", str(folder), "--port", "0"]
+    command, used = [sys.executable, "-m", "runners.cli", "watch", str(folder), "--port", "0"], []
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        port = int(server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0])
-        status, used = Path(f"/proc/{server.pid}/status"), []
-        for path in ("/", "/data") * 3:
-            began = time.monotonic()
-            sizes = ask_at_once(port, path, 200)
-            assert len(sizes) == 200 and min(sizes) == max(sizes) > 1000
-            assert time.monotonic() - began < 5
-            used.append(int(status.read_text().partition("VmRSS:")[2].split()[0]))
-        server.terminate()
+        try:
+            port = int(server.stdout.readline().partition("127.0.0.1:")[2].partition("/")[0])
+            for path in ("/", "/data") * 3:
+                began = time.monotonic()
+                sizes = ask_at_once(port, path, 200)
+                assert len(sizes) == 200 and min(sizes) == max(sizes) > 1000
+                assert time.monotonic() - began < 5
+                status = Path(f"/proc/{server.pid}/status").read_text()
+                used.append(int(status.partition("VmRSS:")[2].split()[0]))
+        finally:
+            server.terminate()
     assert used[-1] < used[1] + 20_000, used  # kB
 
 
