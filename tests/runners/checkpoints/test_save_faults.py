@@ -161,7 +161,8 @@ def test_a_run_whose_folder_is_renamed_saves_nothing_where_it_was(tmp_path, take
     assert left == ({path.name for path in moved.iterdir()} if taken else False)
     shutil.rmtree(folder, ignore_errors=True)
     moved.rename(folder)
-    assert run_training(config, report=Notes(), resume=True).state.update == 4
+    resumed = run_training(config, report=Notes(), resume=True)
+    assert list_checkpoints(resumed.folder)[-1].name == "checkpoint-4"
 
 
 def test_where_the_final_model_cannot_be_written_the_training_is_saved(tmp_path, monkeypatch):
