@@ -12,13 +12,15 @@ import attrs
 import mlx.core as mx
 
 from runners.answers.values import parse_number, value_text
+from runners.config.loading import known_values
+from runners.config.reading import Settings
 from runners.config.sections import DataConfig
 from runners.data.datasets import hub_rows
 from runners.data.messages import prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.errors import UserError, gigabytes, listed
+from runners.errors import ConfigError, UserError, gigabytes, listed
 from runners.files.tensor_files import check_header
 from runners.files.toml_files import toml_text
 from runners.models.folders import read_config, resolve_model
@@ -224,6 +226,11 @@ def draft(
     tables: dict[str, dict[str, Any]] = {}
     for section, key, value, _ in kept:
         tables.setdefault(section, {})[key] = value
+    checked = Settings(label="grpo init", folder=Path())
+    for section, table in tables.items():
+        known_values((section,), table, checked)
+    if checked.problems:  # a name or a text of the model or the data that no config may have
+        raise ConfigError(checked.problems)
     notes = {(section, key): note for section, key, _, note in kept}
     return toml_text(tables, notes, _HEADING)
 
