@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -65,6 +66,8 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
+        if name and not os.access(Path(name).expanduser().resolve().parent, os.W_OK):
+            raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
     from runners.machine import startup
 
     echo_all(startup.prepare().notices)

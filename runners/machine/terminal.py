@@ -7,8 +7,10 @@ hide lines, change the window's title or answer for the user. A log file is read
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Any, TextIO
@@ -82,6 +84,20 @@ def _write(text: str, err: bool, nl: bool) -> None:
         if not err:
             raise OutputLost(error) from error
         drop_output(stream)
+
+
+def escape_logs() -> None:
+    """Makes every log record and warning of a library one escaped line: transformers quotes a model's files
+    in them."""
+    if logging.getLogRecordFactory() is logging.LogRecord:
+        logging.setLogRecordFactory(_EscapedRecord)
+        usual = warnings.formatwarning
+        warnings.formatwarning = lambda *found: f"{printable(usual(*found).rstrip())}\n"
+
+
+class _EscapedRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
 
 
 class Output:

@@ -13,6 +13,7 @@ from runners.telemetry import events
 from runners.telemetry.live import LiveReport
 from runners.telemetry.report import PlainReport, Quiet
 from runners.training.start import make_report
+from tests.support.processes.new_process import python
 
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {0x0A, 0x09}
 EVIL = "\x1b]0;evil\x07\x9b31m\x7f\r\x00\x85"
@@ -56,6 +57,17 @@ def test_output_is_escaped_on_a_terminal_alone(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
         echo_output(EVIL)
         assert stream.getvalue() == wanted
+
+
+def test_what_libraries_log_and_warn_is_escaped():
+    """They quote a model's files, and write by themselves."""
+    code = (
+        "import logging, warnings\nfrom runners.machine.terminal import escape_logs\nescape_logs()\n"
+        f"logging.warning('type %s', {EVIL!r} + chr(10))\nwarnings.warn({EVIL!r} + chr(10) + 'b')"
+    )
+    done = python("-c", code)
+    assert harmless(done.stderr) and done.stderr.count("\\x1b]0;evil") >= 2
+    assert f"type {SHOWN}\\n\n" in done.stderr and "\nb" not in done.stderr
 
 
 class Full(io.StringIO):
