@@ -24,6 +24,13 @@ _OF_THE_SYSTEM = (
     "filesystem error",
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
+# Characters that JSON and TOML allow in a text, and that a terminal or an editor obeys: delete, C1, ends of
+# lines, and what turns the direction of writing.
+OBEYED = (
+    *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
+)  # fmt: skip
+ESCAPED = {code: f"\\u{code:04x}" for code in OBEYED}
+"""How JSON and TOML escape them: the text means the same."""
 _LINE = 2000  # characters
 _LISTED = 40  # names of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with

@@ -16,12 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runners.errors import UserError
+from runners.errors import ESCAPED, UserError
 from runners.files.durable import disk_errors
-
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
-# that JSON does not escape, because such files are shown on terminals.
-_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -96,7 +92,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
     Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
     """
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(ESCAPED)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from runners.errors import UserError, printable, show
+from runners.errors import ESCAPED, UserError, printable, show
 
 Tables = Mapping[str, Mapping[str, Any]]
 _NO_NOTES: Mapping[tuple[str, str], str] = MappingProxyType({})
-# TOML allows them in a file, and a terminal or an editor obeys them. Escaped they mean the same.
-_CODES = [*range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPED = {code: f"\\u{code:04x}" for code in _CODES}
 
 
 def toml_text(tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, heading: str = "") -> str:
@@ -38,7 +35,7 @@ def toml_text(tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, 
             table.add(key, item)
             _check(f"{name}.{key}", item.as_string())
         document.add(name, table)
-    return tomlkit.dumps(document).translate(_ESCAPED)
+    return tomlkit.dumps(document).translate(ESCAPED)
 
 
 def _item(value: Any) -> Any:

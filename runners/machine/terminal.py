@@ -17,13 +17,11 @@ from typing import Any, TextIO
 
 import click
 
-from runners.errors import UserError, printable
+from runners.errors import OBEYED, UserError, printable
 
-# C0 but for line feed and tab, delete, C1; characters that change the direction of the text; halves of
-# surrogate pairs.
-_CODES = [*range(9), *range(0x0B, 0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_CODES += [0x061C, 0x200E, 0x200F]
-_TABLE = {code: chr(code).encode("unicode_escape").decode() for code in (*_CODES, *range(0xD800, 0xE000))}
+# C0 but for line feed and tab, and halves of surrogate pairs, besides.
+_CODES = (*range(9), *range(0x0B, 0x20), *OBEYED, *range(0xD800, 0xE000))
+_TABLE = {code: chr(code).encode("unicode_escape").decode() for code in _CODES}
 
 
 class OutputLost(UserError):
