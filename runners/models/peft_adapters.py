@@ -7,6 +7,7 @@ the same in both. Format: https://huggingface.co/docs/peft/developer_guides/chec
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +52,11 @@ def from_peft(
         if not {"lora_a", "lora_b"} <= parts.keys() or parts["lora_a"].shape[1] != parts["lora_b"].shape[0]:
             raise UserError(f"{folder}: {name}: expected lora_A and lora_B of one rank")
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
-    scales = {name: _scale(settings, name, rank, folder) for name, rank in ranks.items()}
+    if not min(ranks.values()):
+        raise UserError(f"{folder}: expected adapters of a rank from 1 on, found 0")
+    alphas = _alphas(settings, folder)
+    root = settings.get("use_rslora")
+    scales = {name: _alpha(alphas, name) / (rank**0.5 if root else rank) for name, rank in ranks.items()}
     rank, scale = max(ranks.values()), next(iter(scales.values()))
     made: dict[str, mx.array] = {}
     for name, parts in layers.items():
@@ -95,15 +100,22 @@ def to_peft(
     return config, made
 
 
-def _scale(settings: Mapping[str, Any], layer: str, rank: int, folder: Path) -> float:
-    """alpha / r or alpha / √r. PEFT's patterns are regular expressions for the end of a name; only names are
-    read here, because those of a stranger may take forever."""
-    alpha = settings["lora_alpha"]
-    for pattern, value in (settings.get("alpha_pattern") or {}).items():
+def _alphas(settings: Mapping[str, Any], folder: Path) -> dict[str, tuple[float, float]]:
+    """alpha by the end of a layer's name, each with its place: the first that fits counts, the last fits all.
+
+    PEFT's patterns are regular expressions; only names are read here, because those of a stranger may take
+    forever.
+    """
+    found: dict[str, tuple[float, float]] = {}
+    for place, (pattern, value) in enumerate((settings.get("alpha_pattern") or {}).items()):
         plain = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.]+", plain):
             raise UserError(f"{folder}: alpha_pattern: expected names of layers, found {show(pattern)}")
-        if f".{layer}".endswith(f".{plain.replace(_INNER[1], _INNER[0])}"):
-            alpha = value
-            break
-    return alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
+        found.setdefault(plain.replace(_INNER[1], _INNER[0]), (place, value))
+    return found | {"": (math.inf, settings["lora_alpha"])}
+
+
+def _alpha(alphas: Mapping[str, tuple[float, float]], layer: str) -> float:
+    parts = layer.split(".")
+    ends = (".".join(parts[begin:]) for begin in range(len(parts) + 1))
+    return min(alphas[end] for end in ends if end in alphas)[1]

@@ -1,6 +1,7 @@
 """PEFT's adapters: there and back, by their formula, with PEFT itself, and broken ones."""
 
 import json
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -93,6 +94,7 @@ A, B = f"base_model.model.{Q.format(0)}.lora_A.weight", f"base_model.model.{Q.fo
         ({}, {B: array(4, 2)}, "expected lora_A and lora_B of one rank"),
         ({}, {A: array(3, 6)}, "expected lora_A and lora_B of one rank"),
         ({}, {A: array(2, 6, 1)}, "is no part of a LoRA"),
+        ({}, {A: mx.zeros((0, 6)), B: mx.zeros((4, 0))}, "a rank from 1 on, found 0"),
         ({}, None, "found none"),
     ],
 )
@@ -105,6 +107,22 @@ def test_what_mlx_lm_does_not_have_is_a_line(tmp_path, settings, tensors, messag
     mx.save_safetensors(str(tmp_path / "adapter_model.safetensors"), {} if tensors is None else whole)
     with pytest.raises(UserError, match=message):
         read_folder(tmp_path)
+
+
+def test_a_hundred_thousand_patterns_take_no_time():
+    """The first that fits counts; each is looked at once, however many layers there are."""
+    patterns = {f"other{n}.q_proj": 2.0 for n in range(100_000)} | {"1.self_attn.q_proj": 8.0, "q_proj": 6.0}
+    settings = {"peft_type": "LORA", "lora_alpha": 4.0, "r": 2, "alpha_pattern": patterns}
+    theirs = {}
+    for block in range(200):
+        name = f"base_model.model.{Q.format(block)}"
+        theirs |= {f"{name}.lora_A.weight": array(2, 6), f"{name}.lora_B.weight": array(4, 2)}
+    began = time.process_time()
+    stated, found = from_peft(settings, theirs, Path())
+    assert time.process_time() - began < 5
+    assert stated["lora_parameters"]["scale"] == 3.0
+    b = [np.array(found[f"{Q.format(block)}.lora_b"]) for block in (0, 1)]
+    assert np.allclose(b[1], b[0] * 8 / 6)
 
 
 def test_experts_have_no_form_in_peft():
