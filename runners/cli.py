@@ -20,7 +20,7 @@ from runners.commands.base import HELP, LazyGroup, command, ends_with_a_line, fl
 from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError
 from runners.machine.signals import Stopped, StopSignals, to_stderr
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_output, echo_text
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
@@ -54,7 +54,7 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
     if key and not context.resilient_parsing:
         from runners.config.key_tables import explain
 
-        echo(ends_with_a_line(explain)(key))
+        echo_text(ends_with_a_line(explain)(key))
         context.exit()
 
 
@@ -127,7 +127,7 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
             from runners.config.loading import write_resolved
 
             resolved = open_config(config, overrides)[0]
-            echo(resolved.to_toml())
+            echo_output(resolved.to_toml(), nl=True)
             echo(f"written to {write_resolved(resolved)}", err=True)
         return
     command = _command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -13,15 +12,18 @@ import attrs
 import mlx.core as mx
 
 from runners.answers.values import parse_number, value_text
+from runners.config.loading import known_values
 from runners.config.names import EXAMPLE_REWARD
+from runners.config.reading import Settings
 from runners.config.sections import DataConfig
 from runners.data.datasets import hub_rows
 from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import gold_answer
 from runners.data.rendering import has_template
 from runners.data.row_files import SUFFIXES, Row, find_split, read_file
-from runners.errors import UserError, did_you_mean, gigabytes, listed, spell
+from runners.errors import ConfigError, UserError, did_you_mean, gigabytes, listed
 from runners.files.tensor_files import weight_files
+from runners.files.toml_files import toml_text
 from runners.models.folders import read_config, resolve_model
 from runners.models.model_reader import load_tokenizer
 from runners.quickstart import DATA, MODELS
@@ -31,7 +33,7 @@ LOOKED = 500
 """Rows that are looked at, from the first."""
 REWARD = (
     '''\
-"""The reward of {config}; higher is better. `grpo init` wrote this rule as an example: write yours."""
+"""The reward of a run; higher is better. `grpo init` wrote this rule as an example: write yours."""
 
 
 '''
@@ -46,6 +48,7 @@ _ENOUGH = 0.95  # of the answers have to have a form
 _MOST_LABELS = 20
 _SHORT = 40  # characters of an answer that can be compared as a whole
 _LABELS = "a few labels"
+_HEADING = "Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults."
 _BYTES = 16  # a parameter, if all are trained: master, two moments, gradient
 _TOKENS = {"letter": 256, "exact": 64, "none": 256}  # of a completion; else 512
 _ENDS = {"exact": "\n", "code": "\n```"}  # of a base model's completion; else an empty line
@@ -247,13 +250,18 @@ def draft(
     ]
     usual = attrs.asdict(DataConfig())
     kept = [row for row in rows if row[2] is not None and (row[0] != "data" or row[2] != usual[row[1]])]
-    text = "# Written by `grpo init`. `grpo-run --explain SECTION` shows other keys and their defaults.\n"
-    for section, group in itertools.groupby(kept, key=lambda row: row[0]):
-        lines = [f"{key} = {spell(value)}{note and '  # '}{note}\n" for _, key, value, note in group]
-        text += "".join([f"\n[{section}]\n", *lines])
-    return text
+    tables: dict[str, dict[str, Any]] = {}
+    for section, key, value, _ in kept:
+        tables.setdefault(section, {})[key] = value
+    checked = Settings(label="grpo init", folder=Path())
+    for section, table in tables.items():
+        known_values((section,), table, checked)
+    if checked.problems:  # a name or a text of the model or the data that no config may have
+        raise ConfigError(checked.problems)
+    notes = {(section, key): note for section, key, _, note in kept}
+    return toml_text(tables, notes, _HEADING)
 
 
 def _name(model: str, data: str) -> str:
     parts = [Path(text).stem if Path(text).is_file() else Path(text).name for text in (model, data)]
-    return re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower()).strip(".-") or "grpo"
+    return re.sub(r"[^a-z0-9._-]+", "-", "-".join(dict.fromkeys(parts)).lower())[:100].strip(".-") or "grpo"

@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import attrs
 
@@ -25,6 +24,13 @@ _OF_THE_SYSTEM = (
     "filesystem error",
 )
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|PROXY", re.IGNORECASE)  # in a variable's name
+# Characters that JSON and TOML allow in a text, and that a terminal or an editor obeys: delete, C1, ends of
+# lines, and what turns the direction of writing.
+OBEYED = (
+    *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
+)  # fmt: skip
+ESCAPED = {code: f"\\u{code:04x}" for code in OBEYED}
+"""How JSON and TOML escape them: the text means the same."""
 _LINE = 2000  # characters
 _LISTED = 40  # names of what was found
 _COMPARED = 1000  # names that a misspelt one is compared with
@@ -45,7 +51,7 @@ class ConfigError(UserError):
     """A config that cannot be used. `problems` holds one line for each fault, in the order of the file."""
 
     def __init__(self, problems: Sequence[str]):
-        self.problems = tuple(_printable(problem) for problem in problems)
+        self.problems = tuple(printable(problem) for problem in problems)
         super().__init__("\n".join(self.problems))
 
 
@@ -109,14 +115,6 @@ def show(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-def spell_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tables of values as a TOML file spells them, a blank line after each."""
-    lines: list[str] = []
-    for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {spell(value)}" for key, value in table.items()), ""]
-    return "\n".join(lines)
-
-
 def spell(value: object, depth: int = 20) -> str:
     """A value as TOML spells it, inline; what is nested deeper than `depth` becomes an ellipsis."""
     if isinstance(value, bool):
@@ -147,12 +145,12 @@ def one_line(text: str, environ: Mapping[str, str]) -> str:
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
             text = text.replace(value, f"${name}")
-    text = _printable(text[: _LINE + 1])
+    text = printable(text[: _LINE + 1])
     return text if len(text) <= _LINE else f"{text[:_LINE]}..."
 
 
-def _printable(line: str) -> str:
-    """`line` with line breaks and terminal escapes spelled out: a quoted TOML key may contain them."""
+def printable(line: str) -> str:
+    """`line` with line breaks, terminal escapes and halves of surrogate pairs spelled out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 

@@ -195,7 +195,7 @@ class TrainerState:
     data: str  # digest of the training data
     inputs: dict  # see `run_inputs`
     arithmetic: dict  # see `Platform.arithmetic`
-    logs: dict[str, int]  # bytes of each log
+    logs: dict[str, int] = rules.key(attrs.NOTHING, "bytes", "each: 0 <= x <= 1e18")  # noqa: RUF009
     loop: dict  # the plain fields of `RunState`
 
 

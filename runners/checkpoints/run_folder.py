@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runners.errors import UserError
 from runners.files.durable import disk_errors, remove_folder, sweep
-from runners.files.json_files import read_lines
+from runners.files.json_files import open_own, read_lines
 from runners.files.run_files import EVENTS, LOCK
 
 TRAINER_STATE = "trainer_state.json"
@@ -30,7 +30,7 @@ def locked(folder: Path, key: str) -> Iterator[Path]:
     """
     with disk_errors(f"{key}: {folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        lock = open_own(folder / LOCK, os.O_RDWR)
     try:
         with disk_errors(f"{key}: {folder} cannot be locked"):
             _take(lock, folder)
@@ -52,6 +52,24 @@ def _take(lock: int, folder: Path) -> None:
             owner = os.read(lock, 64).decode("ascii", "replace").strip() or "unknown"
             raise UserError(f"{folder} is in use by process {owner}; wait for it, or choose another run.name")
         time.sleep(0.01)
+
+
+def place_of(folder: Path) -> tuple[int, int] | None:
+    """What distinguishes a folder from a later one of the same path; None: there is none."""
+    with suppress(OSError):
+        facts = os.stat(folder)
+        return facts.st_dev, facts.st_ino
+    return None
+
+
+def check_place(folder: Path, place: tuple[int, int] | None) -> None:
+    """Raises UserError if `folder` is no longer the one of which `place_of` gave this: it was renamed, and
+    what has its path now may belong to another run."""
+    if (found := place_of(folder)) != place:
+        raise UserError(
+            f"{folder}: expected the folder in which this run began, found {'another' if found else 'none'}; "
+            "nothing is saved until it has its name back"
+        )
 
 
 def checkpoint_folders(folder: Path) -> dict[int, Path]:

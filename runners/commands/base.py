@@ -14,7 +14,7 @@ import click
 
 from runners.errors import ConfigError, UserError, first_line, is_out_of_memory, one_line, system_fault
 from runners.machine.metal_faults import ADVICE, is_watchdog
-from runners.machine.terminal import OutputLost, drop_output, echo
+from runners.machine.terminal import OutputLost, drop_output, echo, escape_logs
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -46,6 +46,7 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        escape_logs()
         try:
             for stream in (sys.stdout, sys.stderr):
                 if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters

@@ -11,7 +11,7 @@ import click
 
 from runners.commands.base import INTERRUPTED, command
 from runners.commands.options import MODEL, PROMPT, SAMPLING, TRUST, open_model, resolve_prompt, sampling_of
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_output, echo_text
 
 if TYPE_CHECKING:
     from runners.inference.inference_model import InferenceModel
@@ -60,7 +60,7 @@ def chat_command(model: str, **values: Any) -> None:
         if message == "/exit":
             break
         if message == "/help":
-            echo(_COMMANDS, nl=False, err=True)
+            echo_text(_COMMANDS, nl=False, err=True)
         elif message == "/clear":
             conversation.clear()
         elif message:
@@ -83,7 +83,7 @@ def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversa
 def show_reply(pieces: Iterable[str]) -> None:
     """Writes a reply to standard output as it comes, and a line break."""
     for piece in pieces:
-        echo(piece, nl=False)
+        echo_output(piece)
     echo()
 
 
@@ -98,6 +98,6 @@ def _read() -> str:
         echo("", err=True)
         return "/exit"
     if sys.stdin.isatty():  # replies may go into a file: nothing else may be written there
-        echo(PROMPT_SIGN, nl=False, err=True)
+        echo_text(PROMPT_SIGN, nl=False, err=True)
     line = sys.stdin.readline()
     return line.strip() if line else "/exit"

@@ -13,7 +13,7 @@ import click
 from runners.commands.base import command, flag, option
 from runners.commands.options import SET, echo_all, open_config
 from runners.errors import UserError, show
-from runners.machine.terminal import aligned, echo
+from runners.machine.terminal import aligned, echo, echo_text
 
 if TYPE_CHECKING:
     from runners.data.prompts import Example
@@ -58,7 +58,8 @@ def _show(checked: RewardCheck, sample: int) -> None:
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")
     echo(f"prompt tokens  {low} to {high}, median {round(statistics.median(checked.lengths))}")
-    echo("first prompt\n" + indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
+    echo("first prompt")
+    echo_text(indent(checked.prompt.rstrip("\n"), "  | ", lambda line: True))
     for name, tokens in checked.images:
         echo(f"  image {name}: {tokens} tokens")
     if checked.rewards and checked.knows_right:
@@ -77,7 +78,7 @@ def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: S
     """Shows real completions: the text, what was read from it as the answer, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
         echo(f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}")
-        echo(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
+        echo_text(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
             verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
             answer = "nothing" if one.answer is None else show(one.answer)
@@ -143,5 +144,6 @@ def difficulty_command(
     kinds["always passed"] = sum(rate == 1 for rate in rates)
     echo(f"{len(rates):,} prompts; {sum(rates) / len(rates):.1%} of the completions passed")
     rows = [("", name, f"{count:,}", f"{count / len(rates):.0%}") for name, count in kinds.items()]
-    echo("\n".join(aligned(rows, right=(2, 3))))
+    for line in aligned(rows, right=(2, 3)):
+        echo(line)
     echo(f"data.difficulty = {path}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from runners.commands.base import command, flag
 from runners.errors import UserError, gigabytes
-from runners.machine.terminal import aligned, echo
+from runners.machine.terminal import aligned, echo, echo_text
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
 
@@ -68,10 +68,11 @@ def doctor_command(as_json: bool) -> None:
             "blas": Path(machine.blas).name if machine.blas else None,
         }
     if as_json:
-        echo(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
+        echo_text(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:
         names = (name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_") for name in found)
-        echo("\n".join([*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]))
+        for line in [*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]:
+            echo(line)
         for line in slow:
             echo(f"slow: {line}")
         if not slow and not problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +15,7 @@ import click
 from runners.commands.base import command, option
 from runners.commands.options import SET, TRUST, echo_all
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_text
 
 if TYPE_CHECKING:
     from runners.config.loading import Config
@@ -65,6 +66,8 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     for name in (out, json_file):
         if name and not Path(name).expanduser().resolve().parent.is_dir():
             raise UserError(f"{name}: there is no folder {Path(name).parent}")
+        if name and not os.access(Path(name).expanduser().resolve().parent, os.W_OK):
+            raise UserError(f"{name}: cannot be written: {Path(name).parent} is read-only")
     from runners.machine import startup
 
     echo_all(startup.prepare().notices)
@@ -80,7 +83,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     if json_file:
         text = json.dumps(comparison_summary(measured), indent=2, allow_nan=False)
         Path(json_file).expanduser().write_text(f"{text}\n", encoding="utf-8")
-    echo(comparison_table(measured))
+    echo_text(comparison_table(measured))
 
 
 def _ks(text: str) -> tuple[int, ...]:

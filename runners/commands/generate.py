@@ -26,7 +26,7 @@ from runners.commands.options import (
     sampling_of,
 )
 from runners.errors import UserError
-from runners.machine.terminal import echo
+from runners.machine.terminal import echo, echo_output
 
 if TYPE_CHECKING:
     from runners.data.messages import Message
@@ -109,7 +109,7 @@ def generate_command(
         watched = {"should_stop": lambda: interrupts.stopped, "speed": speed}
         if prompts or num > 1 or out or environments:
             with open(out or os.devnull, "w", encoding="utf-8") as file:
-                write = partial(print, file=file, flush=True) if out else echo
+                write = partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
                 for row in _rows(loaded, conversations, num, values, environments, **watched):
                     write(json_line(row))
         else:

@@ -55,7 +55,7 @@ def init_command(model: str, data: str, out: str, question: str, answer: str) ->
     if not found.answer:
         echo("         --answer names the column of reference answers, --question that of questions")
     if found.form == "none" and not rewards.exists():
-        save_text(rewards, REWARD.format(config=target.name))
+        save_text(rewards, REWARD)
         echo(f"written  {rewards}, an example of a reward: write yours")
     save_text(target, text)
     echo(f"written  {target}")

@@ -16,9 +16,10 @@ import attrs
 from runners.answers.forms import AnswerForm, answer_form
 from runners.config import checks, rules, sections
 from runners.config.reading import KeyPath, Settings, apply_override, key_hint, read_settings
-from runners.errors import ConfigError, show, spell_tables
+from runners.errors import ConfigError, show
 from runners.files.durable import save_text
 from runners.files.run_files import RESOLVED
+from runners.files.toml_files import toml_text
 
 if TYPE_CHECKING:
     from grpo_fn import LossSpec
@@ -130,7 +131,7 @@ class Config:
 
     def to_toml(self) -> str:
         """The sections as TOML; `load_config` reads it back to an equal config."""
-        return spell_tables(self.to_dict())
+        return toml_text(self.to_dict())
 
 
 SECTIONS: dict[str, Any] = {

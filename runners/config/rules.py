@@ -78,7 +78,8 @@ def is_within(value: Any, within: str) -> bool:
     if within in _RULES:
         return _RULES[within](value)
     if within.startswith("each: "):
-        return all(is_within(item, within.removeprefix("each: ")) for item in value)
+        items = value.values() if isinstance(value, Mapping) else value
+        return all(is_within(item, within.removeprefix("each: ")) for item in items)
     return any(_compare(value, *part.split()) for part in within.split(" or "))
 
 

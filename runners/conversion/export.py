@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,7 @@ from runners.models.peft_adapters import PEFT_ADAPTERS, to_peft
 from runners.tokenization.prompt_settings import PromptSettings, read_prompt, write_prompt
 
 _LICENCE = ("license", "license_name", "license_link")
+_IS_LICENCE = re.compile(r"(https://)?[A-Za-z0-9 ._/+#()-]{1,200}")
 
 
 @attrs.frozen(eq=False)
@@ -196,8 +198,9 @@ def _licence(opened: Opened, online: bool) -> dict[str, str]:
     with suppress(Exception):  # no card, no network, or YAML that is none
         file = file or hf_hub_download(opened.base, "README.md", local_files_only=not online)
         data = ModelCard.load(file).data.to_dict()
-        # Texts alone: a stranger's lists of references grow beyond any memory when spelled.
-        return {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
+        # A stranger's lists of references grow beyond any memory when spelled, and their texts may be pages.
+        texts = {key: data[key] for key in _LICENCE if isinstance(data.get(key), str)}
+        return {key: text for key, text in texts.items() if _IS_LICENCE.fullmatch(text)}
     return {}
 
 

@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
-from statistics import fmean
 from typing import Any
 
 import attrs
@@ -17,10 +16,12 @@ import attrs
 import grpo_fn
 from runners.config.names import HUB_NAME, SHIPPED
 from runners.config.recorded import read_recorded
-from runners.errors import one_line, spell, spell_tables
+from runners.errors import printable, spell
 from runners.evaluation.comparison import wilson
 from runners.files.json_files import finite_number, read_json, read_lines, whole_number
 from runners.files.run_files import METRICS, RESOLVED
+from runners.files.toml_files import toml_text
+from runners.machine.terminal import visible
 from runners.tokenization.prompt_settings import PROMPT_FILE, PromptSettings
 
 _TUNED = {"full": "every weight", "lora": "LoRA", "dora": "DoRA"}
@@ -120,32 +121,33 @@ def model_card(
         **licence,
         datasets=source if source not in SHIPPED and "/" in source else None,
     )
-    lines = ["---", front.to_yaml(), "---", "", f"# {_plain(title)}", ""]
+    heading = title if HUB_NAME.fullmatch(title) else _code(title)
+    lines = ["---", front.to_yaml(), "---", "", f"# {heading}", ""]
     written, packed = f"by grpo_fn {grpo_fn.__version__}", f"The weights are quantized: {quantized}."
     if facts is None:
-        lines += [f"Written {written}{f' from {_plain(base)}' if base else ''}.", ""]
+        lines += [f"Written {written}{f' from {_code(base)}' if base else ''}.", ""]
     else:
         model, preset = facts.config["model"], facts.config["loss"]["preset"]
         lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
         for what, name in (("Model", base or model["path"]), ("Data", source)):
-            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _plain(name)}")
+            lines.append(f"- {what}: {'what ships with grpo_fn' if name in SHIPPED else _code(name)}")
         lines.append("")
         packed += " The results are those of full precision."
     lines += [packed, ""] if quantized else []
     lines += _results(facts) if facts else []
     lines += _prompt(prompt) if prompt else []
     if facts is not None:
-        lines += ["## Config", "", *_fenced(spell_tables(facts.config).strip(), "toml")]
+        lines += ["## Config", "", *_fenced(toml_text(facts.config).strip(), "toml")]
+    named = shlex.quote(printable(title))
     lines += ["## Use", ""]
-    model_argument = shlex.quote(title)
     if prompt is not None:
-        lines += _fenced(f'grpo generate {model_argument} "…"', "sh")
+        lines += _fenced(f'grpo generate {named} "…"', "sh")
         lines += [
             f"It takes the prompt settings above from `{PROMPT_FILE}`. mlx-lm does not read that file; it "
             "takes the system message as `--system-prompt` and the first words as `--prefill-response`:",
             "",
         ]
-    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {model_argument} --prompt "…"', "sh")])
+    return "\n".join([*lines, *_fenced(f'mlx_lm.generate --model {named} --prompt "…"', "sh")])
 
 
 def _results(facts: RunFacts) -> list[str]:
@@ -160,12 +162,16 @@ def _results(facts: RunFacts) -> list[str]:
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
         if values := [value for value in found if value is not None]:
-            lines.append(f"| {name} | {fmean(values[:many]):.4g} | {fmean(values[-many:]):.4g} |")
+            lines.append(f"| {name} | {_mean(values[:many]):.4g} | {_mean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))
         what = "training reward and length are means over the first and the last"
         lines += ["", f"{updates} updates; {what} {many}."]
     return [*lines, ""]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # no sum of finite numbers overflows
 
 
 def _figure(line: Mapping[str, Any], key: str) -> str:
@@ -198,11 +204,17 @@ def _prompt(prompt: PromptSettings) -> list[str]:
     ]
 
 
-def _plain(name: str) -> str:
-    """A name in Markdown, in one line and without its marks."""
-    return re.sub(r"([\\`*\[\]<>&]|\b_|_\b)", r"\\\1", one_line(name, {}))
+def _code(text: str) -> str:
+    """A foreign text as a code span, in which neither Markdown nor HTML is read."""
+    ticks = _ticks(text, 1)
+    return f"{ticks} {printable(text)} {ticks}"
 
 
 def _fenced(text: str, language: str = "text") -> list[str]:
-    ticks = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return [f"{ticks}{language}", text, ticks, ""]
+    ticks = _ticks(text, 3)
+    return [f"{ticks}{language}", visible(text), ticks, ""]
+
+
+def _ticks(text: str, least: int) -> str:
+    """More backticks than the text has in a row."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])

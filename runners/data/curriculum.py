@@ -28,6 +28,7 @@ from runners.data.prompts import Example
 from runners.errors import UserError
 from runners.files.json_files import read_lines
 
+_MOST = 1 << 24  # completions of a prompt, which float32 counts exactly
 NEVER = -1  # in place of a step or a rate
 BANDS = {"hard": 0.25, "medium": 0.75, "easy": 1.01}  # of first rates, each below its number
 
@@ -132,7 +133,8 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
     lines = list(read_lines(path, bad=bad))
     keys = ("prompt", "passes", "samples")
     kinds = {tuple(type(line.get(key)) for key in keys) for line in lines}
-    if bad or kinds - {(str, int, int)} or any(line["passes"] > line["samples"] for line in lines):
+    counted = not kinds - {(str, int, int)}
+    if bad or not (counted and all(0 <= line["passes"] <= line["samples"] <= _MOST for line in lines)):
         expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
         raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
     return lines

@@ -10,7 +10,7 @@ import attrs
 
 from runners.answers.values import value_text
 from runners.config.loading import Config
-from runners.data.messages import gold_turn
+from runners.data.messages import gold_turn, prompt_fault
 from runners.data.prompts import Example, build_examples
 from runners.data.rendering import end_of_turn, has_template
 from runners.data.row_files import Row, Rows, read_file
@@ -56,9 +56,12 @@ class GoldReader:
             reward = row.get("reward")
             good = isinstance(reward, int | float) and reward >= sft.min_reward
             if good and row.get("finished", True) and not row.get("messages") and not row.get("images"):
-                context, prompt, completion = (row.get(key) for key in ("context", "prompt", "completion"))
-                messages = [*(context or ()), {"role": "user", "content": prompt}]
-                same = repr([context, prompt, completion])
+                context, completion = row.get("context") or [], row.get("completion")
+                turns = context if isinstance(context, list) else [context]
+                messages = [*turns, {"role": "user", "content": row.get("prompt")}]
+                if fault := prompt_fault(messages):
+                    raise UserError(f"{row.place}: {fault}")
+                same = repr([messages, completion])
                 found.setdefault(same, Row({"prompt": messages, "completion": completion}, row.place))
         if not found:
             raise UserError(

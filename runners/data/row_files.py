@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
 _SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")  # older ones of the Hub have a digest at the end
 LEAST, RATIO = 1 << 26, 64  # bytes that any file may unpack to; larger files: so many times their own size
+_DEPTH = 100  # of lists and objects inside each other
 _CELL = 16  # bytes that any value takes in addition
 _NARROW = {"halffloat": np.float16, "float": np.float32}
 
@@ -143,9 +145,21 @@ def _json_row(place: str, line: str) -> Row:
 
 
 def _as_row(place: str, value: Any) -> Row:
+    if _is_deep(value):
+        return Row({}, place, f"expected at most {_DEPTH} lists and objects inside each other, found more")
     if isinstance(value, dict):
         return Row(value, place)
     return Row({}, place, f"expected an object with named fields, found {type(value).__name__}")
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value has more levels than functions that call themselves can follow."""
+    level, depth = [value], 0
+    while level and depth <= _DEPTH:
+        inner = [each for each in level if isinstance(each, dict | list)]
+        level = [*chain.from_iterable(x.values() if isinstance(x, dict) else x for x in inner)]
+        depth += 1
+    return depth > _DEPTH
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:

@@ -112,7 +112,8 @@ def sweep(parent: Path) -> None:
         if name and not stage.is_symlink():
             with suppress(OSError), _opened(stage) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner lives
-                if os.listdir(stage):  # an empty one may be about to be locked
+                # An empty one may be about to be locked; another user's is theirs to clear.
+                if os.fstat(lock).st_uid == os.geteuid() and os.listdir(stage):
                     _clear(stage, parent / name[1])
 
 

@@ -16,12 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runners.errors import UserError
+from runners.errors import ESCAPED, UserError
 from runners.files.durable import disk_errors
-
-# Characters that end a line for str.splitlines, and so for some readers of JSON lines; and control characters
-# that JSON does not escape, because such files are shown on terminals.
-_SPELT = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), 0x2028, 0x2029)}
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -36,6 +32,17 @@ def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
         os.close(number)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return open(number, "rb")
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file that is written again, created if missing: OSError for a link of any kind, and for what
+    is not a regular file. In a folder that somebody else made it could be any file of this user's."""
+    number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    facts = os.fstat(number)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+        os.close(number)
+        raise OSError(errno.EINVAL, "expected a regular file without links", str(path))
+    return number
 
 
 def read_json(file: Path) -> dict:
@@ -85,7 +92,7 @@ def json_line(record: Mapping[str, Any]) -> str:
 
     Raises ValueError for a number that is not finite, TypeError for a value that JSON cannot hold.
     """
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_SPELT)
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).translate(ESCAPED)
 
 
 def plain_value(value: Any, name: str, nonfinite: list[str]) -> Any:
@@ -129,7 +136,9 @@ class JsonLines:
         self.path = path
         self.fault: OSError | None = None
         self._waiting = b""
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = open_own(path, os.O_WRONLY | os.O_APPEND)
+        if keep is not None:
+            os.ftruncate(self._file, _whole_lines(path, keep))
         self.written = os.fstat(self._file).st_size  # bytes; only whole lines if no line waits
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -12,6 +12,8 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
+from runners.errors import printable
+
 ASKED = "Stopping at the last finished step. Press Ctrl-C again to quit now."
 _SAME = 0.5  # seconds in which another signal belongs to the first
 # The cursor is at the end of the display's last line.
@@ -21,7 +23,7 @@ _LEAVE_DISPLAY = b"\r\n\x1b[?25h"
 def to_stderr(text: str) -> None:
     """Writes a line to standard error at once, on a new line, because a terminal has shown "^C"."""
     with suppress(OSError):  # closed: it has no reader
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{printable(text)}\n".encode())
 
 
 def _exit(number: int) -> NoReturn:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from runners.errors import UserError
+from runners.files.own_folder import foreign, own_folder
 from runners.machine.memory_readings import total_memory
 from runners.machine.programs.gpu_programs import Compilation, compile_ahead, keep_programs
 from runners.machine.versions import install_hint, installed_version
@@ -69,15 +71,18 @@ def load_blas() -> Blas:
 
 
 def separate_programs(rank: int, environ: MutableMapping[str, str]) -> None:
-    """Gives ranks after the first a folder of their own for what MLX compiles for a CPU, kept between runs.
+    """Sets a folder of this user and this rank for what MLX compiles for a CPU, kept between runs.
 
-    MLX writes programs in place: a rank that starts beside another could load a half-written one. Python's
-    own temporary files stay where they were. Has to be called before MLX compiles.
+    MLX loads programs from the temporary folder whoever wrote them, and writes them in place: a rank that
+    starts beside another could load a half-written one. Python's own temporary files stay where they were.
+    Has to be called before MLX compiles. UserError if somebody else has made the folder.
     """
-    if rank:
-        folder = Path(tempfile.gettempdir()) / f"grpo-{os.getuid()}-rank-{rank}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        environ["TMPDIR"] = str(folder)
+    shared, chosen = Path(tempfile.gettempdir()), environ.get("TMPDIR", "")
+    with suppress(OSError):
+        if not rank and not foreign(Path(chosen or shared)):
+            return
+    with suppress(OSError):  # no room for it: MLX cannot compile either
+        environ["TMPDIR"] = str(own_folder(shared / f"grpo-{os.getuid()}-rank-{rank}"))
 
 
 def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platform:
@@ -88,6 +93,7 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
     Raises UserError if MLX is not installed or has no backend, and in a process that was forked from one that
     has computed.
     """
+    separate_programs(0, os.environ)
     try:
         found = load_blas()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runners.errors import UserError, show
+from runners.errors import UserError, listed, show
 from runners.files.json_files import read_json
 
 Rule = tuple[Callable[[Any], bool], str]  # whether a value is accepted (None: missing, or null); the wish
@@ -68,6 +68,8 @@ _BOOL = _optional(lambda value: isinstance(value, bool), "true or false")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _LAYERS = _optional(_whole(0, 10_000), "a whole number of at most 10,000")
 
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")  # MLX's, for packed weights
+
 _END_IDS = {"eos_token_id": _optional(_is_ids, "token ids")}
 # Of a config.json: the keys that are read here, and what mlx-lm would not survive.
 ANY_MODEL = {**_END_IDS, "vocab_size": _SIZE, "text_config": _TABLE, "text_config.vocab_size": _SIZE}
@@ -75,6 +77,9 @@ MODEL: dict[str, Rule] = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
     **ANY_MODEL,
     **dict.fromkeys(("quantization", "vision_config", "rope_scaling", "rope_parameters"), _TABLE),
+    "quantization.bits": _optional(_whole(1, 8), "a whole number from 1 to 8"),
+    "quantization.group_size": _optional(_whole(1, 1024), "a whole number from 1 to 1,024"),
+    "quantization.mode": _optional(lambda value: value in _MODES, listed(_MODES)),
     **dict.fromkeys((part + key for part in ("", "text_config.") for key in _LAYER_COUNTS), _LAYERS),
 }
 ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA

@@ -73,6 +73,8 @@ def from_peft(settings: Mapping[str, Any], tensors: Mapping[str, mx.array], fold
     if tied:
         del layers[_HEAD]
     ranks = {name: parts["lora_b"].shape[0] for name, parts in layers.items()}
+    if not min(ranks.values()):
+        raise UserError(f"{folder}: expected adapters of a rank from 1 on, found 0")
     scales = _scales(settings, ranks, folder)
     rank, scale = max(ranks.values()), next(iter(scales.values()))
     sees = any(name.startswith(_INNER[1]) for name in layers)

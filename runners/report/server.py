@@ -58,6 +58,7 @@ class Server(ThreadingTCPServer):
     """Serves a run's page, a thread for each connection."""
 
     daemon_threads = allow_reuse_address = True
+    request_queue_size = 1024  # of connections; a client beyond it tries again after seconds
 
     def __init__(self, folder: Path, port: int) -> None:
         """Listens on the port, or on a free one if it is taken. UserError without a run."""
@@ -84,6 +85,8 @@ class LivePage:
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
         """UserError if the folder holds no run."""
         self.folder, self._most_bytes, self._rest = find_run(folder), most_bytes, rest
+        text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
+        self._page = text.encode("utf-8", "backslashreplace")
         self._guard = threading.Lock()
         self._seen, self._data, self._next = "", b"", 0.0  # by time.monotonic
 
@@ -94,8 +97,7 @@ class LivePage:
         path, _, seen = target.partition("?")
         try:
             if path == "/":
-                text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
-                return 200, "text/html; charset=utf-8", text.encode("utf-8", "backslashreplace")
+                return 200, "text/html; charset=utf-8", self._page
             if path != "/data":
                 return _text(404, "there is nothing here")
             if seen and (unquote(seen) == self.signature() or time.monotonic() < self._next):

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from runners.machine.terminal import visible
+from runners.errors import printable
 from runners.telemetry.events import Advanced, Alert, Event, Finished, Started, Status, Updated
 from runners.telemetry.report import LINE_WIDTH, PlainReport, duration_text
 
@@ -57,7 +57,7 @@ class LiveReport(PlainReport):
             so_far = f"{duration_text(self.elapsed())} so far"
             time = so_far if left is None else f"{duration_text(left)} left"
             words = "  ".join(filter(None, [f"update {self.done}/{self.total}", time, words]))
-        text = Text(visible(words), style="cyan", no_wrap=True)
+        text = Text(printable(words), style="cyan", no_wrap=True)
         text.truncate(max(self._console.width - _FREE, 1), overflow="ellipsis")
         return text
 
@@ -66,4 +66,4 @@ class LiveReport(PlainReport):
         return max(min(self._console.width - _FREE, LINE_WIDTH), 20)
 
     def _line(self, text: str) -> None:
-        self._console.print(Text(visible(text)), soft_wrap=True)
+        self._console.print(Text(printable(text)), soft_wrap=True)

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
-from runners.errors import gigabytes
+from runners.errors import gigabytes, printable
 from runners.machine.signals import to_stderr
-from runners.machine.terminal import Output, echo, visible
+from runners.machine.terminal import Output, echo
 from runners.telemetry import events
 from runners.telemetry.events import Event, Quiet, Report
 
@@ -156,7 +156,7 @@ class PlainReport(Report):
 
     def _line(self, text: str) -> None:
         self._said = self._clock()
-        self._stream.write((visible(text) if self._stream.isatty() else text) + "\n")
+        self._stream.write(f"{printable(text)}\n")
         self._stream.flush()
 
 

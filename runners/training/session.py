@@ -12,6 +12,7 @@ import attrs
 
 import grpo_fn as g
 from runners.checkpoints.checkpoint import prune_checkpoints, write_checkpoint
+from runners.checkpoints.run_folder import check_place, place_of
 from runners.config.conditions import Condition
 from runners.errors import NumbersError, UserError, gigabytes
 from runners.files.durable import disk_errors, flush
@@ -43,6 +44,7 @@ class Session:
         self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
+        self._place = place_of(run.folder)
         self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
@@ -110,6 +112,7 @@ class Session:
         final, fault = self.run.folder / "final", None
         try:
             if self.ranks.is_rank_zero:
+                check_place(self.run.folder, self._place)
                 final = save_model(final, self.state.train.params, self.run.loaded, self._prompt)
         except UserError as error:
             fault = error
@@ -127,6 +130,7 @@ class Session:
         folder, keep = self.run.folder, self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         try:
+            check_place(folder, self._place)
             plain, trees = state.saved()
             facts = {
                 **self._facts,

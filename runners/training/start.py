@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from runners.checkpoints.resume import (
     find_origin,
     first_start,
 )
-from runners.checkpoints.run_folder import clear, locked, set_aside
+from runners.checkpoints.run_folder import clear, locked, place_of, set_aside
 from runners.checkpoints.run_inputs import data_digest, run_inputs
 from runners.config.loading import Config, write_resolved
 from runners.config.sections import LogConfig
@@ -121,7 +121,7 @@ def start_or_resume(
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
         if config.log.report:  # from now on there is something to report
-            stack.callback(final_report, folder, shown.note)
+            stack.callback(_report, folder, place_of(folder), shown.note)
         stack.enter_context(log)
         # Otherwise the first weights and moments would stay in memory beside the current ones.
         run = attrs.evolve(run, learner=attrs.evolve(run.learner, state=None))
@@ -131,6 +131,12 @@ def start_or_resume(
 
         with shown.ending():
             yield session
+
+
+def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
+    """The report of a run that is still where it began."""
+    if place_of(folder) == place:
+        final_report(folder, note)
 
 
 def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary) -> MetricsLog:

@@ -161,6 +161,8 @@ def config_of(arch: str, metadata: Any, has_head: bool, factors: Mapping[str, np
             continue
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
+        if kind is int and not 0 <= found < 2**31:
+            raise UserError(f"{arch}.{key}: expected a number of 31 bits, found {found}")
         config[name] = found if kind is int else float(str(np.float32(found)))
     heads = config["num_attention_heads"]
     config.setdefault("num_key_value_heads", heads)

@@ -52,6 +52,14 @@ class GGUF:
             raise UserError(f"{key}: expected {kind.__name__}, found {show(found)}")
         return found
 
+    def numbers(self, key: str, count: int) -> list[float] | None:
+        """A list of so many finite numbers in the metadata; None: there is none. UserError for others."""
+        if (found := self.metadata.get(key)) is None:
+            return None
+        if not isinstance(found, np.ndarray) or len(found) != count or not np.isfinite(found).all():
+            raise UserError(f"{key}: expected {count} finite numbers, found {show(found)}")
+        return found.tolist()
+
     def bytes_of(self, tensor: Tensor) -> np.ndarray:
         """A tensor's bytes [size]."""
         return np.fromfile(self.file, np.uint8, tensor.size, offset=tensor.start)

@@ -111,10 +111,8 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     """
     kind = header.get("tokenizer.ggml.model", str)
     tokens = header.get("tokenizer.ggml.tokens", list)
-    types = header.metadata.get("tokenizer.ggml.token_type")
-    types = [_NORMAL] * len(tokens) if types is None else [int(each) for each in types]
-    if len(types) != len(tokens) or not all(isinstance(token, str) for token in tokens):
-        raise UserError(f"tokenizer.ggml: expected a type a token, found {len(types)}")
+    kinds = header.numbers("tokenizer.ggml.token_type", len(tokens))
+    types = [_NORMAL] * len(tokens) if kinds is None else [int(each) for each in kinds]
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
     if (parts := {"gpt2": _bytewise, "llama": _sentences}.get(kind)) is None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
@@ -218,9 +216,8 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
 
 def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
     """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that order."""
-    scores = header.metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise UserError("tokenizer.ggml.scores: expected a score a token")
+    if (scores := header.numbers("tokenizer.ggml.scores", len(tokens))) is None:
+        raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
     plain = {tokens[i] for i in range(len(tokens)) if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN}
     merges = [
         (token[:cut], token[cut:])

@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from runners.files.cache_folder import cache_folder
+from runners.errors import UserError
+from runners.files.cache_folder import kept_folder
 from runners.files.tensor_files import stated_dtype
 from runners.machine.bounded_process import python_command
 
@@ -42,20 +43,21 @@ def keep_programs(mlx_version: str, architecture: str) -> None:
     wish = os.environ.get(_VARIABLE)
     if _LOCKS or (wish and Path(wish).parent.name != _FOLDERS):  # else inherited from the parent process
         return
-    folders, stem = cache_folder() / _FOLDERS, f"mlx-{mlx_version}-{architecture or 'gpu'}-"
-    with suppress(OSError):  # MLX then compiles without keeping programs
+    stem = f"mlx-{mlx_version}-{architecture or 'gpu'}-"
+    os.environ.pop(_VARIABLE, None)  # without a folder of its own, MLX keeps programs in the temporary folder
+    with suppress(OSError, UserError):
         for number in itertools.count():
-            own = folders / f"{stem}{number}"
-            os.environ[_VARIABLE] = str(own)
-            own.mkdir(parents=True, exist_ok=True)
+            own = kept_folder(_FOLDERS, f"{stem}{number}")
             lock = (own / ".lock").open("a")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
                 continue
+            os.environ[_VARIABLE] = str(own)
             _LOCKS.append(lock)
             break
+        folders = own.parent
         for code in own.rglob("*.ptx"):
             if not _is_whole(code):
                 code.unlink()
