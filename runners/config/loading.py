@@ -64,8 +64,13 @@ class Config:
     def answer_form(self) -> AnswerForm | None:
         """The form of answers; None: no answer is read."""
         answer = self.answer
-        how = {"ignore_case": answer.ignore_case, "ignore_spaces": answer.ignore_spaces}
-        return answer_form(answer.form, **how, given=self.data.nudge)
+        return answer_form(
+            answer.form,
+            ignore_case=answer.ignore_case,
+            ignore_spaces=answer.ignore_spaces,
+            given=self.data.nudge,
+            partial_sandbox=answer.partial_sandbox,
+        )
 
     def loss_spec(self) -> LossSpec:
         """The LossSpec of [loss]: the preset's, with the given fields replaced.
