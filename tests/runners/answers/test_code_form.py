@@ -10,10 +10,10 @@ from runners.config.loading import load_config
 from runners.data.datasets import load_rows, with_answers_of
 from runners.errors import UserError
 from runners.rewards.builtin import built_in
-from runners.sandbox.sandbox import mechanism
+from runners.sandbox.sandbox import check_sandbox
 
 try:
-    mechanism()
+    check_sandbox()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 

@@ -42,7 +42,7 @@ class Outside:
             server.listen()
             threading.Thread(target=self._serve, args=(server,), daemon=True).start()
         os.environ["GRPO_SECRET"] = "x"
-        self.sleeper = subprocess.Popen(["sleep", "600"])
+        self.sleeper = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
         self.segment, self.library = -1, ctypes.CDLL(None)
         if sys.platform == "linux":
             self.segment = self.library.shmget(SEGMENT, 4096, 0o1666)
@@ -75,6 +75,7 @@ class Outside:
         if plain:
             command = [sys.executable, "-c", MODULES + names + guarded]
             done = subprocess.run(command, capture_output=True, timeout=60, cwd=tempfile.mkdtemp())
+            self.secret.write_text("secret")
             return done.stdout.decode("utf-8", "replace")
         return run_program(MODULES + names + guarded, limits=settings).output.decode("utf-8", "replace")
 
@@ -82,8 +83,8 @@ class Outside:
         """What is not as it was; ends everything."""
         found = [] if self.sleeper.poll() is None else ["the process"]
         found += ["a server"] * bool(self.reached)
-        found += ["the file"] * (self.secret.read_text() != "secret")
-        found += sorted({path.name for path in self.folder.iterdir()} - {"secret", "socket"})
+        content = {path.name: path.is_file() and path.read_text() for path in self.folder.iterdir()}
+        found += sorted(content.items() - {("secret", "secret"), ("socket", False)})
         self.sleeper.kill()
         self.sleeper.wait()
         for server in self.servers:
