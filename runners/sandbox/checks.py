@@ -74,13 +74,14 @@ def read_test(text: str) -> Test:
     return Test(source, rewriting.checks, frozenset(required))
 
 
-def read_reports(output: bytes, mark: str) -> list[list[Any]]:
-    """The reports in a program's output, (test, check, values…) each; what is no plain data is left out."""
-    reports = []
+def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
+    """The reports in a program's output by test, (check, values…) each; what is no plain data is left out."""
+    reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
             with suppress(ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-                reports.append(json.loads(line.removeprefix(mark), object_hook=_value))
+                test, *report = json.loads(line.removeprefix(mark), object_hook=_value)
+                reports.setdefault(test, []).append(report)
     return reports
 
 
@@ -95,7 +96,7 @@ class _Rewriting(ast.NodeTransformer):
     def __init__(self) -> None:
         self.checks: list[Callable[..., Any]] = []
 
-    def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:  # noqa: N802
+    def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:
         """The parts of an `and` are checks of their own."""
         is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
         return [self._report(part) for part in (node.test.values if is_and else [node.test])]

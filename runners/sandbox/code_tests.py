@@ -83,8 +83,7 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     mark, sources = secrets.token_hex(8), [test.source for test in wanted]
     limits = attrs.evolve(limits, output=_REPORTS * limits.output)
     reports = read_reports(run_program(code, tests=sources, mark=mark, limits=limits).output, mark)
-    found = [[rest for number, *rest in reports if number == each] for each in range(len(wanted))]
-    return [test.passed(own) for test, own in zip(wanted, found, strict=True)]
+    return [test.passed(reports.get(number, [])) for number, test in enumerate(wanted)]
 
 
 def looks_forged(text: str) -> list[str]:
@@ -130,7 +129,9 @@ def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits) -> list
         outcome = run_program(code, stdin=case["input"], limits=limits)
         if outcome.code == -signal.SIGKILL:
             break
-        passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(case["output"].encode("utf-8", "replace"))
+        passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(
+            case["output"].encode("utf-8", "replace")
+        )
         left = limits.processor_seconds - outcome.processor_seconds
         limits = attrs.evolve(limits, seconds=end - time.monotonic(), processor_seconds=left)
         if min(limits.seconds, left) <= 0:

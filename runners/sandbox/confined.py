@@ -34,14 +34,49 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 # Loaded before the root is changed: what programs import often, and what needs libraries of the system.
-MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions functools hashlib
-heapq itertools lzma math operator random re sqlite3 ssl statistics string typing uuid zlib""".split()
+MODULES = [
+    "asyncio",
+    "bisect",
+    "bz2",
+    "collections",
+    "copy",
+    "dataclasses",
+    "datetime",
+    "decimal",
+    "enum",
+    "fractions",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "lzma",
+    "math",
+    "operator",
+    "random",
+    "re",
+    "sqlite3",
+    "ssl",
+    "statistics",
+    "string",
+    "typing",
+    "uuid",
+    "zlib",
+]
 SCRATCH = "/scratch"
 ROOT = "/sys"  # any folder that each system has: what was there is not in the new root
 LINUX = sys.platform == "linux"
 NEW_MOUNTS, NEW_PROCESSES = 0x20000, 0x20000000
 NEW_NAMES, NEW_MESSAGES, NEW_USERS, NEW_NETWORK = 0x4000000, 0x8000000, 0x10000000, 0x40000000
-READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 1 << 14, 1 << 18
+READ_ONLY, NO_SUID, NO_DEVICES, NO_PROGRAMS, REMOUNT, BIND, RECURSIVE, PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    1 << 14,
+    1 << 18,
+)
 DETACH = 2
 DEATH_SIGNAL, FILTER, NO_NEW_RIGHTS = 1, 22, 38  # of prctl
 KEYRING = {"x86_64": 250, "aarch64": 219}  # the number of keyctl
@@ -64,7 +99,12 @@ def call(name, *arguments):
 
 
 def mount(source, target, kind=None, flags=0, options=None):
-    call("mount", *(each and each.encode() for each in (source, target, kind)), flags, options and options.encode())
+    call(
+        "mount",
+        *(each and each.encode() for each in (source, target, kind)),
+        flags,
+        options and options.encode(),
+    )
 
 
 class Sandbox:
@@ -191,7 +231,12 @@ class Sandbox:
         """In the program: its limits, then a user without rights, then the filter."""
         if self.namespaces:
             os.chdir(SCRATCH)
-        most = {"CORE": 0, "FSIZE": limits["disk"], "NOFILE": 64, "CPU": math.ceil(limits["processor_seconds"])}
+        most = {
+            "CORE": 1,  # the one number at which a handler of dumps is not called either
+            "FSIZE": limits["disk"],
+            "NOFILE": 64,
+            "CPU": math.ceil(limits["processor_seconds"]),
+        }
         if LINUX:
             most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}
         if self.user or self.namespaces or not LINUX:  # elsewhere it would count the user's other processes

@@ -46,7 +46,10 @@ def test_code_is_the_last_block_of_python(text, code):
         ("def add(a, b):", [False] * 3),
         ("import os; os._exit(0)", [False] * 3),
         ("import os\nfor n in range(3, 9):\n    os.write(n, b'0\\n1\\n2\\n')", [False] * 3),
-        *((f"{ADD}\n{end}", [True, True, False]) for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")),
+        *(
+            (f"{ADD}\n{end}", [True, True, False])
+            for end in ("exit()", "exit(0)", "quit()", "raise SystemExit")
+        ),
         (ADD + "\nexit(1)", [False] * 3),
         (ADD + "\nimport warnings; warnings.warn('old')", [True, True, False]),
         (ADD + "\n# \ud800", [False] * 3),
@@ -168,7 +171,9 @@ FORGED = {
 
 
 @pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)
-@pytest.mark.parametrize("test", ["add(1, 2) == 30", "30 == add(1, 2)", "add(1, 2) in (30, 31)", "abs(add(1, 2) - 30) < 0.5"])
+@pytest.mark.parametrize(
+    "test", ["add(1, 2) == 30", "30 == add(1, 2)", "add(1, 2) in (30, 31)", "abs(add(1, 2) - 30) < 0.5"]
+)
 def test_no_program_passes_a_value_that_it_does_not_know(program, test):
     """The value stays outside of the program's process."""
     assert passed_tests(program, [f"assert {test}"]) == [False]
@@ -176,7 +181,10 @@ def test_no_program_passes_a_value_that_it_does_not_know(program, test):
 
 @pytest.mark.parametrize(
     "program",
-    [FORGED[name] for name in ("an object that equals everything", "built-in names", "reports with the mark")],
+    [
+        FORGED[name]
+        for name in ("an object that equals everything", "built-in names", "reports with the mark")
+    ],
 )
 def test_what_a_program_could_forge_with_has_a_name(program):
     """What is left: tests whose truth is found inside."""
@@ -185,7 +193,10 @@ def test_what_a_program_could_forge_with_has_a_name(program):
 
 def test_all_tests_of_a_program_have_one_deadline():
     """Waiting and computing, for inputs and for statements."""
-    for program, limits in (("import time; time.sleep(60)", Limits(seconds=1.5)), ("while True: pass", Limits())):
+    for program, limits in (
+        ("import time; time.sleep(60)", Limits(seconds=1.5)),
+        ("while True: pass", Limits()),
+    ):
         for tests in ([{"input": "1", "output": "1"}] * 8, TESTS):
             start = time.monotonic()
             assert passed_tests(program, tests, limits) == [False] * len(tests)

@@ -61,7 +61,9 @@ def test_a_program_starts_anew(outside):
     assert outside.run(leaves) == "x\n"
     looks = "import json, random; print(os.listdir('.'), hasattr(json, 'left'), 'left' in dir(__builtins__))"
     assert outside.run(looks) == "[] False False\n"
-    assert run_program("import random; print(random.random())") != run_program("import random; print(random.random())")
+    assert run_program("import random; print(random.random())") != run_program(
+        "import random; print(random.random())"
+    )
 
 
 @linux
@@ -78,7 +80,10 @@ def test_no_attempt_gets_out(program, outside):
         ("signal.pthread_sigmask(0, range(1, 65))\ntime.sleep(60)", {"seconds": 1.0}),
         ("while True: print('x' * 10_000, flush=True)", {}),
         ("os.closerange(0, 256)\ntime.sleep(60)", {"seconds": 2.0}),
-        ("for n in range(4): threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()", {"processor_seconds": 1.0}),
+        (
+            "for n in range(4): threading.Thread(target=lambda: [None for _ in iter(int, 1)]).start()",
+            {"processor_seconds": 1.0},
+        ),
         ("sys.stdin.read(); sys.stdin.close(); threading.Event().wait()", {"seconds": 1.0}),
     ],
     ids=["computing", "sleeping", "deaf to signals", "flooding", "closing all", "threads", "waiting"],
@@ -101,7 +106,9 @@ def children_of(process: int) -> list[int]:
 def test_computing_and_waiting_have_limits_of_their_own(outside):
     """A program may sleep longer than it may compute."""
     assert outside.run("time.sleep(1.5); print('slept')", processor_seconds=1.0) == "slept\n"
-    assert outside.run("while time.process_time() < 1.5: pass\nprint('computed')", processor_seconds=1.0) == ""
+    assert (
+        outside.run("while time.process_time() < 1.5: pass\nprint('computed')", processor_seconds=1.0) == ""
+    )
 
 
 @linux

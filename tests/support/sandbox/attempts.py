@@ -246,9 +246,22 @@ ATTEMPTS = {
 FILES = {
     f"read: {name}"
     for name in (
-        *("a file of the user", "the list of users", "the home", "another's environment", "another's command"),
+        *(
+            "a file of the user",
+            "the list of users",
+            "the home",
+            "another's environment",
+            "another's command",
+        ),
         *("the parent's environment", "the first process's command", "its own memory map", "the mounts"),
-        *("its own root by /proc", "the keys", "the kernel's settings", "the devices' folder", "/var", "/run"),
+        *(
+            "its own root by /proc",
+            "the keys",
+            "the kernel's settings",
+            "the devices' folder",
+            "/var",
+            "/run",
+        ),
         *("/tmp", "/etc", "commands", "libraries of the system", "the interpreter", "beyond the root"),
         *("a path of it", "a disk", "other devices", "memory of others"),
         *("installed packages", "the container's daemon", "the list of passwords", "/root"),

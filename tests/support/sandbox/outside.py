@@ -71,7 +71,9 @@ class Outside:
         names = "".join(f"{name} = {value!r}\n" for name, value in self.names.items())
         settings = Limits(**{"seconds": 20.0, "processor_seconds": 10.0, "partial": True, **limits})
         body = "\n    ".join(program.splitlines())
-        guarded = f"try:\n    {body}\nexcept BaseException as error:\n    print(type(error).__name__, error)\n"
+        guarded = (
+            f"try:\n    {body}\nexcept BaseException as error:\n    print(type(error).__name__, error)\n"
+        )
         if plain:
             command = [sys.executable, "-c", MODULES + names + guarded]
             done = subprocess.run(command, capture_output=True, timeout=60, cwd=tempfile.mkdtemp())
