@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import math
 import os
 import platform
 import signal
@@ -76,8 +77,8 @@ class _Server:
             )
         _servers.add(self)
         filters = [system_call_filter(platform.machine(), own_files=own).hex() for own in (True, False)]
-        greeting = json.dumps([filters, attrs.asdict(DEFAULT)]).encode()
-        self.missing: list[str] = json.loads(self.ask(greeting, 60.0) or b'["a Python that starts alone"]')
+        greeting = self.ask(json.dumps(filters).encode(), 60.0)
+        self.missing: list[str] = json.loads(greeting) if greeting else ["a Python that starts alone"]
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """The answer to a message; None: the process has ended, or has been ended."""
@@ -118,7 +119,12 @@ def run_program(
     `confined.check` writes them. Raises UserError where there is no whole sandbox, unless `limits.partial`.
     """
     check_sandbox(partial=limits.partial)
-    message = {"code": program, "stdin": stdin, "tests": tests, "mark": mark, "limits": attrs.asdict(limits)}
+    return _run(program, stdin, tests, mark, limits)
+
+
+def _run(program: str, stdin: str, tests: Sequence[str], mark: str, limits: Limits) -> Outcome:
+    bounds = attrs.asdict(limits) | {"processor_seconds": math.ceil(limits.processor_seconds)}
+    message = {"code": program, "stdin": stdin, "tests": tests, "mark": mark, "limits": bounds}
     try:
         server = _idle.pop()
     except IndexError:
@@ -144,9 +150,9 @@ def check_sandbox(*, partial: bool = False) -> list[str]:
     """The protections that are missing here; raises UserError if there are any, unless `partial`."""
     if (missing := _missing()) and not partial:
         raise UserError(
-            f"a model's programs run only in a whole sandbox, and this machine lacks {', '.join(missing)}; on "
-            "Linux allow user namespaces, also in a container, or accept what is missing (SECURITY.md) with "
-            "answer.partial_sandbox = true"
+            "a model's programs run only in a whole sandbox, and this machine lacks "
+            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, or accept what is "
+            "missing (SECURITY.md) with answer.partial_sandbox = true"
         )
     return missing
 
@@ -157,7 +163,8 @@ def _missing() -> list[str]:
         return ["Linux or macOS"]
     server = _Server()
     _idle.append(server)
-    return server.missing
+    runs = _run("print(1)", "", (), "", DEFAULT).output == b"1\n"
+    return server.missing or ([] if runs else ["a program that runs"])
 
 
 def _interpreter() -> str:

@@ -34,7 +34,7 @@ def outside() -> Iterator[Outside]:
 
 
 def test_an_honest_program_runs(outside):
-    """It computes, imports the standard library, writes into its folder, and uses threads and an event loop."""
+    """It imports the standard library, writes into its folder, uses threads and an event loop."""
     printed = outside.run(
         """
 import asyncio, concurrent.futures, ctypes, fractions, hashlib, json, sqlite3, ssl, tempfile, zoneinfo
@@ -94,7 +94,9 @@ def test_a_program_ends_at_its_limit(program, limits, outside):
     printed = outside.run(program, **limits)
     assert time.monotonic() - start < 10
     assert len(printed) <= Limits().output
-    assert [children_of(server.process.pid) for server in sandbox._servers] == [[]] * len(sandbox._servers)
+    while any(children_of(server.process.pid) for server in sandbox._servers):  # its guard has answered
+        assert time.monotonic() - start < 15
+        time.sleep(0.05)
 
 
 def children_of(process: int) -> list[int]:

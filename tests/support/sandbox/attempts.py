@@ -55,10 +55,10 @@ READS = {
     "open descriptors": """
 for number in range(256):
     try:
-        kind = os.fstat(number).st_mode
+        found = os.fstat(number)
     except OSError:
         continue
-    show(not (stat.S_ISFIFO(kind) or stat.S_ISCHR(kind)))""",
+    show(found.st_nlink and not (stat.S_ISFIFO(found.st_mode) or stat.S_ISCHR(found.st_mode)))""",
     "above its root": """
 os.mkdir('cage')
 os.chroot('cage')
@@ -68,7 +68,7 @@ os.chroot('.')
 show(os.path.exists(SECRET))""",
     "kernel memory": "show(open('/proc/kcore', 'rb').read(64) or open('/dev/mem', 'rb').read(1))",
     "a disk": "show(os.open('/dev/vda', os.O_RDONLY) or os.open('/dev/sda', os.O_RDONLY))",
-    "other devices": "show(set(os.listdir('/dev')) - {'null', 'zero', 'urandom'})",
+    "other devices": "show(set(os.listdir('/dev')) - {'null'})",
     "changes of a folder": "opened = raw(294, 0); show(CALL.syscall(254, opened, FOLDER.encode(), 0xfff) >= 0)",
     "all opening": "raw(300, 0, 0)",
     "the container's daemon": "show(os.stat('/var/run/docker.sock'))",
