@@ -1,7 +1,7 @@
 """The checks of a program's tests, made outside of its process, where it can change nothing.
 
-Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. What a report says is a
-claim of the program: it is read as plain data.
+Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a claim of
+the program, which is read as plain data.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+_FALSE_CLAIMS = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 _END = -1  # the number with which a test reports its end
 _CHECK = "__check__"  # the name of confined.check in a test
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -49,10 +50,11 @@ class Test:
 
     def passed(self, reports: list[list[Any]]) -> bool:
         """Whether the test has ended and its checks are true, by reports (number, values…)."""
-        with suppress(TypeError, ValueError, LookupError, ArithmeticError, RecursionError):  # a false claim
+        with suppress(*_FALSE_CLAIMS):
             seen = {number for number, *_ in reports}
-            checks = [(self.checks[number], values) for number, *values in reports if number != _END]
-            return seen >= {_END, *self.required} and all(holds(*values) is True for holds, values in checks)
+            claims = [(number, values) for number, *values in reports if number != _END]
+            true = all(self.checks[number](*values) is True for number, values in claims)
+            return true and seen >= {_END, *self.required}
         return False
 
 
@@ -77,7 +79,7 @@ def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
-            with suppress(ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            with suppress(*_FALSE_CLAIMS):
                 test, *report = json.loads(line.removeprefix(mark), object_hook=_value)
                 reports.setdefault(test, []).append(report)
     return reports
@@ -96,8 +98,10 @@ class _Rewriting(ast.NodeTransformer):
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.Expr]:
         """The parts of an `and` are checks of their own."""
-        is_and = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
-        return [self._report(part) for part in (node.test.values if is_and else [node.test])]
+        match node.test:
+            case ast.BoolOp(ast.And(), parts):
+                return [self._report(part) for part in parts]
+        return [self._report(node.test)]
 
     def _report(self, test: ast.expr) -> ast.Expr:
         truth = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))

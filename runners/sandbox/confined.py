@@ -1,9 +1,9 @@
 """A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
 
-Run as a script, with the standard library alone. It answers one message with what it could not shut off, then
-each task with the program's exit code, processor time and output. For each task it forks a guard, which holds
-the time limit, and the guard forks the program. So a program starts with modules that are loaded already, and
-needs nothing of the machine but the standard library's files.
+It is a script that needs the standard library alone. It answers the first message with the protections that
+are missing, and each task with the program's exit code, processor time and output. For each task it forks a
+guard, which enforces the time limit, and the guard forks the program. A program therefore starts with its
+modules loaded, and needs nothing of the machine but the files of the standard library.
 """
 
 # pyright: basic
@@ -30,14 +30,15 @@ from pathlib import Path
 MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions functools hashlib
 heapq itertools lzma math operator random re sqlite3 ssl statistics string typing uuid zlib"""
 LINUX = sys.platform == "linux"
-ROOT, SCRATCH, ZONES = "/sys", "/scratch", "/usr/share/zoneinfo"  # ROOT: any folder that each system has
-# Flags of unshare, of mount and of umount2; numbers of prctl, of keyctl, and of Landlock's first call.
+# ROOT is any folder that every system has.
+ROOT, SCRATCH, ZONES = "/sys", "/scratch", "/usr/share/zoneinfo"
+# Flags of unshare and of mount; numbers of prctl's options, of keyctl, and of Landlock's first call.
 NEW_MOUNTS, NEW_PROCESSES, NEW_USERS, NEW_OTHERS = 0x20000, 0x20000000, 0x10000000, 0x4C000000
-READ_ONLY, BARE, NO_PROGRAMS, REMOUNT, BIND, PRIVATE, DETACH = 1, 2 | 4, 8, 32, 4096, 1 << 14 | 1 << 18, 2
+READ_ONLY, BARE, NO_PROGRAMS, REMOUNT, BIND, PRIVATE = 1, 2 | 4, 8, 32, 4096, 1 << 14 | 1 << 18
 DEATH_SIGNAL, FILTER, NO_NEW_RIGHTS = 1, 22, 38
 KEYRING, LANDLOCK = {"x86_64": 250, "aarch64": 219}, 444
 LIBRARY, ALL_RIGHTS = 1 | 4 | 8, 0x1FFF  # reading and mapping files, reading folders; everything
-REPORT, LEASH = 3, 4  # descriptors of a program's process: of its reports, and one that shows that it lives
+REPORT, LEASH = 3, 4  # descriptors of a program: for reports, and one that is open while it lives
 LONGEST = 100_000  # characters of a report
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -119,7 +120,7 @@ class Sandbox:
         mount(os.devnull, ROOT + os.devnull, flags=BIND)
         os.chdir(ROOT)
         call("pivot_root", b".", b".")
-        call("umount2", b".", DETACH)
+        call("umount2", b".", 2)  # as soon as nobody uses it
         mount(None, "/", flags=REMOUNT | BIND | READ_ONLY | BARE)
 
     def restrict_files(self):
@@ -142,10 +143,11 @@ class Sandbox:
     def drop_rights(self, limits):
         """In the program: its limits, then a user without rights, then the filter."""
         # A core of 1 byte: the one limit at which a handler of dumps is not called either.
-        most = {"CORE": 1, "FSIZE": limits["disk"], "NOFILE": 64, "CPU": limits["processor_seconds"]}
+        most = {"CORE": 1, "NOFILE": 64, "FSIZE": limits["disk"]}
+        most["CPU"] = limits["processor_seconds"]
         if LINUX:
             most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "SIGPENDING": 64}
-        if self.user or self.namespaces or not LINUX:  # elsewhere it would count the user's other processes
+        if self.user or self.namespaces or not LINUX:  # else it would count the user's other processes
             most["NPROC"] = limits["threads"]
         for name, value in most.items():
             with suppress(ValueError, OSError):  # a lower one holds already; macOS lacks some
@@ -212,7 +214,7 @@ def perform(code, tests, mark, leave=os._exit):
             report(-1)
     if not tests:
         with suppress(BaseException):
-            threading._shutdown()
+            vars(threading)["_shutdown"]()
             atexit._run_exitfuncs()
             sys.stdout.flush()
     leave(result & 255)
@@ -236,7 +238,7 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of Python's own types as JSON has it, whatever its class says; `{"object": []}` for any other."""
+    """A value of Python's own types as JSON has it, whatever its class says; else `{"object": []}`."""
     for base, told in PLAIN.items():
         if isinstance(value, base):
             return told(value)

@@ -62,12 +62,15 @@ class _Server:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self.connection: Connection = ours
-        self.folder = None if sys.platform == "linux" else tempfile.TemporaryDirectory(prefix="grpo-sandbox-")
-        folder = os.path.realpath(self.folder.name) if self.folder else _SCRATCH
-        shut = ["sandbox-exec", "-p", _seatbelt(folder)] if self.folder else []
+        folder, shut = _SCRATCH, list[str]()
+        if sys.platform == "darwin":
+            self.folder = tempfile.TemporaryDirectory(prefix="grpo-sandbox-")
+            folder = os.path.realpath(self.folder.name)
+            shut = ["sandbox-exec", "-p", _seatbelt(folder)]
         with theirs:
             self.process = subprocess.Popen(
-                [*shut, _interpreter(), "-I", "-S", "-B", str(_INSIDE)],
+                # A virtual environment's Python is a link to the real one.
+                [*shut, os.path.realpath(sys.executable), "-I", "-S", "-B", str(_INSIDE)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -76,7 +79,8 @@ class _Server:
                 start_new_session=True,
             )
         _servers.add(self)
-        filters = [system_call_filter(platform.machine(), own_files=own).hex() for own in (True, False)]
+        machine = platform.machine()
+        filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(json.dumps(filters).encode(), 60.0)
         self.missing: list[str] = json.loads(greeting) if greeting else ["a Python that starts alone"]
 
@@ -111,7 +115,12 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def run_program(
-    program: str, *, stdin: str = "", tests: Sequence[str] = (), mark: str = "", limits: Limits = DEFAULT
+    program: str,
+    *,
+    stdin: str = "",
+    tests: Sequence[str] = (),
+    mark: str = "",
+    limits: Limits = DEFAULT,
 ) -> Outcome:
     """Runs a Python program's text to its end or to a limit; nothing of it is left afterwards.
 
@@ -165,11 +174,6 @@ def _missing() -> list[str]:
     _idle.append(server)
     runs = _run("print(1)", "", (), "", DEFAULT).output == b"1\n"
     return server.missing or ([] if runs else ["a program that runs"])
-
-
-def _interpreter() -> str:
-    """This Python's real file: a virtual environment's is a link to it."""
-    return os.path.realpath(sys.executable)
 
 
 def _seatbelt(folder: str) -> str:

@@ -40,17 +40,18 @@ renameat:264:38 renameat2:316:276 link:86: linkat:265:37 symlink:88: symlinkat:2
 fchmod:91:52 fchmodat:268:53 truncate:76:45 fallocate:285:47 utimensat:280:88 kill:62:129
 tkill:200:130 tgkill:234:131
 """
-# Allowed if an argument is one of these: families, requests, commands; a process other than the own one is not.
+# Allowed if an argument is one of these: families, requests, commands, this process, the flags of a thread.
 _IF_EQUAL = {
     "socketpair:53:199": (0, (1,)),
     "prlimit64:302:261": (0, (0,)),
     "ioctl:16:29": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
     "fcntl:72:25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
+    "clone:56:220": (0, (0x3D0F00, 0x7D0F00)),  # as glibc and musl make one
 }
-_CLONE, _THREAD = "clone:56:220", 0x10000
 _OPENAT, _WRITING = "openat:257:56", os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
-_ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, the kernel's name
+# The column above, and the number of the processor in the kernel.
+_ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 _LOAD, _EQUAL, _SHARED, _RETURN = 0x20, 0x15, 0x45, 0x06  # the kernel's instructions
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.ENOSYS
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in what a filter sees
@@ -65,27 +66,26 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column, name = _ARCHITECTURES[machine]
+    allow, refuse = _step(_RETURN, _ALLOW), _step(_RETURN, _REFUSE)
     code = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, name, 1),
-        _step(_RETURN, _REFUSE),
+        refuse,
         _step(_LOAD, _NUMBER),
     ]
 
-    def rule(call: str, *steps: bytes) -> None:
+    def rule(call: str, steps: bytes) -> None:
         if number := call.split(":")[column]:
-            code.extend([_step(_EQUAL, int(number), 0, len(steps)), *steps])
+            code.extend([_step(_EQUAL, int(number), 0, len(steps) // 8), steps])
 
     for call in f"{_CALLS} {_OWN if own_files else ''}".split():
-        rule(call, _step(_RETURN, _ALLOW))
+        rule(call, allow)
     for call, (argument, values) in _IF_EQUAL.items():
-        allowed = [each for value in values for each in (_step(_EQUAL, value, 0, 1), _step(_RETURN, _ALLOW))]
-        rule(call, _step(_LOAD, _ARGUMENTS + 8 * argument), *allowed, _step(_RETURN, _REFUSE))
-    shared = [_step(_SHARED, _THREAD, 1), _step(_RETURN, _REFUSE), _step(_RETURN, _ALLOW)]
-    rule(_CLONE, _step(_LOAD, _ARGUMENTS), *shared)
+        allowed = [_step(_EQUAL, value, 0, 1) + allow for value in values]
+        rule(call, _step(_LOAD, _ARGUMENTS + 8 * argument) + b"".join(allowed) + refuse)
     writing = _step(_SHARED, 0 if own_files else _WRITING, 0, 1)
-    rule(_OPENAT, _step(_LOAD, _ARGUMENTS + 16), writing, _step(_RETURN, _REFUSE), _step(_RETURN, _ALLOW))
-    return b"".join([*code, _step(_RETURN, _REFUSE)])
+    rule(_OPENAT, _step(_LOAD, _ARGUMENTS + 16) + writing + refuse + allow)
+    return b"".join([*code, refuse])
 
 
 def _step(code: int, value: int, if_so: int = 0, else_: int = 0) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from runners.errors import UserError
 from runners.sandbox.code_tests import extract_code, looks_forged, passed_tests, read_tests, score_programs
 from runners.sandbox.sandbox import Limits, check_sandbox
+from tests.support.sandbox.forgeries import FORGED
 
 try:
     check_sandbox()
@@ -142,32 +143,6 @@ def test_right_values_pass_and_the_opposite_does_not(test):
 )
 def test_statements_around_checks_keep_their_meaning(test, passed):
     assert passed_tests(ADD, [test]) == [passed]
-
-
-FORGED = {
-    "an object that equals everything": "class A:\n def __eq__(s, o): return True\ndef add(a, b): return A()",
-    "an object that says so of itself": "class A:\n __class__ = int\n def __eq__(s, o): return True\ndef add(a, b): return A()",
-    "a number that equals everything": "class A(int):\n def __eq__(s, o): return True\n __hash__ = None\ndef add(a, b): return A(7)",
-    "a text that equals everything": "class A(str):\n def __eq__(s, o): return True\ndef add(a, b): return A()",
-    "an object that is near everything": "class A:\n def __sub__(s, o): return 0\n __rsub__ = __sub__\n def __eq__(s, o): return True\ndef add(a, b): return A()",
-    "an object that all contain": "class A:\n def __eq__(s, o): return True\n def __hash__(s): return hash(3)\ndef add(a, b): return A()",
-    "built-in names": "import builtins\nfor n in ('bool', 'abs', 'isinstance', 'type'): setattr(builtins, n, lambda *a: True)\nadd = lambda a, b: 7",
-    "json": "import json\njson.dumps = lambda *a, **k: '[0, 0, true]'\nadd = lambda a, b: 7",
-    "json in tests": "import json\nadd = lambda a, b: setattr(json, 'dumps', lambda *a, **k: '[0, 0, 0]') or 7",
-    "own reports": "import os\nadd = lambda a, b: [os.write(3, b'%s [0, 0, 0]\\n' % m) for m in [b'', b'0' * 16]]",
-    "reports with the mark": "import os, sys\ndef add(a, b):\n f = sys._getframe(1)\n while f and 'mark' not in f.f_locals: f = f.f_back\n os.write(3, f'{f.f_locals[\"mark\"]} [0, 0, 0]\\n{f.f_locals[\"mark\"]} [0, -1]\\n'.encode())\n os._exit(0)",
-    "an exit": "import os\nadd = lambda a, b: os._exit(0)",
-    "an exit of Python": "import sys\nadd = lambda a, b: sys.exit(0)",
-    "no exception": "import sys\ndef add(a, b):\n sys.settrace(lambda *a: None)\n raise SystemExit(0)",
-    "a function in place of the check": "import sys\ndef add(a, b):\n sys._getframe(1).f_globals['__check__'] = print\n return 7",
-    "the tests' constants": "import sys\ndef add(a, b):\n f = sys._getframe(1)\n return [c for c in f.f_code.co_consts if c not in (1, 2, 0, None)]",
-    "all objects": "import gc\ndef add(a, b): return next((o['answer'] for o in gc.get_objects() if type(o) is dict and 'answer' in o), 7)",
-    "values without end": "def add(a, b):\n x = []\n x.append(x)\n return x",
-    "a value that is too large": "def add(a, b): return list(range(10 ** 6))",
-    "numbers that collide": "def add(a, b): return {n * (2 ** 61 - 1) for n in range(2000)}",
-    "tags": "def add(a, b): return {'tuple': [3]}",
-    "a huge exponent": "import decimal\ndef add(a, b): return decimal.Decimal('1e999999999')",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)

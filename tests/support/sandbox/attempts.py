@@ -1,9 +1,8 @@
-"""Attempts of a program to get out of the sandbox: each prints a line `out` once it has reached what is not its own.
+"""Attempts of a program to get out of the sandbox: each prints a line `out` if it reaches what is outside.
 
-Each is run with names for what is outside: SECRET (a file), FOLDER (where it lies), HOME, PORT (a server), NAME
-(an abstract socket), SOCKET (a socket's file), PID (a process), SEGMENT (the key of shared memory), SHARED (a
-file in memory that all can open). `show` prints "out" for what is true; `raw` is a system call by its number on
-x86-64 and shows whether it worked.
+Each runs with names for what is outside: SECRET (a file), FOLDER (its folder), HOME, PORT (a server), NAME
+(an abstract socket), SOCKET (a socket's file), PID (a process) and SEGMENT (the key of shared memory). `show`
+prints "out" for what is true; `raw` makes a system call by its number on x86-64, and shows whether it worked.
 """
 
 MODULES = """
@@ -69,7 +68,7 @@ show(os.path.exists(SECRET))""",
     "kernel memory": "show(open('/proc/kcore', 'rb').read(64) or open('/dev/mem', 'rb').read(1))",
     "a disk": "show(os.open('/dev/vda', os.O_RDONLY) or os.open('/dev/sda', os.O_RDONLY))",
     "other devices": "show(set(os.listdir('/dev')) - {'null'})",
-    "changes of a folder": "opened = raw(294, 0); show(CALL.syscall(254, opened, FOLDER.encode(), 0xfff) >= 0)",
+    "changes of a folder": "raw(254, raw(294, 0), FOLDER.encode(), 0xfff)",
     "all opening": "raw(300, 0, 0)",
     "the container's daemon": "show(os.stat('/var/run/docker.sock'))",
     "memory of others": "show(os.listdir('/dev/shm'))",
@@ -112,7 +111,7 @@ open('id', 'w').close()
 os.chmod('id', 0o4755)
 os.chown('id', 12345, 12345)
 print('out')""",
-    "a program to run": "open('run', 'w').write('#!/bin/sh'); os.chmod('run', 0o755); os.execv('run', ['run'])",
+    "a program to run": "open('run', 'w').close(); os.chmod('run', 0o755); os.execv('run', ['run'])",
     "swap": "raw(167, SECRET.encode(), 0)",
     "accounting": "raw(163, SECRET.encode())",
     "quotas": "raw(179, 0x80000700, b'/', 0, BUFFER)",
@@ -121,7 +120,10 @@ NETWORK = {
     "a server here": "socket.create_connection(('127.0.0.1', PORT), 1); print('out')",
     "a far host": "socket.create_connection(('1.1.1.1', 53), 1); print('out')",
     "a name": "socket.getaddrinfo('example.org', 80); print('out')",
-    "a page": "import urllib.request; urllib.request.urlopen(f'http://127.0.0.1:{PORT}', timeout=1); print('out')",
+    "a page": """
+import urllib.request
+urllib.request.urlopen(f'http://127.0.0.1:{PORT}', timeout=1)
+print('out')""",
     "a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9)); print('out')",
     "version 6": "socket.socket(socket.AF_INET6); print('out')",
     "a server of its own": "socket.create_server(('127.0.0.1', 0)); print('out')",
@@ -133,7 +135,7 @@ NETWORK = {
     "the kernel's messages": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0); print('out')",
     "the kernel's ciphers": "socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET); print('out')",
     "radio": "socket.socket(31, socket.SOCK_RAW, 1); print('out')",
-    "any family": "show(any(CALL.socket(family, kind, 0) >= 0 for family in range(46) for kind in range(1, 6)))",
+    "any family": "show(any(CALL.socket(n // 6, n % 6, 0) >= 0 for n in range(276)))",
     "a pair of other families": "show(any(CALL.socketpair(n, 1, 0, BUFFER) >= 0 for n in range(2, 46)))",
     "in old numbers": """
 code = mmap.mmap(-1, 4096, prot=7)  # socket(AF_INET, SOCK_STREAM, 0) by the 32-bit call

@@ -1,4 +1,4 @@
-"""The users and machines on which the sandbox is tried: root, an ordinary user, containers without namespaces.
+"""Where the sandbox is tried: as root and as an ordinary user, on a whole machine and in containers.
 
 `python -m tests.support.sandbox.settings NAME COMMAND…` runs a command in one; only root can enter all.
 """
