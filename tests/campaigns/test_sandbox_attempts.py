@@ -4,11 +4,13 @@ namespaces, and without Landlock as well. Entering all settings needs root; othe
 import functools
 import json
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runners.machine.bounded_process import python_command
 from tests.support.sandbox.attempts import ATTEMPTS, FILES, NAMES
 from tests.support.sandbox.settings import ROOT, SETTINGS, available, command
 
@@ -56,3 +58,25 @@ def test_without_a_sandbox_most_attempts_succeed():
     for left in ("/tmp/new", "/dev/shm/new"):
         Path(left).unlink(missing_ok=True)
     assert sum("out\n" in each for each in printed.values()) > 100
+
+
+# In a mount namespace: a file system with a secret below the standard library, as a container's volume is.
+MOUNTS = """
+import ctypes, subprocess
+from runners.sandbox.sandbox import run_program
+assert ctypes.CDLL(None).unshare(0x20000) == 0
+for step in (["--make-rprivate", "/"], ["-t", "tmpfs", "none", {folder!r}]):
+    subprocess.run(["mount", *step], check=True)
+open({folder!r} + "/.env", "w").write("SECRET")
+text = "import os; print(os.listdir({folder!r}))\\nopen({folder!r} + '/new', 'w')"
+print(run_program(text).output.decode())
+"""
+
+
+def test_a_mount_below_the_library_is_not_part_of_the_root():
+    """A volume in a container, for instance: neither read nor written."""
+    if not available("root"):
+        pytest.skip("needs root, on Linux, to mount")
+    folder = str(Path(sysconfig.get_path("stdlib")) / "pydoc_data")
+    done = subprocess.run(python_command(MOUNTS.format(folder=folder)), capture_output=True, text=True)
+    assert "__init__.py" in done.stdout and ".env" not in done.stdout, done.stderr

@@ -136,13 +136,15 @@ def test_right_values_pass_and_the_opposite_does_not(test):
         ("try:\n    add(1, 1)\n    assert False\nexcept TypeError:\n    pass", False),
         ("if add(1, 1) == 3:\n    assert add(1, 1) == 3", True),
         ("import math\nassert math.isclose(add(.1, .2), .3)", True),
+        ("assert all(add(n, 1) == 0 for n in range(3))", False),
         ("x = [3]\nx.append(add(1, 1))\nassert x == [3, 2]", True),
         ("assert add(", False),
         ("assert add(1, 1) == 2\nraise ValueError", False),
     ],
 )
 def test_statements_around_checks_keep_their_meaning(test, passed):
-    assert passed_tests(ADD, [test]) == [passed]
+    patches = "import builtins\nbuiltins.all = lambda _: True\n"  # taken back before the tests
+    assert passed_tests(patches + ADD, [test]) == [passed]
 
 
 @pytest.mark.parametrize("program", FORGED.values(), ids=FORGED)
@@ -176,6 +178,9 @@ def test_all_tests_of_a_program_have_one_deadline():
             start = time.monotonic()
             assert passed_tests(program, tests, limits) == [False] * len(tests)
             assert time.monotonic() - start < 8
+    waits = "import time; time.sleep(.7)\nprint(1)"
+    passed = passed_tests(waits, [{"input": "", "output": "1"}] * 8, Limits(seconds=2.0))
+    assert passed[0] and passed[2:] == [False] * 6
     slow = "while __import__('time').process_time() < .4: pass\nprint(1)"
     passed = passed_tests(slow, [{"input": "", "output": "1"}] * 8, Limits(seconds=20, processor_seconds=1.0))
     assert passed == [True] * 3 + [False] * 5

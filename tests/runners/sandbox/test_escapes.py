@@ -117,7 +117,10 @@ def test_computing_and_waiting_have_limits_of_their_own(outside):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_program_dies_with_its_run(number):
     """A killed run leaves neither the program nor the processes around it."""
-    code = "from runners.sandbox.sandbox import run_program; run_program('import time; time.sleep(300)')"
+    code = (
+        "from runners.sandbox.sandbox import Limits, run_program; "
+        "run_program('import time; time.sleep(300)', limits=Limits(seconds=200.0))"
+    )
     run = subprocess.Popen(python_command(code), start_new_session=True)
     end, found = time.monotonic() + 30, list[int]()
     while len(found) < 3 and time.monotonic() < end:
@@ -143,6 +146,7 @@ def test_a_program_dies_with_its_run(number):
         ("for n in range(300):\n    open(str(n), 'wb').write(bytes(1_000_000))\nprint('out')", "No space"),
         ("for n in range(20_000): os.mkdir(str(n))\nprint('out')", "No space"),
         (
+            "threading.stack_size(65536)\n"
             "for _ in range(100): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
             "start new thread",
         ),

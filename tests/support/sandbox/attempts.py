@@ -72,7 +72,7 @@ show(os.path.exists(SECRET))""",
     "all opening": "raw(300, 0, 0)",
     "the container's daemon": "show(os.stat('/var/run/docker.sock'))",
     "memory of others": "show(os.listdir('/dev/shm'))",
-    "installed packages": "show([n for p in sys.path for n in os.listdir(p + '/site-packages')])",
+    "installed packages": "import glob; show(glob.glob(sys.base_prefix + '/lib/python*/*-packages/*'))",
 }
 WRITES = {
     "beside the secret": "open(FOLDER + '/new', 'w').close(); print('out')",
