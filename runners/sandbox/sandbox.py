@@ -40,7 +40,7 @@ class Limits:
     memory: int = 512_000_000  # bytes of address space in addition to what each program begins with
     threads: int = 8
     disk: int = 64_000_000  # bytes in its folder; on macOS of each file
-    output: int = 1_000_000  # bytes; what is printed beyond ends the program
+    output: int = 1_000_000  # bytes that are read; what is printed beyond is lost
     partial: bool = False  # runs also where a protection is missing
 
 
