@@ -76,9 +76,13 @@ class Sandbox:
         first, _, count = map(int, Path("/proc/self/uid_map").read_text().splitlines()[-1].split())
         library = Path(os.__file__)
         is_open = all(place.stat().st_mode & 1 for place in library.parents)
-        self.namespaces = self.tried("namespaces", self.enter_namespaces)
-        if not self.namespaces:
-            self.tried("Landlock", self.restrict_files)
+        for name, protect in ("namespaces", self.enter_namespaces), ("Landlock", self.restrict_files):
+            try:
+                protect()
+                break  # Landlock is for machines without namespaces
+            except OSError as error:
+                self.missing.append(f"{name} ({error.strerror})")
+        self.namespaces = not self.missing
         if os.geteuid() == 0 and count > 60_000:  # root has no bound on its threads
             self.user = first + count - 3 - int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
             if not (library.stat().st_mode & 4 and (self.namespaces or is_open)):
@@ -87,24 +91,16 @@ class Sandbox:
         self.filter = bytes.fromhex(filters[not self.namespaces])
         self.missing += [] if self.filter else [f"seccomp (not for {os.uname().machine})"]
 
-    def tried(self, name, protect):
-        """Whether a protection works here."""
-        try:
-            protect()
-        except OSError as error:
-            self.missing.append(f"{name} ({error.strerror})")
-        return not self.missing
-
     def enter_namespaces(self):
         """A root of nothing but the standard library, read-only, a null device and a folder."""
-        user, group = os.getuid(), os.getgid()
+        identities = {"uid_map": os.getuid(), "gid_map": os.getgid()}
         try:
             call("unshare", NEW_MOUNTS | NEW_OTHERS)
         except PermissionError:
             call("unshare", NEW_MOUNTS | NEW_OTHERS | NEW_USERS)
             Path("/proc/self/setgroups").write_text("deny")
-            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+            for name, number in identities.items():
+                Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
         mount(None, "/", flags=PRIVATE)
         mount("none", ROOT, "tmpfs", BARE, "mode=755,size=1m")
         for place in filter(os.path.isdir, (*sys.path, ZONES)):

@@ -103,15 +103,8 @@ class _Server:
 
 _servers: set[_Server] = set()
 _idle: list[_Server] = []
-
-
-def _forget() -> None:
-    """In a forked child: these processes are its parent's."""
-    _servers.clear()
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+# In a forked child, these processes are its parent's.
+os.register_at_fork(after_in_child=lambda: [known.clear() for known in (_servers, _idle)])
 
 
 def run_program(
