@@ -6,6 +6,7 @@ Built-in forms take time linear in the text; patterns and functions of the user 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -17,9 +18,10 @@ import attrs
 from runners.answers.prose import last_number, letter
 from runners.answers.thoughts import TAGS, split_thoughts
 from runners.answers.values import answers_agree
-from runners.errors import UserError, did_you_mean, show
+from runners.errors import UserError, did_you_mean, listed, show
 from runners.machine.bounded_process import BoundedFunction
-from runners.sandbox.code_tests import extract_code, score_programs
+from runners.sandbox.code_tests import extract_code, looks_forged, score_programs
+from runners.sandbox.sandbox import Limits
 
 REASONING, REASONING_END = "<reasoning>", "</reasoning>"
 ANSWER, ANSWER_END = "<answer>", "</answer>"
@@ -42,6 +44,8 @@ class AnswerForm:
     nudge: str = ""  # the first words of a completion of this form
     # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing, by meaning.
     shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
+    # What in a program may pass tests that it does not solve; None: answers are no programs.
+    forges: Callable[[str], list[str]] | None = None
     spec: str = ""  # as the config names it
     argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
@@ -82,6 +86,17 @@ class AnswerForm:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
         shares = self.shares([each or "" for each in found], golds)
         return [share * (each is not None) for each, share in zip(found, shares, strict=True)]
+
+    def doubts(self, texts: Sequence[str]) -> list[str]:
+        """A line if programs may pass tests that they do not solve."""
+        found = [names for text in texts if self.forges and (names := self.forges(text))]
+        if not found:
+            return []
+        names = listed(sorted({name for names in found for name in names}))
+        return [
+            f"{len(found)} of {len(texts)} completions contain {names}, with which a program can pass tests "
+            "that it does not solve: look at those that are right"
+        ]
 
     def is_right(self, text: str, gold: str) -> bool:
         """Whether a completion has the gold answer."""
@@ -217,6 +232,7 @@ FORMS: dict[str, AnswerForm] = {
         "Write a Python program that solves the task. Give the whole program in one block that begins with "
         "```python and ends with ```.",
         shares=score_programs,
+        forges=looks_forged,
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": AnswerForm(
@@ -237,12 +253,14 @@ def answer_form(
     ignore_spaces: bool = False,
     given: str = "",
     thoughts: tuple[str, ...] = TAGS,
+    partial_sandbox: bool = False,
 ) -> AnswerForm | None:
     """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other.
 
     Args:
         given: the nudge, in front of each completion that is read.
         thoughts: the opening and the closing tag of thoughts; empty: there are none.
+        partial_sandbox: programs run also where protections of the sandbox are missing.
     """
     if spec == NONE:
         return None
@@ -260,7 +278,7 @@ def answer_form(
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
         form = FORMS[name]
-        return attrs.evolve(
+        form = attrs.evolve(
             form,
             spec=spec,
             argument=argument,
@@ -272,6 +290,10 @@ def answer_form(
             given=given,
             thoughts=thoughts,
         )
+        if form.forges and partial_sandbox:
+            shares = functools.partial(score_programs, limits=Limits(partial=True))
+            return attrs.evolve(form, shares=shares)
+        return form
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
     raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
 

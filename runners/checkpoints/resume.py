@@ -25,7 +25,8 @@ from runners.report.run_record import flattened
 # Keys that may differ without a notice: they change neither weights nor completions.
 HARMLESS = {
     *("checkpoint", "log", "watch", "stop", "run.name", "run.output_dir", "run.overwrite"),
-    *("eval.every", "eval.at_start", "optim.max_bad_updates", "reward.stop_if_all_fail"),
+    *("answer.partial_sandbox", "eval.every", "eval.at_start", "optim.max_bad_updates"),
+    "reward.stop_if_all_fail",
     *("system.memory_limit_gb", "system.collective_timeout", "system.check_model"),
 }
 # Keys that the config may leave to the machine; a resumed run takes their values from the first run.

@@ -6,12 +6,11 @@ import json
 import platform
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from runners.commands.base import command, flag
-from runners.errors import UserError, gigabytes
+from runners.errors import UserError, gigabytes, listed
 from runners.machine.terminal import aligned, echo, echo_text
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
@@ -36,18 +35,16 @@ def doctor_command(as_json: bool) -> None:
     from runners.machine import startup
     from runners.machine.memory_readings import free_memory, memory_limit, swap_used, total_memory
     from runners.machine.versions import installed_version
-    from runners.sandbox.sandbox import mechanism
+    from runners.sandbox.sandbox import check_sandbox
 
-    sandbox = None
-    with suppress(UserError):
-        sandbox = mechanism()
+    missing = check_sandbox(partial=True)
     found: dict[str, Any] = {
         "grpo_fn": installed_version("grpo_fn"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "compiler": shutil.which("g++") is not None,
-        "sandbox": sandbox,
+        "sandbox": f"lacks {listed(missing)}" if missing else "whole",
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
     slow, problem = [], ""

@@ -76,6 +76,7 @@ class Config:
             ignore_spaces=answer.ignore_spaces,
             given=data.nudge,
             thoughts=data.thoughts,
+            partial_sandbox=answer.partial_sandbox,
         )
 
     def loss_spec(self) -> LossSpec:

@@ -117,6 +117,7 @@ class AnswerConfig:
     form: str = key("xml", "where a completion has its answer: `xml` (in `<answer>` tags), `last_number`, `boxed` (`\\boxed{}`), `gsm8k` (behind `####`), `letter`, `json:FIELD`, `exact` (the whole text), `code` (a Python program: the answer column has its [tests](your-task.md#code-with-tests)), `regex:PATTERN` (its group), `file.py:function` (from a text to its answer or None); `none`: nowhere. If not set, it is `none` where all rewards are your own, or the data has no answers", "one line, not empty")
     ignore_case: bool = key(False, "capital and small letters are the same; with `exact` a full stop at the end does not count either")
     ignore_spaces: bool = key(False, "blanks and line ends do not count")
+    partial_sandbox: bool = key(False, "run programs of `form = \"code\"` also where this machine lacks a part of their [sandbox](your-task.md#code-with-tests); `grpo doctor` names what it lacks")
 
 
 @attrs.frozen(kw_only=True)

@@ -32,7 +32,7 @@ from runners.images.image_files import image_files
 from runners.machine.versions import install_hint
 from runners.quickstart import DATA
 from runners.sandbox.code_tests import read_tests
-from runners.sandbox.sandbox import mechanism
+from runners.sandbox.sandbox import check_sandbox
 
 _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
@@ -82,7 +82,7 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     """
     form, name = config.answer.form, config.data.answer
     if form == "code":
-        mechanism()  # before a model is loaded
+        check_sandbox(partial=config.answer.partial_sandbox)  # before a model is loaded
     rows = [row for part in parts for row in part]
     if not any(name in row for row in rows):
         data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)

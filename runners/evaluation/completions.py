@@ -99,6 +99,7 @@ class Evaluator:
         totals_b[np.isnan(values_kb).all(axis=0)] = np.nan
         answers, rights = [self._read(text) for text in batch.texts], dict[int, bool]()
         if self.form:
+            self.problems.update(dict.fromkeys(self.form.doubts(batch.texts)))
             known = [row for row, example in enumerate(asked) if example.answer]
             scores = self.form.scores([answers[row] for row in known], [asked[row].answer for row in known])
             rights = {row: score == 1 for row, score in zip(known, scores, strict=True)}

@@ -8,40 +8,30 @@ import json
 import os
 import re
 import secrets
+import signal
 import textwrap
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import attrs
+
 from runners.errors import show
-from runners.sandbox.sandbox import DEFAULT, Limits, end_programs, mechanism, run_program
+from runners.sandbox.checks import read_reports, read_test
+from runners.sandbox.sandbox import DEFAULT, Limits, check_sandbox, end_programs, run_program
 
 _MOST = 20_000  # characters of a text without a block that are read as Python
-_LONGEST = 120_000  # bytes of a program that is a word of a command
+_REPORTS = 4  # times a program's output: what its tests may report
 _PYTHON = ("python", "py", "python3")
 _BLOCK = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
-# Inside: what the program prints is not read; one line a test that it passes, with a mark it was not given.
-# The grader keeps its own names of what it calls: a program may put others in their place.
-_GRADER = """
-import json, os, sys
-report, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
-task = json.loads(sys.stdin.buffer.read())
-for number in (0, 1, 2):
-    os.dup2(nothing, number)
-def grade(code, tests, mark, run=exec, read=compile, copy=dict, write=os.write, failure=BaseException):
-    names = {"__name__": "__main__"}
-    tests = [(read(test, "<test>", "exec"), f"{mark} {n}\\n".encode()) for n, test in enumerate(tests)]
-    run(read(code, "<program>", "exec"), names)
-    for test, passed in tests:
-        try:
-            run(test, copy(names))
-        except failure:
-            continue
-        write(report, passed)
-grade(**task)
-"""
+# What a program has that looks into its own process, or says itself what equals what.
+_FORGES = re.compile(
+    r"\b(__eq__|__ne__|builtins|__builtins__|_getframe|currentframe|f_back|f_locals|f_globals|tb_frame"
+    r"|settrace|setprofile|ctypes|get_objects|get_referrers|__check__)\b"
+)
 
 
 def extract_code(text: str) -> str | None:
@@ -86,12 +76,19 @@ def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
     of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
     """
     code, cases = (extract_code(text) or "") if "```" in text else text, read_tests(tests)
-    if not (statements := [case for case in cases if isinstance(case, str)]):
-        return [_prints(code, case, limits) for case in cases if isinstance(case, dict)]
-    mark = secrets.token_hex(16)
-    task = json.dumps({"code": code, "tests": statements, "mark": mark}).encode()
-    printed = run_program(_GRADER, stdin=task, limits=limits).output.decode("ascii", "replace").splitlines()
-    return [f"{mark} {number}" in printed for number in range(len(statements))]
+    inputs = [case for case in cases if isinstance(case, dict)]
+    if inputs:
+        return _printed(code, inputs, limits)
+    wanted = [read_test(case) for case in cases if isinstance(case, str)]
+    mark, sources = secrets.token_hex(8), [test.source for test in wanted]
+    limits = attrs.evolve(limits, output=_REPORTS * limits.output)
+    reports = read_reports(run_program(code, tests=sources, mark=mark, limits=limits).output, mark)
+    return [test.passed(reports.get(number, [])) for number, test in enumerate(wanted)]
+
+
+def looks_forged(text: str) -> list[str]:
+    """The names in a text with which a program may pass tests that it does not solve."""
+    return sorted(set(_FORGES.findall(text)))
 
 
 def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT) -> list[float]:
@@ -99,7 +96,7 @@ def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = 
 
     Raises UserError where there is no sandbox, ValueError as `read_tests`.
     """
-    mechanism()
+    check_sandbox(partial=limits.partial)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             results = list(pool.map(lambda text, wanted: _known(text, wanted, limits), texts, tests))
@@ -124,12 +121,23 @@ def _is_python(text: str) -> bool:
     return bool(text.strip())
 
 
-def _prints(code: str, case: dict[str, str], limits: Limits) -> bool:
-    if "\0" in code or len(code.encode()) > _LONGEST:
-        return False
-    outcome = run_program(code, stdin=case["input"].encode(), limits=limits)
-    return outcome.code == 0 and _lines(outcome.output.decode("utf-8", "replace")) == _lines(case["output"])
+def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits) -> list[bool]:
+    """Which outputs are as wanted; after a program that a limit has ended, none."""
+    end = time.monotonic() + limits.seconds
+    passed = [False] * len(cases)
+    for number, case in enumerate(cases):
+        outcome = run_program(code, stdin=case["input"], limits=limits)
+        if outcome.code == -signal.SIGKILL:
+            break
+        passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(
+            case["output"].encode("utf-8", "replace")
+        )
+        left = limits.processor_seconds - outcome.processor_seconds
+        limits = attrs.evolve(limits, seconds=end - time.monotonic(), processor_seconds=left)
+        if min(limits.seconds, left) <= 0:
+            break
+    return passed
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+def _lines(output: bytes) -> list[bytes]:
+    return [line.rstrip() for line in output.strip().splitlines()]

@@ -240,6 +240,7 @@ class Collector:
             scores.values_kb[:, [bool(each.fault) for each in played]] = np.nan
         if self._turn_rewards:
             scores.problems.extend(check_turn_rewards(scores, rollout))
+        form = self.config.answer_form
         penalty_b = length_penalty(self.config, rollout.lengths_b)
         penalty_b = None if penalty_b is None else np.array(penalty_b)
         rewards_pg = self._combined(scores.values_kb, penalty_b, size)
@@ -252,7 +253,7 @@ class Collector:
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
             sampled_tokens=sum(map(len, [each.sampled for each in played] if played else completions)),
-            problems=(*faults_of(played or ()), *scores.problems),
+            problems=(*faults_of(played or ()), *scores.problems, *(form.doubts(texts) if form else ())),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
