@@ -17,7 +17,8 @@ Tree = Any
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
-    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they are."""
+    """The same tree with `function` applied to every leaf of type `kind`; other leaves stay as they
+    are."""
     if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
@@ -40,7 +41,8 @@ def arrays_of(tree: Tree) -> Iterator[mx.array]:
 
 
 def named_leaves(tree: Tree) -> dict[str, mx.array]:
-    """A parameter tree's leaves under their dotted names, such as `model.layers.0.mlp.up_proj.weight`."""
+    """A parameter tree's leaves under their dotted names, such as
+    `model.layers.0.mlp.up_proj.weight`."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(tree)))
 
 
@@ -62,7 +64,8 @@ def on_host(array: mx.array) -> list[Any]:
 
 
 def structure_of(tree: Tree, found: list[mx.array]) -> Any:
-    """A hashable description of the tree, different for any two structures; its arrays are added to `found`.
+    """A hashable description of the tree, different for any two structures; its arrays are added to
+    `found`.
 
     Values that are not arrays are part of the structure.
     """
@@ -75,7 +78,10 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
         return (type(tree), tuple(structure_of(value, found) for value in tree))
     if attrs.has(type(tree)):
         names = [field.name for field in attrs.fields(type(tree))]
-        return (type(tree), tuple((name, structure_of(getattr(tree, name), found)) for name in names))
+        return (
+            type(tree),
+            tuple((name, structure_of(getattr(tree, name), found)) for name in names),
+        )
     return ("value", type(tree), tree)
 
 

@@ -1,8 +1,8 @@
 """Micro-batches: cuts a batch to fit the learner's memory, in few shapes and with little padding.
 
-Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A run costs
-the positions of its shape, including padding, and a constant. A shape without a compiled step costs more, so
-that a larger known shape may be used instead.
+Rows are sorted by length. Dynamic programming finds the cheapest way to cut that order into runs. A
+run costs the positions of its shape, including padding, and a constant. A shape without a compiled
+step costs more, so that a larger known shape may be used instead.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -70,7 +70,8 @@ class Packer:
     known: frozenset[Shape] = attrs.field(default=frozenset(), converter=frozenset)
     new_shape_tokens: int = 0
     piece_tokens: int = PIECE_TOKENS  # a micro-batch's fixed cost in tokens
-    chosen: dict[Shape, tuple[float, Shape]] = attrs.field(init=False, factory=dict)  # see `_choose`
+    # see `_choose`
+    chosen: dict[Shape, tuple[float, Shape]] = attrs.field(init=False, factory=dict)
 
     def _size(self, size: int) -> int:
         return round_up(size) if self.bucketed else size
@@ -128,7 +129,10 @@ class Packer:
         )
 
     def _cheapest(
-        self, units: Sequence[tuple[Row, ...]], shape: Callable[[int, int], Shape], steps: Sequence[int]
+        self,
+        units: Sequence[tuple[Row, ...]],
+        shape: Callable[[int, int], Shape],
+        steps: Sequence[int],
     ) -> tuple[float, list[PackedRun]]:
         """The cheapest runs of neighbouring units; a run has one of `steps` units."""
         # Of the first units: the cost, and where the last run starts and its shape.
@@ -158,7 +162,9 @@ class Packer:
             extra = 0 if wanted in self.known else self.new_shape_tokens
             choices = [(self._cost(wanted) + extra, wanted)]
             covering = [shape for shape in self.known if shape.covers(wanted)] if extra else []
-            choices += [(self._cost(each), each) for each in covering if each.tokens <= self.max_tokens]
+            choices += [
+                (self._cost(each), each) for each in covering if each.tokens <= self.max_tokens
+            ]
             self.chosen[wanted] = min(choices)
         return self.chosen[wanted]
 
@@ -190,12 +196,12 @@ def split_batch(
     """Cut a batch into micro-batches of at most `max_tokens` tokens each, including padding.
 
     Rows of similar length come into one micro-batch. With `bucketed` sizes are rounded up, by
-    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask and count
-    nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
+    at most an eighth, so that the compiled step sees few shapes. Rows of padding have an empty mask
+    and count nowhere. A single row longer than `max_tokens` gets a micro-batch of its own.
 
-    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where that takes
-    fewer tokens. The model has to support it: see `can_share`. Given experts are for whole rows: they are not
-    shared.
+    With `share_prompts` a group's rows may stay together and use one copy of their prompt, where
+    that takes fewer tokens. The model has to support it: see `can_share`. Given experts are for
+    whole rows: they are not shared.
 
     Any split gives the same update: the micro-batches' counts add up to the batch's.
 
@@ -210,7 +216,9 @@ def split_batch(
     if max_tokens < 1:
         raise ValueError(f"max_tokens = {max_tokens}: expected at least 1")
     if share_prompts and batch.group_b is None:
-        raise ValueError("share_prompts needs group_b, the number of each row's prompt; make_batch gives it")
+        raise ValueError(
+            "share_prompts needs group_b, the number of each row's prompt; make_batch gives it"
+        )
     if batch.mask_bt.shape[0] == 0:
         return [batch]
     prices = {"new_shape_tokens": new_shape_tokens, "piece_tokens": piece_tokens}
@@ -232,7 +240,8 @@ def split_batch(
 
 
 def halve_batch(piece: Batch) -> list[Batch]:
-    """Two micro-batches with half of the rows each, to save memory; a single row is returned unchanged.
+    """Two micro-batches with half of the rows each, to save memory; a single row is returned
+    unchanged.
 
     Both keep all shared prompts. Their counts add up to those of `piece`.
     """

@@ -1,7 +1,8 @@
-"""Images in a model's forward pass: features for embeddings, and rotations by three positions per token.
+"""Images in a model's forward pass: features for embeddings, and rotations by three positions per
+token.
 
-Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or one for
-each row) for text, and `Positions` here.
+Positions are passed with the caches: a layer rotates by its cache's `offset`, which is a number (or
+one for each row) for text, and `Positions` here.
 """
 
 import functools
@@ -24,25 +25,30 @@ class Positions:
 
 
 def use_multimodal_rope(module: nn.Module, sections: Sequence[int]) -> None:
-    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as before.
+    """Let this model's layers rotate by `Positions`, if a cache has them; text is rotated as
+    before.
 
     Call it before `Policy.from_module`.
 
     Args:
         module: a model whose layers have a plain `mlx.nn.RoPE` as `self_attn.rope`.
-        sections: how many frequencies follow the time, the row and the column, from the highest one on.
+        sections: how many frequencies follow the time, the row and the column, from the highest one
+            on.
 
     Raises:
-        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another way.
+        ValueError: the sections are not all of a head's frequencies, or a layer rotates in another
+            way.
     """
     for layer in cast("list[nn.Module]", module.layers):
         rope = getattr(getattr(layer, "self_attn", None), "rope", None)
         if not isinstance(rope, nn.RoPE) or rope.traditional or rope.scale != 1:
-            raise ValueError(f"its layers rotate by {type(rope).__name__}: expected a plain mlx.nn.RoPE")
+            raise ValueError(
+                f"its layers rotate by {type(rope).__name__}: expected a plain mlx.nn.RoPE"
+            )
         if len(sections) != 3 or 2 * sum(sections) != rope.dims:
             raise ValueError(
-                f"mrope_section is {list(sections)}: expected three numbers that add up to {rope.dims // 2}, "
-                "half a head's width"
+                f"mrope_section is {list(sections)}: expected three numbers that add up to "
+                f"{rope.dims // 2}, half a head's width"
             )
         rope.__class__ = _multimodal(tuple(sections))  # type: ignore[assignment]
 
@@ -73,7 +79,9 @@ def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
     return MultimodalRoPE
 
 
-def forward_with_images(backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches) -> mx.array:
+def forward_with_images(
+    backbone: Any, tokens_bl: mx.array, rows: ImageRows, caches: Caches
+) -> mx.array:
     """Hidden states [B,L,D] of rows whose image tokens are replaced by the images' features.
 
     `caches` have the rows' positions as their offsets.

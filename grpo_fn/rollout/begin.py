@@ -107,5 +107,9 @@ def _batch(queue: RowQueue, starts: Sequence[Start], logits_pv: mx.array, steps:
     if entry.sampling.repetition_penalty != 1:
         prompts = [start.entry.prompt for start in starts]
         seen_bv = seen_tokens(prompts, logits_pv.shape[-1])[prompt_b]
-    watched = isinstance(steps, CacheSteps) and entry.keep and not cache_rows.hold_all_tokens(steps.caches)
+    watched = (
+        isinstance(steps, CacheSteps)
+        and entry.keep
+        and not cache_rows.hold_all_tokens(steps.caches)
+    )
     return RowBatch(steps, logits_pv[prompt_b], bits_nbw, numbers, entry.sampling, seen_bv, watched)

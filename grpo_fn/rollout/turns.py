@@ -1,9 +1,10 @@
-"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all tokens so far.
+"""Conversations in the decoding loop: rows that wait for replies, rows that continue, and all
+tokens so far.
 
-    sample a turn ─its end→ park the row ─reply→ extend it by the given tokens ─→ sample the next turn
+    sample a turn ─its end→ park the row ─reply→ extend it by its tokens ─→ sample the next turn
 
-Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its replies, to
-the rounding of batched products.
+Replies come from outside, through `Replies`. A row depends only on its key, its prompt and its
+replies, to the rounding of batched products.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ class Replies(Protocol):
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
         """The replies since the last call; waits for those of at least `least` rows.
 
-        A reply is the token ids that follow the turn's last token, exactly; None ends the conversation.
+        A reply is the token ids that follow the turn's last token, exactly; None ends the
+        conversation.
         """
         ...
 
@@ -39,7 +41,8 @@ class Respond:
     """`Replies` from a plain function, which is called row by row when its reply is collected."""
 
     def __init__(self, function: Callable[[int, Sequence[int]], Sequence[int] | None]) -> None:
-        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's end."""
+        """`function(row, tokens)` returns the tokens that follow, or None at the conversation's
+        end."""
         self._function = function
         self._begun: dict[int, Sequence[int]] = {}
 
@@ -74,15 +77,17 @@ class Conversation:
 class Turns(RowQueue):
     """A queue whose rows are turns: one that has ended may have a reply, and continues after it.
 
-    Row b is the first turn of conversation b of B; its following turns are the rows b + B, b + 2B, …
+    Row b is the first turn of conversation b of B; its next turns are the rows b + B, b + 2B, …
     """
 
     def __init__(self, policy: Policy, replies: Replies, together: bool) -> None:
-        """`together`: turns begin when no row decodes any more; else as soon as replies are there."""
+        """`together`: turns begin when no row decodes any more; else as soon as replies are
+        there."""
         super().__init__(policy)
         self._replies, self._together = replies, together
         self.talks: list[Conversation] = []
-        self._asked: dict[int, int] = {}  # rows whose reply is still to come, by their conversations
+        # rows whose reply is still to come, by their conversations
+        self._asked: dict[int, int] = {}
 
     @property
     def waiting(self) -> bool:
@@ -97,7 +102,8 @@ class Turns(RowQueue):
     def due(self, decoding: int, most: int) -> list[Start]:
         """As `RowQueue`; turns with new replies wait from now on.
 
-        Raises ValueError if replies are of other rows than asked for, or token ids are out of range.
+        Raises ValueError if replies are of other rows than asked for, or token ids are out of
+        range.
         """
         if self._asked and not (self._together and decoding):
             least = len(self._asked) if self._together else 0 if decoding else 1

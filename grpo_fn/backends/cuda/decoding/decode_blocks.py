@@ -1,8 +1,8 @@
 """Blocks of a decoder computed by `block_kernel` while a model samples on CUDA.
 
-Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2, Qwen3,
-Mistral), and nanochat's. The names are not trusted: on random weights a block has to give the numbers of
-`composed_block`, the kernel's specification; otherwise it stays as it is.
+Two families of mlx-lm's blocks are known: those that name their parts like Llama's (Llama, Qwen2,
+Qwen3, Mistral), and nanochat's. The names are not trusted: on random weights a block has to give
+the numbers of `composed_block`, the kernel's specification; otherwise it stays as it is.
 """
 
 import functools
@@ -20,7 +20,8 @@ from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
-_TOKENS, _TOLERANCE = 5, 0.03  # of the comparison; the largest share of what a block adds to its input
+# of the comparison; the largest share of what a block adds to its input
+_TOKENS, _TOLERANCE = 5, 0.03
 Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
 
 
@@ -57,7 +58,8 @@ def _llama_parts(block: Any) -> Parts | None:
         or any(not isinstance(norm, nn.RMSNorm) or norm.eps != first.eps for norm in norms)
         or set(attention.children()) - known
         or set(mlp.children()) != {"gate_proj", "up_proj", "down_proj"}
-        or set(block.children()) != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+        or set(block.children())
+        != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     ):
         return None
     heads = attention.n_heads
@@ -155,7 +157,9 @@ def composed_block(parts: Parts, x: mx.array) -> mx.array:
     queries = rotated(heads(normal, weights.q, weights.q_bias, shape.heads), weights.q_norm)
     keys = rotated(heads(normal, weights.k, weights.k_bias, shape.shared), weights.k_norm)
     values = heads(normal, weights.v, weights.v_bias, shape.shared)
-    attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=shape.scale, mask="causal")
+    attended = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=shape.scale, mask="causal"
+    )
     x = x + attended.swapaxes(1, 2).reshape(rows, length, -1) @ weights.o.T
     normal = mx.fast.rms_norm(x, weights.norm_2, shape.eps)
     up = normal @ weights.up.T
@@ -169,13 +173,16 @@ def _gated(gate: mx.array, up: mx.array) -> mx.array:
 
 @functools.lru_cache(maxsize=64)
 def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById") -> bool:
-    """Whether a block computes `composed_block`: compared on random weights, once for a class and shape."""
+    """Whether a block computes `composed_block`: compared on random weights, once for a class and
+    shape."""
     module = block.module
 
     def drawn(path: str, leaf: mx.array) -> mx.array:
         key = mx.random.key(sum(path.encode()))
         noise = mx.random.normal(leaf.shape, key=key)
-        return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(leaf.dtype)
+        return (noise / leaf.shape[-1] ** 0.5 if leaf.ndim == 2 else 1 + 0.2 * noise).astype(
+            leaf.dtype
+        )
 
     with parameters_replaced(module, tree_map_with_path(drawn, module.parameters())):
         x = mx.random.normal((2, _TOKENS, shape.width), key=mx.random.key(0)).astype(dtype)
@@ -236,16 +243,21 @@ class DecodeBlock(nn.Module):
 
 @contextmanager
 def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
-    """The module with its blocks in this form, for so many rows, until the end of the `with` block; on CUDA.
+    """The module with its blocks in this form, for so many rows, until the end of the `with` block;
+    on CUDA.
 
-    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be used.
+    If the kernel cannot take so many rows, the blocks stay as they are, and other forms may be
+    used.
     """
     found = known_blocks(module, rows)
     barrier = mx.zeros((64,), mx.uint32)
     rotations = [_rotation(parts_of(block)) for _, block in found]
     mx.eval(barrier, rotations)
     known = [tuple(on_host(rotation.flatten())) for rotation in rotations]
-    new = [(name, DecodeBlock(block, own, barrier)) for (name, block), own in zip(found, known, strict=True)]
+    new = [
+        (name, DecodeBlock(block, own, barrier))
+        for (name, block), own in zip(found, known, strict=True)
+    ]
     with replaced_layers(module, new, found):
         yield
 

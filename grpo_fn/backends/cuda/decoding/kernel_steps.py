@@ -1,9 +1,9 @@
-"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one kernel that
-also keeps the row's new key and value, in place: nothing grows, nothing is copied.
+"""Decoding steps on CUDA, over one copy of each prompt: a compiled program whose attention is one
+kernel that also keeps the row's new key and value, in place: nothing grows, nothing is copied.
 
-A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A compiled
-program is launched without the Python that describes it. If its buffers keep their place, it can be launched
-ahead of the device.
+A step on a GPU has some 300 small kernels, and launching them takes longer than running them. A
+compiled program is launched without the Python that describes it. If its buffers keep their place,
+it can be launched ahead of the device.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,8 @@ _PLACES = 16  # of rows that join: each number of them is a program of its own
 
 
 class KernelSteps:
-    """Steps over one copy of each prompt, compiled; each row's keys and values are written in place."""
+    """Steps over one copy of each prompt, compiled; each row's keys and values are written in
+    place."""
 
     drops_rows = False  # each number of rows would be a program of its own
 
@@ -69,7 +70,8 @@ class KernelSteps:
         return self._program([*self._fixed, fed_b, token_b])
 
     def join(self, other: Any, old: list[int], new: list[int]) -> list[int] | None:
-        """As `Steps`, for rows right after their prefill: they take the places of rows that have left."""
+        """As `Steps`, for rows right after their prefill: they take the places of rows that have
+        left."""
         if not isinstance(other, KernelSteps) or other._room:
             return None
         prompts = len(self._lengths)
@@ -87,8 +89,13 @@ class KernelSteps:
         self._steps = 0
         index = mx.array([slot_of[prompts + p] for p in range(len(other._lengths))], mx.int32)
         self._prompts = [
-            (_inserted(keys, new_keys, index, len(slots)), _inserted(values, new_values, index, len(slots)))
-            for (keys, values), (new_keys, new_values) in zip(self._prompts, other._prompts, strict=True)
+            (
+                _inserted(keys, new_keys, index, len(slots)),
+                _inserted(values, new_values, index, len(slots)),
+            )
+            for (keys, values), (new_keys, new_values) in zip(
+                self._prompts, other._prompts, strict=True
+            )
         ]
         self._most = max(self._most, other._most)
         return places
@@ -122,7 +129,8 @@ class KernelSteps:
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
-    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1: nothing."""
+    """What is at each place: old ones stay at theirs, new ones are put between and behind; -1:
+    nothing."""
     at = {place: place for place in old}
     if (needed := len(at) + len(new)) > size:
         step = max(_PLACES, 1 << max(needed.bit_length() - 3, 0))
@@ -166,10 +174,14 @@ class KernelCache:
         """Position of the next token."""
         return self.start_b + self.used_b
 
-    def make_mask(self, length: int, return_array: bool = False, window_size: int | None = None) -> None:
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> None:
         """No mask: a new token sees all earlier ones."""
         if length != 1 or window_size is not None:
-            raise ValueError(f"length = {length}, window_size = {window_size}: expected 1 and no window")
+            raise ValueError(
+                f"length = {length}, window_size = {window_size}: expected 1 and no window"
+            )
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """The new key and value; the kernel stores them."""
@@ -199,10 +211,12 @@ def kernel_forward(
     used_b: mx.array,
     token_b: mx.array,
 ) -> mx.array:
-    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the model."""
+    """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the
+    model."""
     turns: dict[Any, mx.array] = {}
     caches = [
-        KernelCache(prompt, mine, *rows, used_b, turns) for prompt, mine in zip(prompts, own, strict=True)
+        KernelCache(prompt, mine, *rows, used_b, turns)
+        for prompt, mine in zip(prompts, own, strict=True)
     ]
     with bound(params, {}) as model:
         return model(token_b[:, None], cache=caches)[:, -1]
@@ -211,8 +225,8 @@ def kernel_forward(
 def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
     """Whether a model that shares prefixes can be decoded with `KernelSteps`.
 
-    This is found by building a compiled step without computing it: a model that reads numbers in between
-    cannot be compiled. `caches` are plain and empty.
+    This is found by building a compiled step without computing it: a model that reads numbers in
+    between cannot be compiled. `caches` are plain and empty.
     """
 
     def step(token_b: mx.array) -> mx.array:
@@ -223,7 +237,9 @@ def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
         for cache in caches:
             prompt = cache.keys, cache.values
             own = mx.repeat(cache.keys, 2, axis=0)[:3], mx.repeat(cache.values, 2, axis=0)[:3]
-            layers.append(KernelCache(prompt, own, index, lengths, start, mx.array([1, 1, 0], mx.int32)))
+            layers.append(
+                KernelCache(prompt, own, index, lengths, start, mx.array([1, 1, 0], mx.int32))
+            )
         return module(token_b[:, None], cache=layers)
 
     try:
