@@ -48,12 +48,14 @@ class Rollout:
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, including the end token, on the host."""
-        lengths, rows = on_host(self.lengths_b), on_host(self.tokens_bt)
+        lengths = on_host(self.lengths_b)
+        rows = on_host(self.tokens_bt)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def sampled(self) -> list[list[bool]]:
         """For each of these tokens whether the model sampled it, on the host."""
-        lengths, rows = on_host(self.lengths_b), on_host(_sampled(self))
+        lengths = on_host(self.lengths_b)
+        rows = on_host(_sampled(self))
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def turn_numbers(self) -> mx.array:

@@ -82,9 +82,14 @@ def image_rows(
     found = [each for each in images if each is not None]
     if not found:
         raise ValueError("expected at least one prompt with images, found none")
-    feature_rl, positions_r3l, shifts, count = [], [], [], 0
+    feature_rl = []
+    positions_r3l = []
+    shifts = []
+    count = 0
     for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
-        feature, positions, shift = [-1] * length, [list(range(length))] * 3, 0
+        feature = [-1] * length
+        positions = [list(range(length))] * 3
+        shift = 0
         if each is not None:
             shift = each.shift
             if len(each.positions[0]) != size or (each.places and each.places[-1] >= size):

@@ -85,7 +85,8 @@ def check_policy(
     found, rollout = _check_decoding(policy, params, few_prompts(prompts, policy.positions), limit)
     if not learns:
         return found
-    given_up, notices = list(found.given_up), list(found.notices)
+    given_up = list(found.given_up)
+    notices = list(found.notices)
 
     def fault_of_learner(share: bool) -> str:
         return _fault_of(lambda: _learner_fault(found.policy, params, rollout, share, limit))
@@ -162,7 +163,9 @@ def _check_decoding(
         return _fault_of(difference), drawn[0] if drawn else None
 
     first, rollout = attempt(())
-    fault, given_up, notices = first, (), ()
+    fault = first
+    given_up = ()
+    notices = ()
     for path, words in DECODING_PATHS.items() if first else ():
         if not offers_path(without_paths(policy, given_up), path):
             continue
@@ -186,7 +189,8 @@ def _learner_fault(
 ) -> str:
     """The fault of the learner's log-probs or gradient for the rollout, with or without shared
     prompts."""
-    logprobs, pieces = make_logprob_step(policy, compile=False), _pieces(rollout, share)
+    logprobs = make_logprob_step(policy, compile=False)
+    pieces = _pieces(rollout, share)
     for number, piece in enumerate(pieces):
         got_bt = logprobs(params, piece)
         for row, length in enumerate(on_host(piece.mask_bt.sum(axis=1))):

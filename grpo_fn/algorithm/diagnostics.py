@@ -82,7 +82,8 @@ def loss_stats(
 ) -> LossStats:
     """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
     correction and the correction's weights; no gradient flows."""
-    mask_bt, by_sequence = x.mask_bt, spec.level == "sequence"  # which has one ratio a row
+    mask_bt = x.mask_bt  # which has one ratio a row
+    by_sequence = spec.level == "sequence"
     counted_bt = mask_bt > 0
     length_b = mask_bt.sum(axis=1)
     seen = length_b.sum()

@@ -160,12 +160,16 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
     def held(array: mx.array | None, default: mx.array) -> mx.array:
         return mx.stop_gradient(default if array is None else clean(array))
 
-    adv, present = arrays.adv_b, counted_bt
+    adv = arrays.adv_b
+    present = counted_bt
     if adv.ndim == 1:
-        adv, present = adv[:, None], length_b[:, None] > 0
+        adv = adv[:, None]
+        present = length_b[:, None] > 0
     logp_bt = clean(arrays.logp_bt)
     old_bt = held(arrays.old_logp_bt, logp_bt)
-    rows, ref_bt, teacher_bt = mask_bt.shape[0], arrays.ref_logp_bt, arrays.teacher_kl_bt
+    rows = mask_bt.shape[0]
+    ref_bt = arrays.ref_logp_bt
+    teacher_bt = arrays.teacher_kl_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
     return LossInputs(
         logp_bt=logp_bt,

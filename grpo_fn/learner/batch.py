@@ -269,10 +269,8 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 def counted_alone(batch: Batch) -> Batch:
     """The batch with the counts of its own rows and tokens alone."""
-    sequences, tokens = (
-        mx.array(float(batch.mask_bt.shape[0])),
-        batch.mask_bt.sum().astype(mx.float32),
-    )
+    sequences = mx.array(float(batch.mask_bt.shape[0]))
+    tokens = batch.mask_bt.sum().astype(mx.float32)
     return attrs.evolve(batch, num_sequences=sequences, num_tokens=tokens)
 
 
@@ -313,7 +311,8 @@ def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
             raise ValueError(
                 f"{type(value).__name__}.{name}: expected its axes in `batch.AXES`, found none"
             )
-        array, axes = getattr(value, name), AXES[name]
+        array = getattr(value, name)
+        axes = AXES[name]
         if attrs.has(type(array)):
             found[name] = _part(array, index, sizes)
         elif array is not None and axes:

@@ -83,10 +83,8 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     mask_n = batch.mask_bt.reshape(-1)
     shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
     balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
-    max_load, unused = (
-        (shares.max(axis=-1) * shares.shape[-1]).max(),
-        (shares == 0).astype(mx.float32).mean(),
-    )
+    max_load = (shares.max(axis=-1) * shares.shape[-1]).max()
+    unused = (shares == 0).astype(mx.float32).mean()
     return RoutingStats(max_load, unused, balance.mean())
 
 

@@ -282,7 +282,8 @@ def _rows_of(batch: Batch) -> list[Row]:
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
     """The run's rows in its shape; with shared prompts, each distinct prompt of them once."""
-    numbers, shape = [row.number for row in run.rows], run.shape
+    numbers = [row.number for row in run.rows]
+    shape = run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}
     sizes = {"b": shape.rows, "t": shape.width, "p": shape.prompts or shape.rows, "l": shape.length}
     part = take_part(batch, numbers, list(first.values()) or numbers, **sizes)

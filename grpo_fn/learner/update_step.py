@@ -61,7 +61,8 @@ def make_update_step(
         key: mx.array,
     ) -> tuple[tuple[Tree, Tree], mx.array]:
         params, opt_state = held
-        store, sound = storing(held, key), [finite]
+        store = storing(held, key)
+        sound = [finite]
 
         def keep(new: mx.array, old: mx.array) -> mx.array:
             stored = store(new, old)

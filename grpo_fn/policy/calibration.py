@@ -275,7 +275,8 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
         order_kw: mx.array,
         share_kww: mx.array,
     ) -> mx.array:
-        order_nw, share_nww = order_kw[blocks_n], share_kww[blocks_n].astype(mx.float32)
+        order_nw = order_kw[blocks_n]
+        share_nww = share_kww[blocks_n].astype(mx.float32)
         w_now = _in_order(w_now.astype(mx.float32), order_nw)
         columns = functools.partial(few, scale_nog, bias_nog)
         codes_now, _ = _rounded(w_now, order_nw // group, share_nww, columns)

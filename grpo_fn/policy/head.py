@@ -20,7 +20,8 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL, _LARGE = 1e-2, 1e3  # products far below every soft cap in use, and far above
+_SMALL = 1e-2  # products far below every soft cap in use, and far above
+_LARGE = 1e3
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 

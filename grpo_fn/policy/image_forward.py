@@ -114,7 +114,8 @@ class PositionedCache:
     """A layer's plain cache, with three positions for each token of the next call."""
 
     def __init__(self, cache: Any, positions_b3l: mx.array) -> None:
-        self._cache, self.offset = cache, Positions(positions_b3l)
+        self._cache = cache
+        self.offset = Positions(positions_b3l)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

@@ -327,7 +327,8 @@ def formats_within(
 
     Raises ValueError if not even the coarsest format fits.
     """
-    shared, levels = 32 / group_size, list(LEVELS)
+    shared = 32 / group_size
+    levels = list(LEVELS)
     chosen = dict.fromkeys(effects, 0)
     left = (budget - shared - levels[0]) * sum(sizes[name] for name in effects)
     if left < 0:
@@ -346,7 +347,8 @@ def formats_within(
         name = max(sorted(open_names), key=gain)
         cost = (levels[chosen[name] + 1] - levels[chosen[name]]) * sizes[name]
         if cost <= left:
-            left, chosen[name] = left - cost, chosen[name] + 1
+            left = left - cost
+            chosen[name] = chosen[name] + 1
         if cost > left or chosen[name] == len(levels) - 1:
             open_names.discard(name)
     return {name: LEVELS[levels[level]] for name, level in chosen.items()}

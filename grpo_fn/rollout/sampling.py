@@ -139,7 +139,8 @@ def _compiled_draw(sampling: Sampling) -> Compiled:
 
 def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
     z_bv = logits_bv.astype(mx.float32)
-    temperature, cut = sampling.temperature, (sampling.top_p, sampling.top_k, sampling.min_p)
+    temperature = sampling.temperature
+    cut = (sampling.top_p, sampling.top_k, sampling.min_p)
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
         return token_b.astype(mx.int32), -softmax_sums(z_bv).log_total

@@ -51,7 +51,8 @@ class Respond:
         return True
 
     def collect(self, least: int) -> Mapping[int, Sequence[int] | None]:
-        begun, self._begun = self._begun, {}
+        begun = self._begun
+        self._begun = {}
         return {row: self._function(row, tokens) for row, tokens in begun.items()}
 
 

@@ -101,7 +101,8 @@ def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
 
 def _power(r: mx.array) -> mx.array:
     """e^r."""
-    c, square = _COEFFICIENTS, r * r
+    c = _COEFFICIENTS
+    square = r * r
     low = (c[0] + c[1] * r) + square * (c[2] + c[3] * r)
     return low + (square * square) * ((c[4] + c[5] * r) + square * c[6])
 
@@ -126,7 +127,8 @@ def _fused(function: FunctionType, dtype: mx.Dtype = mx.float32) -> Callable[...
     return fused
 
 
-_fused_remainder, _fused_power = _fused(_remainder), _fused(_power)
+_fused_remainder = _fused(_remainder)
+_fused_power = _fused(_power)
 _fused_scale_bits = _fused(_scale_bits, mx.int32)
 _fused_rounded = _fused(lambda x: _rounded(x, _LOG2_E))
 _fused_rounded_of_minus = _fused(lambda x: _rounded(x, -_LOG2_E))
@@ -219,7 +221,8 @@ def _rms_norm_vjp(
     x, weight, eps = primals
     (x,) = recomputed([x], cotangent)
     width = x.shape[-1]
-    flat_nd, cotangent_nd = x.reshape(-1, width), cotangent.reshape(-1, width)
+    flat_nd = x.reshape(-1, width)
+    cotangent_nd = cotangent.reshape(-1, width)
     inverse_n1 = _inverse_rms(flat_nd, eps)
     along_nd = cotangent_nd * flat_nd
     back_n1 = (along_nd @ weight[:, None]) * inverse_n1 * inverse_n1 * inverse_n1 * (1 / width)

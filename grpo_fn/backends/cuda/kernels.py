@@ -189,7 +189,8 @@ def device_limits() -> DeviceLimits | None:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, values = ctypes.c_int(), []
+    device = ctypes.c_int()
+    values = []
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
         return None
     # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, …MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -220,7 +221,8 @@ def compiled_source(source: str, architecture: str) -> bytes:
     """
     library = _nvrtc()
     assert library is not None
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
 
     def call(function: str, *arguments: Any) -> int:
         return getattr(library, function)(*arguments)

@@ -275,7 +275,8 @@ def in_chunks(
         for start in starts:
             rows = slice(start, start + chunk)
             h_cd = hidden_nd[rows]
-            ct, out = [c[rows] for c in cotangents], [o[rows] for o in outputs]
+            ct = [c[rows] for c in cotangents]
+            out = [o[rows] for o in outputs]
             # an order, so that the gradient of the weights grows in place, chunk after chunk
             if dh_parts:
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])

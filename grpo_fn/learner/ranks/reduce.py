@@ -37,7 +37,8 @@ def deal(batch: Batch, number: int) -> list[Batch]:
         return [batch]
     rows = batch.mask_bt.shape[0]
     groups = list(range(rows)) if batch.group_b is None else on_host(batch.group_b)
-    prompts, counted = on_host(batch.prompt_lengths_b), on_host(batch.mask_bt.sum(axis=1))
+    prompts = on_host(batch.prompt_lengths_b)
+    counted = on_host(batch.mask_bt.sum(axis=1))
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -207,7 +208,8 @@ def share(tree: Tree, group: "mx.distributed.Group | Collectives") -> Tree:
 def _by_buckets(tree: Tree, act: Callable[[Sequence[mx.array]], list[mx.array]]) -> Tree:
     """The tree with the leaves that `act` makes of each bucket's; only one bucket is in memory
     twice."""
-    leaves, made = list(arrays_of(tree)), []
+    leaves = list(arrays_of(tree))
+    made = []
     for low, high in buckets([leaf.nbytes for leaf in leaves]):
         made += act(leaves[low:high])
         mx.eval(made[low:])
@@ -232,11 +234,13 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single
     leaf."""
-    low, held = 0, 0
+    low = 0
+    held = 0
     for place, size in enumerate(sizes):
         if place > low and held + size > BUCKET_BYTES:
             yield low, place
-            low, held = place, 0
+            low = place
+            held = 0
         held += size
     if low < len(sizes):
         yield low, len(sizes)

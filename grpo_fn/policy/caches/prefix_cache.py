@@ -55,7 +55,8 @@ class Layout:
                 first[p] + min(i, groups[p] - 1) for p in range(len(groups)) for i in range(widest)
             ]
             places = [p * widest + i for p, count in enumerate(groups) for i in range(count)]
-            grid, place = mx.array(cells, mx.int32), mx.array(places, mx.int32)
+            grid = mx.array(cells, mx.int32)
+            place = mx.array(places, mx.int32)
         seen = None
         if min(lengths) < max(lengths):
             seen = (mx.arange(max(lengths))[None] < mx.array(lengths)[:, None])[:, None, None]

@@ -97,11 +97,13 @@ def chunked_gated_delta(
         (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32);
         computed in float32.
     """
-    (rows, length, key_heads, key_width), (heads, value_width) = q.shape, v.shape[2:]
+    (rows, length, key_heads, key_width) = q.shape
+    (heads, value_width) = v.shape[2:]
     if chunk is None:
         longest = CHANNEL_CHUNK if log_g.ndim == 4 else CHUNK
         chunk = min(longest, 1 << (length - 1).bit_length())
-    dtype, group = q.dtype, heads // key_heads
+    dtype = q.dtype
+    group = heads // key_heads
     arrays = [x.astype(mx.float32) for x in (q, k, v, log_g, beta)]
     if mask is not None:
         arrays = [mx.where(mask.reshape(rows, length, *[1] * (x.ndim - 2)), x, 0) for x in arrays]
@@ -132,7 +134,8 @@ def chunked_gated_delta(
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
     # what each token writes, what its query finds of its chunk's first state
-    written, read = [], []
+    written = []
+    read = []
     # mx.split, because the gradient of an index would be an array of zeros as large as the whole
     # for each chunk.
     parts = [mx.split(x, added.shape[0]) for x in (added, reads, keys_out, from_start[..., -1:, :])]
@@ -165,7 +168,8 @@ def _decayed_products(
     """
     if logs.ndim == keys.ndim:
         decays = mx.exp(mx.cumsum(mx.where(later[..., None], logs[..., :, None, :], 0), axis=-3))
-        from_start, to_end = mx.exp(mx.cumsum(logs, axis=-2)), decays[..., -1, :, :]
+        from_start = mx.exp(mx.cumsum(logs, axis=-2))
+        to_end = decays[..., -1, :, :]
         near = decays * keys[..., None, :, :]
         key_products = (keys[..., :, None, :] * near).sum(axis=-1)
         query_products = (queries[..., :, None, :] * near).sum(axis=-1)

@@ -170,7 +170,8 @@ def packed_layer(plain: nn.Module, mode: QuantMode, dtype: mx.Dtype) -> nn.Modul
     layer: Any = kind.__new__(kind)  # its constructor would draw from the global random state
     nn.Module.__init__(layer)
     layer.mode, layer.bits, layer.group_size = mode.mode, mode.bits, mode.group_size
-    layer.dtype, layer.global_scale = dtype, None
+    layer.dtype = dtype
+    layer.global_scale = None
     for name in packed_names("weight", mode) + ["bias"] * ("bias" in plain):
         layer[name] = mx.zeros(())
     return layer

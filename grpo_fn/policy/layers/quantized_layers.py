@@ -29,7 +29,8 @@ def is_unpacked(x: mx.array, group_size: int) -> bool:
     Always if a row of the weight is one group: on CUDA MLX 0.32.4's packed product is wrong there
     for more than one row (docs/upstream.md), and such a weight is small.
     """
-    rows, width = x.size // x.shape[-1], x.shape[-1]
+    rows = x.size // x.shape[-1]
+    width = x.shape[-1]
     return 0 < unpack_rows() <= rows or (width == group_size and rows > 1)
 
 
@@ -84,10 +85,12 @@ def unpacked_product(mode: QuantMode) -> Callable[..., mx.array]:
     @product.vjp
     def product_vjp(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
         x, *packed = primals
-        gradient, start = mx.zeros_like(x), 0
+        gradient = mx.zeros_like(x)
+        start = 0
         for weight in _unpacked(recomputed(packed, cotangent), mode, x.dtype):
             stop = start + weight.shape[0]
-            gradient, start = gradient + cotangent[..., start:stop] @ weight, stop
+            gradient = gradient + cotangent[..., start:stop] @ weight
+            start = stop
         return (gradient, *[mx.zeros_like(array) for array in packed])
 
     return cast(Callable[..., mx.array], product)

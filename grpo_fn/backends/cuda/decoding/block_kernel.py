@@ -146,7 +146,9 @@ def block_step(
     """
     device = device_limits()
     assert device is not None
-    rows, groups, stages = x.shape[0], device.multiprocessors, _stages(device)
+    rows = x.shape[0]
+    groups = device.multiprocessors
+    stages = _stages(device)
     present = [
         (name, weight) for name, weight in zip(_NAMES, weights, strict=True) if weight is not None
     ]
@@ -160,7 +162,8 @@ def block_step(
         source = re.sub(rf"\b{name.upper()}\b", there, source)
     nq, nkv = shape.heads * shape.head_width, shape.shared * shape.head_width
     qkv = _split(nq + 2 * nkv, shape.width, groups)
-    out, down = _split(shape.width, nq, groups), _split(shape.width, shape.hidden, groups)
+    out = _split(shape.width, nq, groups)
+    down = _split(shape.width, shape.hidden, groups)
     splits = {"SPLIT_QKV": qkv, "SPLIT_O": out, "SPLIT_DOWN": down}
     most_sums = max(qkv * (nq + 2 * nkv), max(out, down) * shape.width)
     sizes = (most_sums * 2 + 2 * shape.width + nq + shape.hidden) * rows // 2  # float32 numbers

@@ -21,7 +21,8 @@ from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_repla
 from grpo_fn.trees import on_host
 
 # of the comparison; the largest share of what a block adds to its input
-_TOKENS, _TOLERANCE = 5, 0.03
+_TOKENS = 5
+_TOLERANCE = 0.03
 Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
 
 
@@ -47,7 +48,8 @@ def _llama_parts(block: Any) -> Parts | None:
     queries, keys, values, out = (attention[f"{name}_proj"] for name in "qkvo")
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     first, second = block.input_layernorm, block.post_attention_layernorm
-    normed, biased = "q_norm" in attention, "bias" in queries
+    normed = "q_norm" in attention
+    biased = "bias" in queries
     head_norms = [attention.q_norm, attention.k_norm] if normed else []
     norms = [first, second, *head_norms]
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"}

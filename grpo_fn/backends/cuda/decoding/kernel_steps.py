@@ -231,7 +231,8 @@ def takes_steps(module: nn.Module, caches: list[Any]) -> bool:
 
     def step(token_b: mx.array) -> mx.array:
         module(mx.zeros((2, 3), mx.int32), cache=caches)
-        index, lengths = mx.array([0, 0, 1], mx.int32), mx.array([3, 2], mx.int32)
+        index = mx.array([0, 0, 1], mx.int32)
+        lengths = mx.array([3, 2], mx.int32)
         start = mx.array([3, 3, 2], mx.int32)
         layers = []
         for cache in caches:

@@ -201,12 +201,14 @@ def append_and_attend(
         device = device_limits()
         room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
         threads = 32 * warps_of_row(rows * shared, room)
-        name, source = "attention_on_tensor_cores", _ROW + PRODUCT + ATTENTION + COMBINATION
+        name = "attention_on_tensor_cores"
+        source = _ROW + PRODUCT + ATTENTION + COMBINATION
         source = (source + _ON_TENSOR_CORES).replace("MMA", MMA[queries.dtype])
     else:
         # more would not fit into the registers of one multiprocessor
         threads = 512 if group <= 2 else 256
-        name, source = "attention_over_a_shared_prompt", _ROW + COMBINATION + _PLAIN
+        name = "attention_over_a_shared_prompt"
+        source = _ROW + COMBINATION + _PLAIN
     kernel = cuda_kernel(name, _INPUTS, ("out",), source.replace("SCALE", literal(scale)))
     return kernel(
         inputs=[*arrays, prompt_of_b, lengths_p, own_length_b],
