@@ -1,13 +1,14 @@
 """Rollout: sampled completions with their log-probs, before they are scored."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
 
 from grpo_fn.checks import check_rank
 from grpo_fn.images import PromptImages
-from grpo_fn.trees import on_host
+from grpo_fn.trees import flat, on_host
 
 
 @attrs.frozen(eq=False)
@@ -48,15 +49,15 @@ class Rollout:
 
     def completions(self) -> list[list[int]]:
         """Each row's token ids, including the end token, on the host."""
-        lengths = on_host(self.lengths_b)
-        rows = on_host(self.tokens_bt)
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return self._cut(self.tokens_bt)
 
     def sampled(self) -> list[list[bool]]:
         """For each of these tokens whether the model sampled it, on the host."""
-        lengths = on_host(self.lengths_b)
-        rows = on_host(_sampled(self))
-        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return self._cut(_sampled(self))
+
+    def _cut(self, values_bt: mx.array) -> list[list[Any]]:
+        rows = zip(on_host(values_bt), on_host(self.lengths_b), strict=True)
+        return [row[:length] for row, length in rows]
 
     def turn_numbers(self) -> mx.array:
         """The number of each token's turn, int32 [B,T], counted from 0; given tokens have that of
@@ -176,7 +177,7 @@ _ROWS = ("tokens_bt", "lengths_b", "logp_bt", "finished_b", "entropy_bt", "sampl
 def take_groups(rollout: Rollout, groups: Sequence[int]) -> Rollout:
     """The rollout of some of the prompts, in the order given."""
     size = rollout.num_generations
-    index = mx.array([p * size + g for p in groups for g in range(size)], mx.int32)
+    index = mx.array(flat(range(p * size, (p + 1) * size) for p in groups), mx.int32)
     rows = {name: getattr(rollout, name) for name in _ROWS}
     return attrs.evolve(
         rollout,
@@ -215,13 +216,13 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             ]
         )
 
-    images = tuple(each for part in parts for each in part.images or (None,) * len(part.prompts))
+    images = flat(part.images or (None,) * len(part.prompts) for part in parts)
     bounds = [part.vocabulary for part in parts if part.vocabulary is not None]
     return attrs.evolve(
         parts[0],
-        prompts=tuple(prompt for part in parts for prompt in part.prompts),
+        prompts=tuple(flat(part.prompts for part in parts)),
         vocabulary=max(bounds) if len(bounds) == len(parts) else None,
-        images=None if all(part.images is None for part in parts) else images,
+        images=None if all(part.images is None for part in parts) else tuple(images),
         **{name: joined(name) for name in _ROWS},
     )
 

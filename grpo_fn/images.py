@@ -7,6 +7,7 @@ the same.
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import attrs
 import mlx.core as mx
@@ -89,9 +90,8 @@ def image_rows(
     for number, (each, size) in enumerate(zip(images, lengths, strict=True)):
         feature = [-1] * length
         positions = [list(range(length))] * 3
-        shift = 0
+        shift = 0 if each is None else each.shift
         if each is not None:
-            shift = each.shift
             if len(each.positions[0]) != size or (each.places and each.places[-1] >= size):
                 raise ValueError(
                     f"prompt {number} has {size} tokens: its images have {len(each.positions[0])} "
@@ -148,7 +148,7 @@ def multimodal_positions(
         for positions in found:
             positions.extend(range(following, following + start - place))
         following += start - place
-        cells = [(t, r, c) for t in range(times) for r in range(rows) for c in range(columns)]
+        cells = list(product(range(times), range(rows), range(columns)))
         for axis, positions in enumerate(found):
             positions.extend(following + cell[axis] for cell in cells)
         following += max(grid)

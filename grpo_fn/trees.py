@@ -3,8 +3,9 @@
 mlx's own tree functions stop at attrs objects, and `mx.eval` ignores them without an error.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from grpo_fn.process_check import check_process
 
 Tree = Any
+T = TypeVar("T")
 
 
 def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.array) -> Tree:
@@ -58,6 +60,16 @@ def split_leaves(module: nn.Module) -> tuple[dict[str, mx.array], dict[str, mx.a
     return trainable, {name: leaf for name, leaf in everything.items() if name not in trainable}
 
 
+def flat(lists: Iterable[Iterable[T]]) -> list[T]:
+    """The items of the lists, one list after another."""
+    return list(chain.from_iterable(lists))
+
+
+def group_numbers(sizes: Iterable[int]) -> list[int]:
+    """The group number of each member: groups of sizes 2 and 3 give 0, 0, 1, 1, 1."""
+    return flat([number] * size for number, size in enumerate(sizes))
+
+
 def on_host(array: mx.array) -> list[Any]:
     """An array's numbers as (nested) lists; waits for the device."""
     return cast(list[Any], array.tolist())
@@ -91,13 +103,13 @@ def materialize(*trees: Tree) -> None:
     `mx.eval` for values of this library: `mx.eval(state)` would do nothing, without an error.
     """
     check_process()
-    mx.eval([array for tree in trees for array in arrays_of(tree)])
+    mx.eval(list(arrays_of(trees)))
 
 
 def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
     """As `materialize`, at most so many bytes at a time: Metal's watchdog ends what takes long."""
     part: list[mx.array] = []
-    for array in (array for tree in trees for array in arrays_of(tree)):
+    for array in arrays_of(trees):
         if part and sum(each.nbytes for each in part) + array.nbytes > most:
             materialize(part)
             part = []
@@ -107,5 +119,5 @@ def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
 
 def nbytes(*trees: Tree) -> int:
     """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
-    distinct = {id(array): array.nbytes for tree in trees for array in arrays_of(tree)}
+    distinct = {id(array): array.nbytes for array in arrays_of(trees)}
     return sum(distinct.values())

@@ -104,7 +104,7 @@ def group_advantages(
     base_pg = BASELINES[baseline].function(rewards_pg, given_pg)
     adv_pg = (rewards_pg - base_pg) / SCALES[scale](rewards_pg, given_pg)
     compared = as_one_group(rewards_pg, given_pg) if of_batch else (rewards_pg, given_pg)
-    return mx.where(given_pg & _varies(*compared), adv_pg, 0.0)
+    return mx.where(given_pg & _varies(compared[0], compared[1]), adv_pg, 0.0)
 
 
 def turn_advantages(

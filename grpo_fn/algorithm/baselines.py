@@ -40,7 +40,8 @@ def group_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
 
 def batch_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:
     """The standard deviation of the batch + 1e-4."""
-    return group_scale(*as_one_group(rewards_pg, given_pg))
+    rewards_1n, given_1n = as_one_group(rewards_pg, given_pg)
+    return group_scale(rewards_1n, given_1n)
 
 
 def no_scale(rewards_pg: mx.array, given_pg: mx.array) -> mx.array:

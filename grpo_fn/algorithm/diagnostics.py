@@ -82,8 +82,8 @@ def loss_stats(
 ) -> LossStats:
     """The diagnostics of a loss that is `total / denominator`, of ratios r, the KL before any bias
     correction and the correction's weights; no gradient flows."""
-    mask_bt = x.mask_bt  # which has one ratio a row
-    by_sequence = spec.level == "sequence"
+    mask_bt = x.mask_bt
+    by_sequence = spec.level == "sequence"  # which has one ratio a row
     counted_bt = mask_bt > 0
     length_b = mask_bt.sum(axis=1)
     seen = length_b.sum()
@@ -137,15 +137,13 @@ def loss_stats(
         sampling_kl_k3=mean(mx.exp(d_bt) - d_bt - 1),
         masked_fraction=mean(weight_bt == 0),
     )
-    return LossStats(*(mx.stop_gradient(value) for value in stats))
+    return LossStats._make(mx.stop_gradient(value) for value in stats)
 
 
 def empty_stats(denominator: mx.array) -> LossStats:
     """The stats of a batch without rows for the learner: its denominator, all else 0."""
     zero = mx.array(0.0)
-    return LossStats(
-        *(denominator if name == "denominator" else zero for name in LossStats._fields)
-    )
+    return LossStats._make([zero] * len(LossStats._fields))._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
@@ -157,20 +155,21 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
     }
     tokens, denominator = columns["num_tokens"], columns["denominator"]
     present = tokens > 0
-    merged = {}
+    merged = []  # in the order of the fields
     for name, column in columns.items():
         if name in _SUMMED:
-            merged[name] = column.sum()
+            merged.append(column.sum())
         elif name == "loss":
-            merged[name] = divided((column * divisor(denominator)).sum(), denominator.sum())
+            total = (column * divisor(denominator)).sum()
+            merged.append(divided(total, denominator.sum()))
         elif name.endswith(("_min", "_max")):
             least = name.endswith("_min")
             worst = mx.where(present, column, mx.inf if least else -mx.inf)
             extreme = worst.min() if least else worst.max()
-            merged[name] = mx.where(present.any(), extreme, 0.0)
+            merged.append(mx.where(present.any(), extreme, 0.0))
         elif name.startswith("clip_"):
             ratios = columns["num_ratios"]
-            merged[name] = (column * ratios).sum() / mx.maximum(ratios.sum(), 1)
+            merged.append((column * ratios).sum() / mx.maximum(ratios.sum(), 1))
         else:
-            merged[name] = (column * tokens).sum() / mx.maximum(tokens.sum(), 1)
-    return LossStats(**merged)
+            merged.append((column * tokens).sum() / mx.maximum(tokens.sum(), 1))
+    return LossStats._make(merged)

@@ -160,16 +160,12 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
     def held(array: mx.array | None, default: mx.array) -> mx.array:
         return mx.stop_gradient(default if array is None else clean(array))
 
-    adv = arrays.adv_b
-    present = counted_bt
-    if adv.ndim == 1:
-        adv = adv[:, None]
-        present = length_b[:, None] > 0
+    by_row = arrays.adv_b.ndim == 1
+    adv = arrays.adv_b[:, None] if by_row else arrays.adv_b
+    present = length_b[:, None] > 0 if by_row else counted_bt
     logp_bt = clean(arrays.logp_bt)
     old_bt = held(arrays.old_logp_bt, logp_bt)
-    rows = mask_bt.shape[0]
-    ref_bt = arrays.ref_logp_bt
-    teacher_bt = arrays.teacher_kl_bt
+    ref_bt, teacher_bt = arrays.ref_logp_bt, arrays.teacher_kl_bt
     sequences, tokens = arrays.num_sequences, arrays.num_tokens
     return LossInputs(
         logp_bt=logp_bt,
@@ -183,7 +179,9 @@ def _cleaned(arrays: LossArrays) -> LossInputs:
         else clean(arrays.entropy_bt),
         teacher_kl_bt=None if teacher_bt is None else clean(teacher_bt),
         keep_bt=None if arrays.keep_bt is None else arrays.keep_bt.astype(mx.bool_),
-        num_sequences=(mx.array(rows) if sequences is None else sequences).astype(mx.float32),
+        num_sequences=(mx.array(mask_bt.shape[0]) if sequences is None else sequences).astype(
+            mx.float32
+        ),
         num_tokens=(length_b.sum() if tokens is None else tokens).astype(mx.float32),
     )
 

@@ -4,7 +4,7 @@ A row is prompt + completion + padding. So in every architecture, without a mask
 right and causal attention never sees the padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -71,7 +71,9 @@ _FIELDS = {
     "plnk": "experts_blnk",
     "p3l": "positions_r3l",
 }
-AXES = {name: axes for axes, names in _FIELDS.items() for name in names.split()}
+AXES: dict[str, str] = {}
+for _axes, _names in _FIELDS.items():
+    AXES |= dict.fromkeys(_names.split(), _axes)
 # of the others: 0
 _PADDING = {"prompt_lengths_b": 1, "hinted_lengths_b": 1, "feature_rl": -1, "row_b": -1}
 
@@ -269,9 +271,11 @@ def minibatches(batch: Batch, number: int) -> list[Batch]:
 
 def counted_alone(batch: Batch) -> Batch:
     """The batch with the counts of its own rows and tokens alone."""
-    sequences = mx.array(float(batch.mask_bt.shape[0]))
-    tokens = batch.mask_bt.sum().astype(mx.float32)
-    return attrs.evolve(batch, num_sequences=sequences, num_tokens=tokens)
+    return attrs.evolve(
+        batch,
+        num_sequences=mx.array(float(batch.mask_bt.shape[0])),
+        num_tokens=batch.mask_bt.sum().astype(mx.float32),
+    )
 
 
 def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -283,7 +287,10 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def take_part(
-    batch: Batch, rows: Sequence[int], prompts: Sequence[int] | None, **sizes: int
+    batch: Batch,
+    rows: Sequence[int],
+    prompts: Sequence[int] | None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Batch:
     """The one function that cuts and pads a batch: every field by its `AXES`; the counts are the
     whole's.
@@ -291,8 +298,8 @@ def take_part(
     Args:
         rows: of `targets_bt`.
         prompts: of `tokens_bl`; None: all.
-        sizes: new sizes of the axes b, t, p and l. A row of padding has an empty mask and prompt
-            length 1.
+        sizes: new sizes of the axes b, t, p and l; None: none is new. A row of padding has an empty
+            mask and prompt length 1.
 
     Raises:
         ValueError: `AXES` does not have a field of the batch.
@@ -300,10 +307,10 @@ def take_part(
     index = {"b": mx.array(list(rows), mx.int32)}
     if prompts is not None:
         index["p"] = mx.array(list(prompts), mx.int32)
-    return _part(batch, index, sizes)
+    return _part(batch, index, sizes or {})
 
 
-def _part(value: Any, index: dict[str, mx.array], sizes: dict[str, int]) -> Any:
+def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> Any:
     """Each field: its rows at the index of their axis, then cut and padded to the sizes."""
     found: dict[str, Any] = {}
     for name in attrs.fields_dict(type(value)):

@@ -84,8 +84,7 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
     balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
     max_load = (shares.max(axis=-1) * shares.shape[-1]).max()
-    unused = (shares == 0).astype(mx.float32).mean()
-    return RoutingStats(max_load, unused, balance.mean())
+    return RoutingStats(max_load, (shares == 0).astype(mx.float32).mean(), balance.mean())
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:

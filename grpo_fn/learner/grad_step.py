@@ -92,9 +92,11 @@ class GradStep:
                     f"beta = {self.spec.beta} needs a reference: init_state(..., ref_params=params)"
                 )
             if part.mask_bt.shape[0] == 0:  # every row was left out: only the denominators count
-                counts = part.num_sequences, part.num_tokens, self.max_completion_length
-                stats.append(empty_stats(AGGREGATIONS[self.spec.aggregation].denominator(*counts)))
-                accum = accum[0], accum[1] + stats[-1].denominator
+                denominator = AGGREGATIONS[self.spec.aggregation].denominator(
+                    part.num_sequences, part.num_tokens, self.max_completion_length
+                )
+                stats.append(empty_stats(denominator))
+                accum = accum[0], accum[1] + denominator
                 if logprobs is not None:
                     logprobs.append(mx.zeros(part.mask_bt.shape))
                 continue
@@ -172,8 +174,8 @@ def make_grad_step(
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
         read = as_teacher_reads(batch, teacher.policy.vocabulary)
-        teacher_bte = completion_hidden(teacher.policy, *trees, read)
-        heads = policy.head(params, frozen), teacher.policy.head(*trees)
+        teacher_bte = completion_hidden(teacher.policy, trees[0], trees[1], read)
+        heads = policy.head(params, frozen), teacher.policy.head(trees[0], trees[1])
         return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 
     def micro_step(

@@ -15,7 +15,7 @@ import mlx.core as mx
 from grpo_fn.backends import number
 from grpo_fn.compile import round_up
 from grpo_fn.learner.batch import Batch, take_part
-from grpo_fn.trees import on_host
+from grpo_fn.trees import flat, on_host
 
 PIECE_TOKENS = 256  # a micro-batch's fixed cost in tokens: launches, adding gradients
 HEAD_SHARE = 0.25  # cost of a completion token's log-prob, in tokens that go through the blocks
@@ -103,7 +103,7 @@ class Packer:
         groups: dict[int, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.completion):
             groups.setdefault(row.group, []).append(row)
-        units = [unit for group in groups.values() for unit in self._within_budget(group)]
+        units = flat(self._within_budget(group) for group in groups.values())
         units.sort(key=lambda unit: (unit[0].prompt, unit[-1].completion))
 
         def shape(start: int, stop: int) -> Shape:
@@ -152,7 +152,7 @@ class Packer:
         stop = len(units)
         while stop:
             start, chosen = best[stop][1]
-            runs.append(PackedRun(tuple(row for unit in units[start:stop] for row in unit), chosen))
+            runs.append(PackedRun(tuple(flat(units[start:stop])), chosen))
             stop = start
         return best[-1][0], runs[::-1]
 
@@ -221,8 +221,13 @@ def split_batch(
         )
     if batch.mask_bt.shape[0] == 0:
         return [batch]
-    prices = {"new_shape_tokens": new_shape_tokens, "piece_tokens": piece_tokens}
-    packer = Packer(max_tokens=max_tokens, bucketed=bucketed, known=known, **prices)
+    packer = Packer(
+        max_tokens=max_tokens,
+        bucketed=bucketed,
+        known=known,
+        new_shape_tokens=new_shape_tokens,
+        piece_tokens=piece_tokens,
+    )
     rows = _rows_of(batch)
     # The first micro-batch also counts what was left out of the batch.
     uncounted = batch.num_sequences - len(rows), batch.num_tokens - sum(row.counted for row in rows)
@@ -277,7 +282,10 @@ def _rows_of(batch: Batch) -> list[Row]:
         on_host(mx.maximum(span_bt.max(axis=1), 1)),
         on_host(batch.mask_bt.sum(axis=1)),
     )
-    return [Row(i, *values) for i, values in enumerate(zip(*columns, strict=True))]
+    return [
+        Row(i, group, prompt, completion, counted)
+        for i, (group, prompt, completion, counted) in enumerate(zip(*columns, strict=True))
+    ]
 
 
 def _packed(batch: Batch, run: PackedRun) -> Batch:
@@ -286,7 +294,7 @@ def _packed(batch: Batch, run: PackedRun) -> Batch:
     shape = run.shape
     first = {row.group: row.number for row in reversed(run.rows)} if shape.prompts else {}
     sizes = {"b": shape.rows, "t": shape.width, "p": shape.prompts or shape.rows, "l": shape.length}
-    part = take_part(batch, numbers, list(first.values()) or numbers, **sizes)
+    part = take_part(batch, numbers, list(first.values()) or numbers, sizes)
     if first:
         places = {group: place for place, group in enumerate(first)}
         index_b = mx.array([places[row.group] for row in run.rows], mx.int32)

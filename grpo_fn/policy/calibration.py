@@ -20,7 +20,7 @@ from grpo_fn.backends import compiled_step, find
 from grpo_fn.layers import calls_noted
 from grpo_fn.policy.layers.quantized_layers import QuantMode
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import Tree, materialize
+from grpo_fn.trees import Tree, flat, materialize
 
 WIDTH = 1536  # columns of a block, at most
 TRACED = 64  # columns that one compiled program rounds
@@ -216,8 +216,9 @@ def round_calibrated(
         step = max(1, PART // (shape[0] * shape[1]))
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
             stack = carries[some[0]][0]
-            blocks = range(shape[1] // stack.order_nw.shape[-1])
-            blocks_n = mx.array([carries[name][1] + block for name in some for block in blocks])
+            blocks = shape[1] // stack.order_nw.shape[-1]
+            firsts = [carries[name][1] for name in some]
+            blocks_n = mx.array(flat(range(first, first + blocks) for first in firsts))
             packed = _packed(mx.stack([weights[name] for name in some]), stack, blocks_n, mode)
             materialize(packed)
             apart = (mx.split(array.flatten(0, 1), len(some)) for array in packed)  # views

@@ -20,8 +20,8 @@ from grpo_fn.policy.caches.kv_caches import Caches, needs_caches, plain_caches
 from grpo_fn.trees import Tree, from_names, named_leaves
 
 _BACKBONES = ("model", "transformer", "backbone")
-_SMALL = 1e-2  # products far below every soft cap in use, and far above
-_LARGE = 1e3
+_SMALL = 1e-2  # products far below every soft cap in use
+_LARGE = 1e3  # and far above
 _BETWEEN = (0.3, 1.0, 3.0)  # shares of a cap: points at which a function is compared with that cap
 
 
@@ -136,7 +136,7 @@ def _split(module: nn.Module, trainable: tuple[str, ...]) -> HeadSplit:
         if tuple(leaf.shape) == (vocabulary, width) and set(used) <= {name}:
             shape = _function_of_product(whole, module, leaf, probe)
             if shape is not None:
-                return HeadSplit(path, used, name, *shape)
+                return HeadSplit(path, used, name, shape[0], shape[1])
     return HeadSplit(path, used, None)
 
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from grpo_fn.images import ImageRows
 from grpo_fn.policy.caches.kv_caches import Caches
+from grpo_fn.trees import group_numbers
 
 
 @attrs.frozen(eq=False)
@@ -60,7 +61,7 @@ def takes_images(module: nn.Module) -> bool:
 
 @functools.cache
 def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
-    axis_f = [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axis_f = group_numbers(sections)
 
     class MultimodalRoPE(nn.RoPE):
         def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:

@@ -26,7 +26,7 @@ from grpo_fn.policy.layers.model_fixes import is_position_table
 from grpo_fn.policy.layers.patched_layers import packed_layer
 from grpo_fn.policy.layers.quantized_layers import QuantMode, dequantize, packed_names, quantize
 from grpo_fn.policy.policy import Policy
-from grpo_fn.trees import Tree, from_names, materialize, named_leaves
+from grpo_fn.trees import Tree, flat, from_names, materialize, named_leaves
 
 MODES: dict[str, QuantMode] = {
     "affine-8": QuantMode("affine", 8, 64),
@@ -214,9 +214,7 @@ def _packed_split(split: HeadSplit, modes: Mapping[str, QuantMode]) -> HeadSplit
         packed_names(name, modes[name]) if name in modes else [name] for name in split.trainable
     ]
     weight = None if split.weight in modes else split.weight
-    return attrs.evolve(
-        split, trainable=tuple(leaf for each in names for leaf in each), weight=weight
-    )
+    return attrs.evolve(split, trainable=tuple(flat(names)), weight=weight)
 
 
 def _transformed(
@@ -347,8 +345,8 @@ def formats_within(
         name = max(sorted(open_names), key=gain)
         cost = (levels[chosen[name] + 1] - levels[chosen[name]]) * sizes[name]
         if cost <= left:
-            left = left - cost
-            chosen[name] = chosen[name] + 1
+            left -= cost
+            chosen[name] += 1
         if cost > left or chosen[name] == len(levels) - 1:
             open_names.discard(name)
     return {name: LEVELS[levels[level]] for name, level in chosen.items()}

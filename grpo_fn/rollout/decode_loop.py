@@ -81,7 +81,7 @@ def decode_queue(
         while batches or queue.waiting:
             if look or not batches:
                 starts = queue.due(sum(len(batch.alive) for batch in batches), decoding.max_batch)
-                begun = yield from begin(policy, model, queue, starts, decoding.share_prefix)
+                begun = yield from begin(policy, model, starts, decoding.share_prefix)
                 for new in begun:
                     if not any(batch.join(new) for batch in batches):
                         batches.append(new)

@@ -112,8 +112,7 @@ def decode(
     if images is not None and not any(each is not None for each in images):
         images = None
     decoding = decoding or Decoding()
-    together = decoding.turns_together
-    queue = RowQueue(policy) if replies is None else Turns(policy, replies, together=together)
+    queue = RowQueue(policy) if replies is None else Turns(policy, replies, decoding.turns_together)
     group = sampling.num_generations
     rows = range(len(prompts) * group)
     keys_b2 = completion_keys(

@@ -11,6 +11,7 @@ from grpo_fn.backends.composed import exp, softmax, softmax_sums
 from grpo_fn.checks import check_rank
 from grpo_fn.compile import Compiled, compiled
 from grpo_fn.prng import random_bits
+from grpo_fn.trees import flat, group_numbers
 
 WIDTH = 32  # tokens of a group, groups of a block
 RANDOM_NUMBERS = 3  # 32-bit random numbers of a draw: for the token, its group, its block
@@ -140,13 +141,12 @@ def _compiled_draw(sampling: Sampling) -> Compiled:
 def _drawn(logits_bv: mx.array, bits_bw: mx.array, sampling: Sampling) -> tuple[mx.array, mx.array]:
     z_bv = logits_bv.astype(mx.float32)
     temperature = sampling.temperature
-    cut = (sampling.top_p, sampling.top_k, sampling.min_p)
     if temperature == 0:
         token_b = mx.argmax(z_bv, axis=-1)
         return token_b.astype(mx.int32), -softmax_sums(z_bv).log_total
     if temperature != 1:
         z_bv = z_bv / temperature
-    z_bv = truncate(z_bv, *cut)
+    z_bv = truncate(z_bv, sampling.top_p, sampling.top_k, sampling.min_p)
     z_bv = z_bv - z_bv.max(axis=-1, keepdims=True)
     token_b, total_b = draw_tokens(exp(z_bv), bits_bw)
     return token_b, mx.take_along_axis(z_bv, token_b[:, None], axis=-1)[:, 0] - mx.log(total_b)
@@ -182,8 +182,8 @@ def truncate(z_bv: mx.array, top_p: float = 1.0, top_k: int = 0, min_p: float = 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
     """Whether each prompt has each token: bool [P,V]."""
     seen_pv = mx.zeros((len(prompts), vocabulary), mx.bool_)
-    rows = mx.array([p for p, prompt in enumerate(prompts) for _ in prompt], mx.int32)
-    seen_pv[rows, mx.array([token for prompt in prompts for token in prompt], mx.int32)] = True
+    rows = mx.array(group_numbers(map(len, prompts)), mx.int32)
+    seen_pv[rows, mx.array(flat(prompts), mx.int32)] = True
     return seen_pv
 
 

@@ -107,8 +107,8 @@ class Turns(RowQueue):
         range.
         """
         if self._asked and not (self._together and decoding):
-            least = len(self._asked) if self._together else 0 if decoding else 1
-            self._collect(least)
+            least = 0 if decoding else 1
+            self._collect(len(self._asked) if self._together else least)
         return super().due(decoding, most)
 
     def completions(self, rows: int) -> list[Ended]:

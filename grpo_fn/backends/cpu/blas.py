@@ -101,7 +101,9 @@ def _candidates() -> list[str]:
         Path(sys.base_prefix) / "lib",
         Path.home() / ".local" / "lib",
     )
-    private = [path for folder in folders for path in sorted(glob.glob(f"{folder}/libmkl_rt.so*"))]
+    private: list[str] = []
+    for folder in folders:
+        private += sorted(glob.glob(f"{folder}/libmkl_rt.so*"))
     return [*_LIBRARIES, *dict.fromkeys(private)]
 
 

@@ -60,12 +60,14 @@ def softmax_gradient(output: mx.array, cotangent: mx.array) -> mx.array:
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) · x, without a gradient of its own."""
-    return _gated(gate, x, *_powers_of_minus(gate))
+    power, scale = _powers_of_minus(gate)
+    return _gated(gate, x, power, scale)
 
 
 def swiglu_gradient(gate: mx.array, x: mx.array, cotangent: mx.array) -> tuple[mx.array, mx.array]:
     """The gradients of `swiglu`'s gate and x."""
-    return _gated_gradient(gate, x, *_powers_of_minus(gate), cotangent)
+    power, scale = _powers_of_minus(gate)
+    return _gated_gradient(gate, x, power, scale, cotangent)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

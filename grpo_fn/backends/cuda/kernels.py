@@ -199,7 +199,7 @@ def device_limits() -> DeviceLimits | None:
         if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device):
             return None
         values.append(value.value)
-    return DeviceLimits(*values)
+    return DeviceLimits(multiprocessors=values[0], shared_bytes=values[1])
 
 
 @functools.cache

@@ -168,8 +168,8 @@ def _round_columns(
         "GROUP": group,
         "THREADS": 256,
     }
-    names = ("w", "scale", "bias", "blocks", "order", "share"), ("codes", "error")
-    codes_now, _ = cuda_kernel("round_columns", *names, _COLUMNS)(
+    names = ("w", "scale", "bias", "blocks", "order", "share")
+    codes_now, _ = cuda_kernel("round_columns", names, ("codes", "error"), _COLUMNS)(
         inputs=[w_now, scale_nog, bias_nog, blocks_n, order_kw, share_kww],
         template=list(numbers.items()),
         output_shapes=[w_now.shape, w_now.shape],

@@ -275,12 +275,12 @@ def in_chunks(
         for start in starts:
             rows = slice(start, start + chunk)
             h_cd = hidden_nd[rows]
-            ct = [c[rows] for c in cotangents]
-            out = [o[rows] for o in outputs]
+            ct_c = [c[rows] for c in cotangents]
+            out_c = [o[rows] for o in outputs]
             # an order, so that the gradient of the weights grows in place, chunk after chunk
             if dh_parts:
                 h_cd = mx.depends(h_cd, [dh_parts[-1], *(arrays_of(dparams) if trains else ())])
-            dh_cd, grads = backward(params, h_cd, constants_n[rows], out, ct)
+            dh_cd, grads = backward(params, h_cd, constants_n[rows], out_c, ct_c)
             if len(starts) > 1:  # many small sums: in float32, whatever the weights' dtype
                 grads = map_arrays(lambda dw: dw.astype(mx.float32), grads)
             dparams = tree_map(mx.add, dparams, grads) if dh_parts and trains else grads

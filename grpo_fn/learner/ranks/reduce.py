@@ -18,7 +18,7 @@ from grpo_fn.backends import number
 from grpo_fn.learner.batch import Batch, counted_alone, take_part, take_rows
 from grpo_fn.learner.packing import halve_batch, shape_of
 from grpo_fn.learner.state import TrainState
-from grpo_fn.trees import Tree, arrays_of, map_arrays, on_host
+from grpo_fn.trees import Tree, arrays_of, flat, map_arrays, on_host
 
 
 def deal(batch: Batch, number: int) -> list[Batch]:
@@ -47,7 +47,7 @@ def deal(batch: Batch, number: int) -> list[Batch]:
     }
     parts = []
     for groups_of_part in _dealt(cost, number):
-        own = [row for group in groups_of_part for row in members[group]]
+        own = flat(members[group] for group in groups_of_part)
         if parts and not own:
             continue
         parts.append(counted_alone(take_rows(batch, sorted(own))))
@@ -234,8 +234,7 @@ def _summed(part: Sequence[mx.array], ranks: Collectives) -> list[mx.array]:
 def buckets(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Bounds [low, high) of consecutive leaves: at most `BUCKET_BYTES` together, or a single
     leaf."""
-    low = 0
-    held = 0
+    low = held = 0
     for place, size in enumerate(sizes):
         if place > low and held + size > BUCKET_BYTES:
             yield low, place

@@ -20,6 +20,7 @@ from grpo_fn.backends.composed import softmax
 from grpo_fn.layers import CANNOT_CALL
 from grpo_fn.policy.caches.kv_caches import Caches, plain_caches, shares_keys
 from grpo_fn.policy.layers.patched_layers import attends_through_cache
+from grpo_fn.trees import group_numbers
 
 Pair = tuple[mx.array, mx.array]  # keys and values
 
@@ -50,11 +51,11 @@ class Layout:
         widest = max(groups)
         grid = place = None
         if min(groups) < widest:
-            first = [sum(groups[:p]) for p in range(len(groups))]
-            cells = [
-                first[p] + min(i, groups[p] - 1) for p in range(len(groups)) for i in range(widest)
-            ]
-            places = [p * widest + i for p, count in enumerate(groups) for i in range(count)]
+            cells: list[int] = []
+            places: list[int] = []
+            for p, count in enumerate(groups):
+                cells += [sum(groups[:p]) + min(i, count - 1) for i in range(widest)]
+                places += range(p * widest, p * widest + count)
             grid = mx.array(cells, mx.int32)
             place = mx.array(places, mx.int32)
         seen = None
@@ -224,7 +225,7 @@ def fork(
 
     `shifts` is added to the positions after each prompt: see `PromptImages.shift`.
     """
-    prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+    prompt_of = group_numbers(groups)
     starts = [lengths[p] + (shifts[p] if shifts else 0) for p in prompt_of]
     layout = Layout.of(prompt_of, lengths, starts, [0] * len(prompt_of))
     longest = max(lengths)

@@ -97,12 +97,11 @@ def chunked_gated_delta(
         (y [B,T,Hv,Dv] in q's dtype, state [B,Hv,Dv,Dk] in the given state's dtype, else float32);
         computed in float32.
     """
-    (rows, length, key_heads, key_width) = q.shape
-    (heads, value_width) = v.shape[2:]
+    rows, length, key_heads, key_width = q.shape
+    heads, value_width = v.shape[2:]
     if chunk is None:
         longest = CHANNEL_CHUNK if log_g.ndim == 4 else CHUNK
         chunk = min(longest, 1 << (length - 1).bit_length())
-    dtype = q.dtype
     group = heads // key_heads
     arrays = [x.astype(mx.float32) for x in (q, k, v, log_g, beta)]
     if mask is not None:
@@ -133,9 +132,8 @@ def chunked_gated_delta(
         now = mx.zeros((rows, key_heads, group, value_width, key_width))
     else:
         now = state.astype(mx.float32).reshape(rows, key_heads, group, value_width, key_width)
-    # what each token writes, what its query finds of its chunk's first state
-    written = []
-    read = []
+    written = []  # by each token
+    read = []  # what its query finds of its chunk's first state
     # mx.split, because the gradient of an index would be an array of zeros as large as the whole
     # for each chunk.
     parts = [mx.split(x, added.shape[0]) for x in (added, reads, keys_out, from_start[..., -1:, :])]
@@ -148,7 +146,7 @@ def chunked_gated_delta(
     out = mx.stack(read) + attends @ mx.stack(written)  # [N,B,Hk,R,C,Dv]
     out = out.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, value_width)[:, :length]
     final = now.reshape(rows, heads, value_width, key_width)
-    return out.astype(dtype), final if state is None else final.astype(state.dtype)
+    return out.astype(q.dtype), final if state is None else final.astype(state.dtype)
 
 
 def _decayed_products(

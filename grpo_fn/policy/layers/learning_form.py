@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from grpo_fn.layers import parameters_replaced
-from grpo_fn.trees import map_arrays
+from grpo_fn.trees import flat, map_arrays
 
 
 @contextmanager
@@ -41,14 +41,11 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 def asks_for_training(kind: type[nn.Module]) -> bool:
     """Whether a layer of mlx-lm's models folder, or one made of it here, computes by
     `self.training`."""
-    return any(
-        "training" in function.__code__.co_names
-        for base in kind.__mro__
-        if base.__module__.startswith(("mlx_lm.models.", "grpo_fn."))
-        for value in vars(base).values()
-        for function in (value.fget if isinstance(value, property) else value,)
-        if isinstance(function, FunctionType)
-    )
+    bases = [b for b in kind.__mro__ if b.__module__.startswith(("mlx_lm.models.", "grpo_fn."))]
+    values = flat(vars(base).values() for base in bases)
+    called = [value.fget if isinstance(value, property) else value for value in values]
+    functions = [each for each in called if isinstance(each, FunctionType)]
+    return any("training" in function.__code__.co_names for function in functions)
 
 
 def checkpoint_layers(module: nn.Module) -> int:

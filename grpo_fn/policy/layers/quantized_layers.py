@@ -30,8 +30,7 @@ def is_unpacked(x: mx.array, group_size: int) -> bool:
     for more than one row (docs/upstream.md), and such a weight is small.
     """
     rows = x.size // x.shape[-1]
-    width = x.shape[-1]
-    return 0 < unpack_rows() <= rows or (width == group_size and rows > 1)
+    return 0 < unpack_rows() <= rows or (x.shape[-1] == group_size and rows > 1)
 
 
 @attrs.frozen

@@ -18,8 +18,8 @@ MMA = {mx.bfloat16: "bf16", mx.float16: "f16"}  # the dtypes that it takes, as P
 HEAD_WIDTHS = (64, 128)
 MOST_SHARING = 8  # query heads
 _WARPS = (1, 2, 4, 8)  # numbers of warps that may share the keys of a row
-_PREPARATION = 4  # a warp's other work, in tiles of keys; tiles of a usual row
-_TILES = 16
+_PREPARATION = 4  # a warp's other work, in tiles of keys
+_TILES = 16  # tiles of a usual row
 
 
 def warps_of_row(items: int, room: int) -> int:

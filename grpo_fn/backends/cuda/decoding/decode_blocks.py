@@ -20,9 +20,8 @@ from grpo_fn.backends.cuda.decoding.kernel_steps import KernelCache
 from grpo_fn.layers import CANNOT_CALL, NamedLayers, is_linear, parameters_replaced, replaced_layers
 from grpo_fn.trees import on_host
 
-# of the comparison; the largest share of what a block adds to its input
-_TOKENS = 5
-_TOLERANCE = 0.03
+_TOKENS = 5  # of the comparison
+_TOLERANCE = 0.03  # the largest share of what a block adds to its input
 Rope = Callable[..., mx.array]  # of [B,H,L,HD] and the first position
 
 
@@ -123,8 +122,15 @@ def _nanochat_parts(block: Any) -> Parts | None:
     frequencies = attention._rope_freqs
 
     def rope(x: mx.array, offset: Any = 0) -> mx.array:
-        how = {"traditional": False, "base": None, "scale": 1.0, "freqs": frequencies}
-        return mx.fast.rope(x, shape.head_width, offset=offset, **how)
+        return mx.fast.rope(
+            x,
+            shape.head_width,
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=offset,
+            freqs=frequencies,
+        )
 
     return Parts(shape, weights, rope)
 
@@ -234,13 +240,27 @@ class DecodeBlock(nn.Module):
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         rows = x.shape[0]
         parts = parts_of(self.block) if isinstance(cache, KernelCache) else None
-        if parts is None or x.dtype != parts.weights.q.dtype or not takes_block(*parts[:2], rows):
+        if (
+            parts is None
+            or x.dtype != parts.weights.q.dtype
+            or not takes_block(parts.shape, parts.weights, rows)
+        ):
             return self.block(x, mask=mask, cache=cache)
         if self._rotation not in cache.turns:  # of this step, by the first such block
             turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
             cache.turns[self._rotation] = turns[:, 0]
-        held = cache.prompt, cache.own, cache.prompt_of_b, cache.lengths_p, cache.used_b
-        return block_step(*parts[:2], x, cache.turns[self._rotation], *held, self._barrier)
+        return block_step(
+            parts.shape,
+            parts.weights,
+            x,
+            cache.turns[self._rotation],
+            cache.prompt,
+            cache.own,
+            cache.prompt_of_b,
+            cache.lengths_p,
+            cache.used_b,
+            self._barrier,
+        )
 
 
 @contextmanager
@@ -276,7 +296,7 @@ def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:
     found: NamedLayers = []
     for name, block in module.named_modules():
         parts = parts_of(block) if "mlp" in block else None
-        if parts is None or not takes_block(*parts[:2], rows):
+        if parts is None or not takes_block(parts.shape, parts.weights, rows):
             continue
         if _is_composed(type(block), parts.shape, parts.weights.q.dtype, _ById(block)):
             found.append((name, block))

@@ -18,7 +18,7 @@ from grpo_fn.backends.cuda.decoding.prefix_attention import append_and_attend
 from grpo_fn.backends.mechanisms import DecodeProgram
 from grpo_fn.compile import Compiled
 from grpo_fn.layers import CANNOT_CALL
-from grpo_fn.trees import Tree
+from grpo_fn.trees import Tree, group_numbers
 
 FIRST_ROOM = 256  # own tokens for which buffers first have room; doubled each time they are full
 _ROOM_STEP = 64
@@ -52,7 +52,7 @@ class KernelSteps:
         """
         self._step, self._params = step, params
         self._prompts = [(cache.keys, cache.values) for cache in caches]
-        self._prompt_of = [p for p, rows in enumerate(groups) for _ in range(rows)]
+        self._prompt_of = group_numbers(groups)
         self._lengths = list(lengths)
         self._most = room
         self._room = 0
@@ -121,11 +121,15 @@ class KernelSteps:
         of_rows = [mx.array(each, mx.int32) for each in (self._prompt_of, self._lengths, starts)]
         # Arrays that are written in place must exist.
         mx.eval(self._own, self._prompts, of_rows, self._counts)
-        example = self._counts[0], mx.zeros((rows,), mx.int32)
         self._program, leaves = self._step.program(
-            self._params, self._prompts, self._own, tuple(of_rows), *example
+            self._params,
+            self._prompts,
+            self._own,
+            tuple(of_rows),
+            self._counts[0],
+            mx.zeros((rows,), mx.int32),
         )
-        self._fixed = leaves[: -len(example)]
+        self._fixed = leaves[:-2]  # each step brings its own counts and tokens
 
 
 def _placed(size: int, old: Iterable[int], new: Sequence[int]) -> list[int]:
@@ -193,8 +197,10 @@ class KernelCache:
             queries,
             keys,
             values,
-            *self.prompt,
-            *self.own,
+            self.prompt[0],
+            self.prompt[1],
+            self.own[0],
+            self.own[1],
             self.prompt_of_b,
             self.lengths_p,
             self.used_b,
@@ -214,8 +220,9 @@ def kernel_forward(
     """The function that a policy compiles for `KernelSteps`; `params` are all leaves of the
     model."""
     turns: dict[Any, mx.array] = {}
+    prompt_of_b, lengths_p, start_b = rows
     caches = [
-        KernelCache(prompt, mine, *rows, used_b, turns)
+        KernelCache(prompt, mine, prompt_of_b, lengths_p, start_b, used_b, turns)
         for prompt, mine in zip(prompts, own, strict=True)
     ]
     with bound(params, {}) as model:
