@@ -29,6 +29,5 @@ def fork_problem() -> str | None:
         return None
     return (
         f"process {process} was forked from process {_computing[0]} after MLX was used there, and "
-        "MLX hangs "
-        'in such a process: start it with multiprocessing.get_context("spawn")'
+        'MLX hangs in such a process: start it with multiprocessing.get_context("spawn")'
     )

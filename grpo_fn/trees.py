@@ -29,8 +29,10 @@ def map_arrays(function: Callable[[Any], Any], tree: Tree, *, kind: type = mx.ar
         values = [map_arrays(function, value, kind=kind) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if attrs.has(type(tree)):
-        names = [field.name for field in attrs.fields(type(tree))]
-        changed = {name: map_arrays(function, getattr(tree, name), kind=kind) for name in names}
+        changed = {
+            name: map_arrays(function, getattr(tree, name), kind=kind)
+            for name in attrs.fields_dict(type(tree))
+        }
         return attrs.evolve(tree, **changed)
     return tree
 
@@ -89,7 +91,7 @@ def structure_of(tree: Tree, found: list[mx.array]) -> Any:
     if isinstance(tree, list | tuple):
         return (type(tree), tuple(structure_of(value, found) for value in tree))
     if attrs.has(type(tree)):
-        names = [field.name for field in attrs.fields(type(tree))]
+        names = attrs.fields_dict(type(tree))
         return (
             type(tree),
             tuple((name, structure_of(getattr(tree, name), found)) for name in names),
@@ -119,5 +121,4 @@ def materialize_in_parts(*trees: Tree, most: int = 1 << 30) -> None:
 
 def nbytes(*trees: Tree) -> int:
     """Bytes of the distinct arrays in the trees; an array that several roles share counts once."""
-    distinct = {id(array): array.nbytes for array in arrays_of(trees)}
-    return sum(distinct.values())
+    return sum({id(array): array.nbytes for array in arrays_of(trees)}.values())

@@ -142,8 +142,8 @@ def loss_stats(
 
 def empty_stats(denominator: mx.array) -> LossStats:
     """The stats of a batch without rows for the learner: its denominator, all else 0."""
-    zero = mx.array(0.0)
-    return LossStats._make([zero] * len(LossStats._fields))._replace(denominator=denominator)
+    zeros = LossStats._make([mx.array(0.0)] * len(LossStats._fields))
+    return zeros._replace(denominator=denominator)
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:

@@ -51,8 +51,7 @@ def divisor(denominator: mx.array) -> mx.array:
 
 def check_max_length(aggregation: str, max_completion_length: int | None) -> None:
     """Raise ValueError if the aggregation divides by L_max and there is none."""
-    needed = AGGREGATIONS[aggregation].needs_max_length
-    if needed and (max_completion_length is None or max_completion_length < 1):
+    if AGGREGATIONS[aggregation].needs_max_length and (max_completion_length or 0) < 1:
         raise ValueError(
             f"aggregation = {aggregation!r} needs max_completion_length >= 1; found "
             f"{max_completion_length}"
@@ -82,8 +81,12 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
 
 def _key(default: Any, meaning: str, within: str = "", **more: Any) -> Any:
     """A field that says what it is: docs/config.md and `grpo-run --explain` show the same text."""
-    metadata = {"meaning": meaning, "range": within}
-    return attrs.field(default=default, validator=_check_field, metadata=metadata, **more)
+    return attrs.field(
+        default=default,
+        validator=_check_field,
+        metadata={"meaning": meaning, "range": within},
+        **more,
+    )
 
 
 def _check_field(_: object, field: attrs.Attribute, value: Any) -> None:

@@ -209,13 +209,14 @@ def as_teacher_reads(batch: Batch, vocabulary: int | None = None) -> Batch:
         batch = attrs.evolve(batch, prompt_lengths_b=batch.hinted_lengths_b, prompt_index_b=None)
     if vocabulary is not None:
         rows = {name: mx.minimum(ids, vocabulary - 1) for name, ids in rows.items()}
-    none = {
-        "hinted_tokens_bm": None,
-        "hinted_lengths_b": None,
-        "experts_blnk": None,
-        "vocabulary": None,
-    }
-    return attrs.evolve(batch, **rows, **none)
+    return attrs.evolve(
+        batch,
+        **rows,
+        hinted_tokens_bm=None,
+        hinted_lengths_b=None,
+        experts_blnk=None,
+        vocabulary=None,
+    )
 
 
 def check_fits(batch: Batch, policy: Policy) -> None:
@@ -332,12 +333,11 @@ def _part(value: Any, index: dict[str, mx.array], sizes: Mapping[str, int]) -> A
             filling = mx.array(_PADDING.get(name, 0), array.dtype)
             # Not padded without numbers: on CUDA NumPy, and saving, then end the process
             # (docs/upstream.md).
-            padded = (
+            found[name] = (
                 mx.pad(array, more, constant_values=filling)
                 if array.size
                 else mx.full(wanted, filling)
             )
-            found[name] = padded
     return attrs.evolve(value, **found)
 
 
@@ -364,7 +364,6 @@ def _most_uncertain(
         return None
     if entropy_bt is None:
         raise ValueError("top_entropy_quantile < 1 needs the rollout's entropies: sample with them")
-    counted = sum(map(sum, on_host(mask_bt)))
-    number = max(1, round(quantile * counted))
+    number = max(1, round(quantile * sum(map(sum, on_host(mask_bt)))))
     ranked = mx.sort(mx.where(mask_bt, entropy_bt, -mx.inf).reshape(-1))
     return mask_bt & (entropy_bt >= ranked[-number])

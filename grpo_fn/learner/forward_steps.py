@@ -55,9 +55,10 @@ def batch_logprobs(
 ) -> mx.array:
     """log π of the batch's tokens, [B,T], float32, without gradient."""
     hidden_btd = completion_hidden(policy, params, frozen, batch)
-    head = policy.head(params, frozen)
     return mx.stop_gradient(
-        token_logprobs(hidden_btd, head, batch.targets_bt, temperature=temperature)
+        token_logprobs(
+            hidden_btd, policy.head(params, frozen), batch.targets_bt, temperature=temperature
+        )
     )
 
 
@@ -83,8 +84,11 @@ def routing_stats(policy: Policy, params: Tree, batch: Batch) -> RoutingStats:
     mask_n = batch.mask_bt.reshape(-1)
     shares = mx.stack([expert_shares(logits_ne, mask_n, chosen) for logits_ne in routing])
     balance = mx.stack([load_balancing_loss(logits_ne, mask_n, chosen) for logits_ne in routing])
-    max_load = (shares.max(axis=-1) * shares.shape[-1]).max()
-    return RoutingStats(max_load, (shares == 0).astype(mx.float32).mean(), balance.mean())
+    return RoutingStats(
+        max_load=(shares.max(axis=-1) * shares.shape[-1]).max(),
+        unused=(shares == 0).astype(mx.float32).mean(),
+        balance=balance.mean(),
+    )
 
 
 def chosen_experts(policy: Policy, params: Tree, batch: Batch) -> mx.array:

@@ -105,9 +105,13 @@ class GradStep:
             tokens_bl = mx.depends(part.tokens_bl, [*arrays_of(accum)])
             # A number in a batch is part of the compiled program's key; this one has no use there.
             part = attrs.evolve(part, tokens_bl=tokens_bl, vocabulary=None)
-            frozen = self.policy.frozen, self.ref_policy.frozen
             grads, arrays, loss = self.micro_step(
-                state.params, ref, frozen, accum[0], part, self.teacher
+                state.params,
+                ref,
+                (self.policy.frozen, self.ref_policy.frozen),
+                accum[0],
+                part,
+                self.teacher,
             )
             part_stats, weight = self.stats_step(arrays, loss, accum[1])
             accum = grads, weight
@@ -173,8 +177,12 @@ def make_grad_step(
         if teacher is None or trees is None or not teacher_coef:
             logp_bt = batch.teacher_logp_bt
             return None if logp_bt is None else mx.stop_gradient(batch.rollout_logp_bt - logp_bt)
-        read = as_teacher_reads(batch, teacher.policy.vocabulary)
-        teacher_bte = completion_hidden(teacher.policy, trees[0], trees[1], read)
+        teacher_bte = completion_hidden(
+            teacher.policy,
+            trees[0],
+            trees[1],
+            as_teacher_reads(batch, teacher.policy.vocabulary),
+        )
         heads = policy.head(params, frozen), teacher.policy.head(trees[0], trees[1])
         return reverse_kl(hidden_btd, heads[0], teacher_bte, heads[1], temperature=temperature)
 

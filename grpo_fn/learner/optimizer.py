@@ -142,7 +142,9 @@ def adamw(
             v = b2 * v + one_less_b2 * mx.square(whole * grad)
             step = numbers.size * m / (mx.sqrt(v) * numbers.root + small)
             new = param * numbers.decay - step, m, v
-            last[:] = [keep(*pair) for pair in zip(new, old, strict=True)]
+            last[:] = [
+                keep(new_part, old_part) for new_part, old_part in zip(new, old, strict=True)
+            ]
             new_moments.append({"m": last[1], "v": last[2]})
             return last[0]
 

@@ -94,8 +94,9 @@ def make_update_step(
         numbers = optimizer.numbers(state.opt_state, state.update_step, rates)
         finite = mx.isfinite(norm) & mx.isfinite(numbers.rate)
         key = fold_in(state.key, UPDATE_ROUNDING, state.update_step)
-        held = state.params, state.opt_state
-        (params, opt_state), skipped = step(held, state.accum_grads, numbers, factor, finite, key)
+        (params, opt_state), skipped = step(
+            (state.params, state.opt_state), state.accum_grads, numbers, factor, finite, key
+        )
         state = attrs.evolve(
             state,
             params=params,

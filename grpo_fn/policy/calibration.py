@@ -217,8 +217,9 @@ def round_calibrated(
         for some in [names[at : at + step] for at in range(0, len(names), step)]:
             stack = carries[some[0]][0]
             blocks = shape[1] // stack.order_nw.shape[-1]
-            firsts = [carries[name][1] for name in some]
-            blocks_n = mx.array(flat(range(first, first + blocks) for first in firsts))
+            blocks_n = mx.array(
+                flat(range(carries[name][1], carries[name][1] + blocks) for name in some)
+            )
             packed = _packed(mx.stack([weights[name] for name in some]), stack, blocks_n, mode)
             materialize(packed)
             apart = (mx.split(array.flatten(0, 1), len(some)) for array in packed)  # views
@@ -277,10 +278,11 @@ def _codes(bits: int, group: int) -> Callable[..., mx.array]:
         share_kww: mx.array,
     ) -> mx.array:
         order_nw = order_kw[blocks_n]
-        share_nww = share_kww[blocks_n].astype(mx.float32)
         w_now = _in_order(w_now.astype(mx.float32), order_nw)
         columns = functools.partial(few, scale_nog, bias_nog)
-        codes_now, _ = _rounded(w_now, order_nw // group, share_nww, columns)
+        codes_now, _ = _rounded(
+            w_now, order_nw // group, share_kww[blocks_n].astype(mx.float32), columns
+        )
         return _in_order(codes_now, mx.argsort(order_nw, axis=-1))
 
     return codes

@@ -73,8 +73,8 @@ def _multimodal(sections: tuple[int, ...]) -> type[nn.Module]:
             angle_b1lf = (position_bfl.swapaxes(1, 2) * rate_f)[:, None]
             cos, sin = mx.cos(angle_b1lf), mx.sin(angle_b1lf)
             one, other = x[..., :half].astype(mx.float32), x[..., half:].astype(mx.float32)
-            turned = mx.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
-            return turned.astype(x.dtype)
+            parts = [one * cos - other * sin, other * cos + one * sin]
+            return mx.concatenate(parts, axis=-1).astype(x.dtype)
 
     MultimodalRoPE.sections = sections  # type: ignore[attr-defined]
     return MultimodalRoPE

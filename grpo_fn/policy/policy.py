@@ -227,8 +227,8 @@ class Policy:
         name = self.split.weight
 
         def weight(head_params: Tree) -> mx.array:
-            held = head_params if name in self.split.trainable else frozen
-            return self.cast(named_leaves(held)[str(name)])
+            trains = name in self.split.trainable
+            return self.cast(named_leaves(head_params if trains else frozen)[str(name)])
 
         def logits(head_params: Tree, hidden_nd: mx.array) -> mx.array:
             with self.bound(head_params, frozen) as module:
@@ -242,9 +242,10 @@ class Policy:
 def _embedding_rows(module: nn.Module) -> int | None:
     """Rows of the token embedding; of several tables (positions may have one), that with a row per
     logit."""
-    kinds = (nn.Embedding, nn.QuantizedEmbedding)
     rows = {
-        part["weight"].shape[0] for _, part in module.named_modules() if isinstance(part, kinds)
+        part["weight"].shape[0]
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.QuantizedEmbedding)
     }
     if len(rows) > 1:
         # its shape alone: nothing is computed

@@ -116,8 +116,11 @@ def _advance(batch: RowBatch, queue: RowQueue, look: bool) -> None:
 
 def compacts(batch: RowBatch) -> bool:
     """Whether the rows that have ended leave the batch: enough of them have."""
-    droppable = enabled("row_compaction") and batch.steps.drops_rows
-    return droppable and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
+    return (
+        enabled("row_compaction")
+        and batch.steps.drops_rows
+        and len(batch.alive) <= (1 - COMPACT_SHARE) * len(batch.rows)
+    )
 
 
 def _collect(batch: RowBatch, queue: RowQueue) -> None:

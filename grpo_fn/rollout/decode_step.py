@@ -132,8 +132,9 @@ class RowBatch:
     def draw(self) -> None:
         """Draw the next token of each row."""
         if self.seen_bv is not None:
-            penalty = self.distribution.repetition_penalty
-            self.logits_bv = penalize(self.logits_bv, self.seen_bv, penalty)
+            self.logits_bv = penalize(
+                self.logits_bv, self.seen_bv, self.distribution.repetition_penalty
+            )
         self.drawn.append(self._draw(self.logits_bv, self.bits_nbw[self.count]))
         if self.seen_bv is not None:
             self.seen_bv = mark_seen(self.seen_bv, self.drawn[-1]["tokens"])

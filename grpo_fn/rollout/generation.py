@@ -123,23 +123,23 @@ def decode(
     keys = [(first, second) for first, second in on_host(keys_b2)]
     for p, prompt in enumerate(prompts):
         mine = slice(p * group, (p + 1) * group)
-        entry = Entry(
-            rows=tuple(rows[mine]),
-            prompt=prompt,
-            keys=tuple(keys[mine]),
-            sampling=sampling,
-            find_stop=find_stop,
-            images=None if images is None else images[p],
-            keep=replies is not None,
+        queue.add(
+            Entry(
+                rows=tuple(rows[mine]),
+                prompt=prompt,
+                keys=tuple(keys[mine]),
+                sampling=sampling,
+                find_stop=find_stop,
+                images=None if images is None else images[p],
+                keep=replies is not None,
+            )
         )
-        queue.add(entry)
     with suppress(Interrupted):
         yield from decode_queue(policy, params, queue, decoding)
-    done = queue.completions(len(rows))
     return rollout_of(
         prompts,
         group,
-        done,
+        queue.completions(len(rows)),
         vocabulary=policy.vocabulary,
         images=images,
         sampled=[talk.sampled for talk in queue.talks] if isinstance(queue, Turns) else None,

@@ -231,10 +231,9 @@ class RowQueue:
             if rows := self._alive(entry):
                 caches, held = self._resumed(entry)
                 starts.append(Start(entry, rows, caches, held))
-                computed = len(entry.prompt) - held
                 for row in rows:
                     self.rows[row].done = attrs.evolve(
-                        self.rows[row].done, prompt_computed=computed
+                        self.rows[row].done, prompt_computed=len(entry.prompt) - held
                     )
         return starts
 

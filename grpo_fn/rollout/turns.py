@@ -125,10 +125,10 @@ class Turns(RowQueue):
         full = len(talk.done.tokens) >= talk.entry.sampling.max_new_tokens
         if full or not row.done.finished or not row.done.tokens:
             return False
-        if not self._replies.begin(talk_number, row.done.tokens):
-            return False
-        self._asked[talk_number] = number
-        return True
+        replies = self._replies.begin(talk_number, row.done.tokens)
+        if replies:
+            self._asked[talk_number] = number
+        return replies
 
     def _collect(self, least: int) -> None:
         """Turns that follow new replies wait from now on."""
@@ -154,14 +154,15 @@ class Turns(RowQueue):
         check_token_ids([tokens], self._policy.vocabulary)
         zeros = [0.0] * len(tokens)
         talk.add(Ended(tokens=[*tokens], logp=zeros, entropy=zeros), sampled=False)
-        turn = attrs.evolve(
-            talk.entry,
-            rows=(row + len(self.talks),),
-            prompt=[*talk.entry.prompt, *talk.done.tokens],
-            keys=(talk.key,),
-            sampling=attrs.evolve(talk.entry.sampling, max_new_tokens=room),
-            drawn=sum(talk.sampled),
-            continues=row,
+        super().add(
+            attrs.evolve(
+                talk.entry,
+                rows=(row + len(self.talks),),
+                prompt=[*talk.entry.prompt, *talk.done.tokens],
+                keys=(talk.key,),
+                sampling=attrs.evolve(talk.entry.sampling, max_new_tokens=room),
+                drawn=sum(talk.sampled),
+                continues=row,
+            )
         )
-        super().add(turn)
         return True

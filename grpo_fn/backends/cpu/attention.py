@@ -21,8 +21,8 @@ def takes_sequences(queries: mx.array, keys: Any, mask: mx.array | str | None) -
         return False
     known = mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in (None, "causal")
     scores = queries.size // queries.shape[-1] * keys.shape[-2]
-    several = queries.shape[-2] > 1  # not a decoding step
-    return known and several and scores <= _MOST_SCORES
+    # a decoding step has one token a row
+    return known and queries.shape[-2] > 1 and scores <= _MOST_SCORES
 
 
 def attention(

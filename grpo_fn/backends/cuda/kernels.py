@@ -102,8 +102,9 @@ class CudaKernel:
         threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
         key = (threads, *template, *(a.dtype for a in inputs), *output_dtypes)
         if key not in self._compiled:
-            types = [a.dtype for a in inputs], list(output_dtypes)
-            name, source = self.source(template, *types, threads)
+            name, source = self.source(
+                template, [a.dtype for a in inputs], list(output_dtypes), threads
+            )
             self._compiled[key] = (
                 name,
                 compiled_source(source, str(mx.device_info()["architecture"])),

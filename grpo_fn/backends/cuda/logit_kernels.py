@@ -216,5 +216,12 @@ def row_gradients(
         unused if by_entropy_c is None else by_entropy_c,
     ]
     template = [("ENTROPY", by_entropy_c is not None)]
-    outputs = [(product_cv.shape, product_cv.dtype)]
-    return _launch(kernel, product_cv, more, scale_cap, temperature, template, outputs)[0]
+    return _launch(
+        kernel,
+        product_cv,
+        more,
+        scale_cap,
+        temperature,
+        template,
+        [(product_cv.shape, product_cv.dtype)],
+    )[0]

@@ -41,8 +41,11 @@ def learning_form(module: nn.Module) -> Iterator[nn.Module]:
 def asks_for_training(kind: type[nn.Module]) -> bool:
     """Whether a layer of mlx-lm's models folder, or one made of it here, computes by
     `self.training`."""
-    bases = [b for b in kind.__mro__ if b.__module__.startswith(("mlx_lm.models.", "grpo_fn."))]
-    values = flat(vars(base).values() for base in bases)
+    values = flat(
+        vars(base).values()
+        for base in kind.__mro__
+        if base.__module__.startswith(("mlx_lm.models.", "grpo_fn."))
+    )
     called = [value.fget if isinstance(value, property) else value for value in values]
     functions = [each for each in called if isinstance(each, FunctionType)]
     return any("training" in function.__code__.co_names for function in functions)

@@ -65,8 +65,9 @@ def _fix_kimi_k3(module: nn.Module) -> None:
             self._output_res_w_eff = None
             return super().__call__(*args, **kwargs)
 
-    classes = {kimi_k3.KimiK3DecoderLayer: DecoderLayer, kimi_k3.KimiK3TextModel: TextModel}
-    _replace_classes(module, classes)
+    _replace_classes(
+        module, {kimi_k3.KimiK3DecoderLayer: DecoderLayer, kimi_k3.KimiK3TextModel: TextModel}
+    )
     for layer in module.modules():
         if isinstance(layer, kimi_k3.KimiK3DeltaAttention):
             layer._step = layer._decode_core

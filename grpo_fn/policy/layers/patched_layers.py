@@ -224,5 +224,5 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
             names.append(name)
     if not names:
         return kind
-    own = with_globals(call, **{name: _OWN[name] for name in names})
-    return type(kind.__name__, (kind,), {"__call__": own, "patched": tuple(names)})
+    patched_call = with_globals(call, **{name: _OWN[name] for name in names})
+    return type(kind.__name__, (kind,), {"__call__": patched_call, "patched": tuple(names)})

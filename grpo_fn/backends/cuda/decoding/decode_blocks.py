@@ -49,8 +49,7 @@ def _llama_parts(block: Any) -> Parts | None:
     first, second = block.input_layernorm, block.post_attention_layernorm
     normed = "q_norm" in attention
     biased = "bias" in queries
-    head_norms = [attention.q_norm, attention.k_norm] if normed else []
-    norms = [first, second, *head_norms]
+    norms = [first, second] + ([attention.q_norm, attention.k_norm] if normed else [])
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "rope", "q_norm", "k_norm"}
     if (
         not all(is_linear(layer) for layer in (queries, keys, values, out, gate, up, down))
@@ -63,12 +62,11 @@ def _llama_parts(block: Any) -> Parts | None:
         != {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
     ):
         return None
-    heads = attention.n_heads
     shape = BlockShape(
         width=queries.weight.shape[1],
-        heads=heads,
+        heads=attention.n_heads,
         shared=attention.n_kv_heads,
-        head_width=queries.weight.shape[0] // heads,
+        head_width=queries.weight.shape[0] // attention.n_heads,
         hidden=up.weight.shape[0],
         gated=True,
         biased=biased,
@@ -200,8 +198,8 @@ def _is_composed(kind: type, shape: BlockShape, dtype: mx.Dtype, block: "_ById")
             plain = module(x, mask="causal", cache=None)
         except CANNOT_CALL:
             return False
-        composed = composed_block(parts, x)
-        difference = mx.abs(plain.astype(mx.float32) - composed.astype(mx.float32)).mean()
+        composed = composed_block(parts, x).astype(mx.float32)
+        difference = mx.abs(plain.astype(mx.float32) - composed).mean()
         added = mx.abs(plain.astype(mx.float32) - x.astype(mx.float32)).mean()
         return bool((difference < _TOLERANCE * added).item())
 
@@ -247,8 +245,9 @@ class DecodeBlock(nn.Module):
         ):
             return self.block(x, mask=mask, cache=cache)
         if self._rotation not in cache.turns:  # of this step, by the first such block
-            turns = turns_at(parts.rope, parts.shape.head_width, rows, 1, cache.offset)
-            cache.turns[self._rotation] = turns[:, 0]
+            cache.turns[self._rotation] = turns_at(
+                parts.rope, parts.shape.head_width, rows, 1, cache.offset
+            )[:, 0]
         return block_step(
             parts.shape,
             parts.weights,
@@ -287,8 +286,8 @@ def decode_blocks(module: nn.Module, rows: int = 1) -> Iterator[None]:
 def _rotation(parts: Parts | None) -> mx.array:
     """The rotations at some positions; equal for two blocks that rotate their heads alike."""
     assert parts is not None
-    width = parts.shape.head_width
-    return mx.concatenate([turns_at(parts.rope, width, 1, 4, first) for first in (0, 5000)], axis=1)
+    turns = [turns_at(parts.rope, parts.shape.head_width, 1, 4, first) for first in (0, 5000)]
+    return mx.concatenate(turns, axis=1)
 
 
 def known_blocks(module: nn.Module, rows: int = 1) -> NamedLayers:

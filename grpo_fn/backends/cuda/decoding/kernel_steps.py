@@ -115,8 +115,8 @@ class KernelSteps:
             (_enlarged(keys, rows, self._room), _enlarged(values, rows, self._room))
             for keys, values in self._own
         ]
-        first_b = mx.array(self._fed, mx.int32)
-        self._counts = mx.arange(self._room - used, dtype=mx.int32)[:, None] + first_b
+        later = mx.arange(self._room - used, dtype=mx.int32)
+        self._counts = later[:, None] + mx.array(self._fed, mx.int32)
         starts = [self._lengths[p] for p in self._prompt_of]
         of_rows = [mx.array(each, mx.int32) for each in (self._prompt_of, self._lengths, starts)]
         # Arrays that are written in place must exist.

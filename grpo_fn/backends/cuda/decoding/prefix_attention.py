@@ -202,8 +202,8 @@ def append_and_attend(
         room = _WARPS_AT_A_TIME[width] * (device.multiprocessors if device else 1)
         threads = 32 * warps_of_row(rows * shared, room)
         name = "attention_on_tensor_cores"
-        source = _ROW + PRODUCT + ATTENTION + COMBINATION
-        source = (source + _ON_TENSOR_CORES).replace("MMA", MMA[queries.dtype])
+        source = _ROW + PRODUCT + ATTENTION + COMBINATION + _ON_TENSOR_CORES
+        source = source.replace("MMA", MMA[queries.dtype])
     else:
         # more would not fit into the registers of one multiprocessor
         threads = 512 if group <= 2 else 256
