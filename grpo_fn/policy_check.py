@@ -31,8 +31,8 @@ from grpo_fn.trees import Tree, arrays_of, named_leaves, on_host
 LONG, SHORT = 24, 9  # tokens of the two prompts, at most
 SAMPLING = Sampling(num_generations=2, max_new_tokens=4)
 # The largest difference of a row's mean log-prob that rounding can explain, nats a token.
-# of models that compute in float32, and in 16 bits or with packed weights
-EXACT, ROUNDED = 5e-3, 0.1
+EXACT = 5e-3  # of models that compute in float32
+ROUNDED = 0.1  # in 16 bits or with packed weights
 
 # The fast paths in the order in which they are given up, with the words of the notice.
 DECODING_PATHS = {

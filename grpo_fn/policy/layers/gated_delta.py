@@ -52,9 +52,19 @@ def gated_delta_update(
     if q.shape[1] == 1 or kernel or not enabled("chunked_gated_delta"):
         from mlx_lm.models import gated_delta
 
-        options = {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
         return gated_delta.gated_delta_update(
-            q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel, **options
+            q,
+            k,
+            v,
+            a,
+            b,
+            A_log,
+            dt_bias,
+            state,
+            mask,
+            use_kernel=use_kernel,
+            lower_bound=lower_bound,
+            allow_neg_eigval=allow_neg_eigval,
         )
     beta = mx.sigmoid(b)
     if allow_neg_eigval:
