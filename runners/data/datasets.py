@@ -1,4 +1,5 @@
-"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by row."""
+"""Questions and gold answers: from the Hub, a local file or folder, or the package; checked row by
+row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,23 +46,29 @@ _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed 
 def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, Rows]:
     """The rows to train on (at most `max_samples`, from the start) and those to evaluate on.
 
-    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split "train". If
-    there is only one split (a file, or `eval_split` equal to `split`), the last tenth of its usable rows, at
-    least one and at most 1,000, is held out for evaluation and not trained on. `data.transform` (found in
-    `folders`, as in `resolve_function`) gets each row first; it returns the row to use, or None.
+    A source is a shipped name, a local file or folder, or a Hub name. A single file is the split
+    "train". If there is only one split (a file, or `eval_split` equal to `split`), the last tenth
+    of its usable rows, at least one and at most 1,000, is held out for evaluation and not trained
+    on. `data.transform` (found in `folders`, as in `resolve_function`) gets each row first; it
+    returns the row to use, or None.
 
-    A row without a question and, unless `data.answer` is empty, an answer is a bad row: `on_bad_row` "raise"
-    raises an error with its place, "skip" leaves it out and notes it in `Rows.faults`. Raises UserError for a
-    missing source, split or field (with those found), a bad row, and a split without a usable row.
+    A row without a question and, unless `data.answer` is empty, an answer is a bad row:
+    `on_bad_row` "raise" raises an error with its place, "skip" leaves it out and notes it in
+    `Rows.faults`. Raises UserError for a missing source, split or field (with those found), a bad
+    row, and a split without a usable row.
     """
     source = _local(config)
     is_file = source is not None and source.is_file()
     if is_file and config.split != "train":
-        raise UserError(f'{source} is a file, the split "train", but data.split is {show(config.split)}')
+        raise UserError(
+            f'{source} is a file, the split "train", but data.split is {show(config.split)}'
+        )
     train = load_split(config, config.split, folders=folders, key="data.split")
     if is_file or split_name(config.eval_split) == split_name(config.split):
         if len(train) < 2:
-            wanted = "expected two usable rows at least, as one is held out for evaluation, found one"
+            wanted = (
+                "expected two usable rows at least, as one is held out for evaluation, found one"
+            )
             raise UserError(f"{config.source}: {wanted}")
         count = min(max(len(train) // 10, 1), _MAX_HELD_OUT)
         evaluation = Rows(train[-count:])
@@ -74,11 +81,11 @@ def load_rows(config: DataConfig, folders: Sequence[Path] = ()) -> tuple[Rows, R
 
 
 def with_answers_of(config: Config, *parts: Rows) -> Config:
-    """The config for these rows: without gold answers if no row has the column `data.answer`; a default
-    system prompt that asks for a number asks for an answer if most gold ones are none.
+    """The config for these rows: without gold answers if no row has the column `data.answer`; a
+    default system prompt that asks for a number asks for an answer if most gold ones are none.
 
-    Raises UserError where programs have no sandbox, for tests that no program can pass, and for lists that
-    answer another form than "code".
+    Raises UserError where programs have no sandbox, for tests that no program can pass, and for
+    lists that answer another form than "code".
     """
     form, name = config.answer.form, config.data.answer
     if form == "code":
@@ -88,7 +95,10 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
         data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
         return attrs.evolve(config, data=data, answer=answer)
     for row in rows:
-        value, wanted = row.get(name), 'a text or a number; the tests of a program need form = "code"'
+        value, wanted = (
+            row.get(name),
+            'a text or a number; the tests of a program need form = "code"',
+        )
         try:
             if form == "code":
                 read_tests(value)
@@ -100,18 +110,23 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
         return config
-    return config.having("data", system_prompt=prompt.replace("the final number", "the final answer"))
+    return config.having(
+        "data", system_prompt=prompt.replace("the final number", "the final answer")
+    )
 
 
 def load_split(
     config: DataConfig, split: str, *, folders: Sequence[Path] = (), key: str = "data.eval_split"
 ) -> Rows:
-    """All usable rows of one split, or of a single file whatever the split's name; nothing is held out.
+    """All usable rows of one split, or of a single file whatever the split's name; nothing is held
+    out.
 
     `key` is the config's for the split. Raises UserError as `load_rows` does.
     """
     name = config.transform
-    transform = resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
+    transform = (
+        resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
+    )
     source, where = _local(config), f"{config.source} ({split})"
     if source is None:
         is_task = config.source.startswith(TASKS)
@@ -124,7 +139,8 @@ def load_split(
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """The order in which an epoch takes its n examples: an int64 permutation, pure in its arguments."""
+    """The order in which an epoch takes its n examples: an int64 permutation, pure in its
+    arguments."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
@@ -134,12 +150,16 @@ def _local(config: DataConfig) -> Path | None:
     if source.exists():
         if config.name:
             name = f"data.name is {show(config.name)}, a configuration on the Hub"
-            raise UserError(f"{name}, but data.source {show(config.source)} is local; leave data.name out")
+            raise UserError(
+                f"{name}, but data.source {show(config.source)} is local; leave data.name out"
+            )
         return source
     # A Hub name has at most one slash and no suffix of a file.
     looks_local = config.source.startswith((".", "/", "~")) or config.source.count("/") > 1
     if looks_local or config.source.lower().endswith(SUFFIXES) or config.source in DATA:
-        raise UserError(f"data.source is {show(config.source)}, but there is no file or folder {source}")
+        raise UserError(
+            f"data.source is {show(config.source)}, but there is no file or folder {source}"
+        )
     return None
 
 
@@ -150,7 +170,9 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
         kept = [made for row in found if (made := transformed(row, transform)) is not None]
         rows.dropped = len(found) - len(kept)
     if config.answer == DataConfig().answer and not any(config.answer in row for row in kept):
-        config = attrs.evolve(config, answer="")  # the usual name, which data without gold answers lacks
+        config = attrs.evolve(
+            config, answer=""
+        )  # the usual name, which data without gold answers lacks
     _check_fields(kept, config, where)
     for row in kept:
         if not (fault := row.fault or _fault(row, config)):
@@ -202,7 +224,9 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     except UserError as error:
         return f"{config.image} {error}"
     except UnicodeEncodeError as error:
-        return f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+        return (
+            f"half of a surrogate pair, {error.object[error.start]!a}, which no tokenizer can read"
+        )
     return ""
 
 
@@ -213,12 +237,16 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     import datasets
 
     try:
-        found = datasets.load_dataset(config.source, config.name or _CONFIGS.get(config.source), split=split)
+        found = datasets.load_dataset(
+            config.source, config.name or _CONFIGS.get(config.source), split=split
+        )
         # As Arrow's tables: images and sounds stay the bytes of their files.
         tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
         rows = enumerate((row for table in tables for row in table_rows(table)), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
-    except Exception as error:  # from the Hub, the network, the disk or the format: each is shown to the user
+    except (
+        Exception
+    ) as error:  # from the Hub, the network, the disk or the format: each is shown to the user
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
         raise UserError(f"{place}, which the Hub did not give: {error_line(error)}") from error
 
@@ -226,9 +254,9 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
 def task_rows(config: DataConfig, split: str) -> list[Row]:
     """The problems of a split: question, answer, and the `entry` that the task's scoring takes.
 
-    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its questions
-    is trained on. The same config gives the same problems. Raises UserError if reasoning-gym is missing, and
-    for an unknown task or setting in `data.name`.
+    `data.split` has `data.max_samples` problems, or 1,000; any other split has 200, and none of its
+    questions is trained on. The same config gives the same problems. Raises UserError if
+    reasoning-gym is missing, and for an unknown task or setting in `data.name`.
     """
     if split != config.split:
         return list(_rows(config, split, _FIRST, _HELD_OUT))
@@ -248,13 +276,20 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
         ) from error
     task = config.source.removeprefix(TASKS)
     if task not in DATASETS:
-        raise UserError(f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}")
+        raise UserError(
+            f"data.source: reasoning-gym has no task {show(task)}{did_you_mean(task, DATASETS)}"
+        )
     try:
         settings = json.loads(config.name or "{}")
         for number, entry in enumerate(create_dataset(task, **settings, seed=seed, size=size), 1):
             values: dict[str, Any] = {name: entry[name] for name in ("question", "answer")}
-            yield Row({**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}")
-    except Exception as error:  # no JSON, or settings that the task refuses, most often by assertions
+            yield Row(
+                {**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}"
+            )
+    except (
+        Exception
+    ) as error:  # no JSON, or settings that the task refuses, most often by assertions
         raise UserError(
-            f"data.source = {show(config.source)}, data.name = {show(config.name)}: {error_line(error)}"
+            f"data.source = {show(config.source)}, data.name = {show(config.name)}: "
+            f"{error_line(error)}"
         ) from error
