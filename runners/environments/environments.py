@@ -70,9 +70,9 @@ class Environments:
     ) -> tuple[g.Rollout, list[FinishedEpisode]]:
         """A rollout of G conversations of each example, and their messages and counts.
 
-        The environments of the previous call are reused, so rewards must be finished with them. Completion g
-        of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1, 2, …
-        Raises Cancelled if `should_stop` ended it.
+        The environments of the previous call are reused, so rewards must be finished with them.
+        Completion g of example n draws from (key, n, g); `numbers` are the examples' n, None: 0, 1,
+        2, … Raises Cancelled if `should_stop` ended it.
         """
         rows = [example for example in examples for _ in range(sampling.num_generations)]
         numbers = range(len(examples)) if numbers is None else numbers
@@ -82,7 +82,8 @@ class Environments:
         except Interrupted:
             raise Cancelled(converse(engine, (), sampling, self.begin(()))) from None
         requests = [
-            Request(prompt=prompt, seeds=(seed,)) for prompt, seed in zip(session.prompts, seeds, strict=True)
+            Request(prompt=prompt, seeds=(seed,))
+            for prompt, seed in zip(session.prompts, seeds, strict=True)
         ]
         ends = sampling.eos_ids | frozenset(self.chat.mark_ids[1:2])
         sampling = attrs.evolve(sampling, eos_ids=ends)
@@ -98,7 +99,8 @@ class Environments:
         return rollout, session.finish(rollout)
 
     def own_rewards(self, played: Sequence[FinishedEpisode]) -> list[float | None] | None:
-        """The environments' own rewards; None for one without, and None if the class has no `get_reward`."""
+        """The environments' own rewards; None for one without, and None if the class has no
+        `get_reward`."""
         if self.reward is None:
             return None
         count, numbers = len(played), [each.environment for each in played]
@@ -109,7 +111,8 @@ class Environments:
         return [None if each.fault or value != value else value for value, each in rows]
 
     def begin(self, rows: Sequence[Example], should_stop: ShouldStop = never) -> Session:
-        """The session of these rows' episodes, after `reset`. They keep their instances until `release`.
+        """The session of these rows' episodes, after `reset`. They keep their instances until
+        `release`.
 
         `should_stop` is asked while calls are waited for. Raises Interrupted if it ends that.
         """
@@ -119,7 +122,8 @@ class Environments:
         return Session(episodes, prompts, self, should_stop)
 
     def release(self, session: Session) -> None:
-        """The episodes are over: their instances may be reset for others, except those with hanging calls."""
+        """The episodes are over: their instances may be reset for others, except those with hanging
+        calls."""
         for episode in session.episodes:
             if episode.environment is not None:
                 (self._hung if episode.hung else self._idle).append(episode.environment)
@@ -138,7 +142,9 @@ class Environments:
         numbers = [self._idle.pop() if self._idle else next(_numbers) for _ in rows]
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
             columns, timeout = dict(example.columns), self.config.timeout
-            self.calls.submit(row, "runners.environments.instances:reset", number, columns, timeout=timeout)
+            self.calls.submit(
+                row, "runners.environments.instances:reset", number, columns, timeout=timeout
+            )
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(rows):
             outcomes |= self.calls.collect(1, interruptible(should_stop))
@@ -146,7 +152,9 @@ class Environments:
         episodes, prompts = [], []
         for row, (number, example) in enumerate(zip(numbers, rows, strict=True)):
             fault, greeting, prompt = outcomes[row].fault, outcomes[row].value, example.tokens
-            episodes.append(Episode(example, None if fault else number, fault=fault and f"reset: {fault}"))
+            episodes.append(
+                Episode(example, None if fault else number, fault=fault and f"reset: {fault}")
+            )
             if greeting:  # it is appended to the last message
                 *before, last = example.messages
                 messages = (*before, {**last, "content": f"{last['content']}{greeting}"})
@@ -162,14 +170,21 @@ class Environments:
 
 
 def loading(env: EnvConfig, folders: Iterable[str | Path]) -> tuple[Any, ...]:
-    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are none."""
+    """The operation for `Worker.load` that imports [env]'s factory and tools; empty if there are
+    none."""
     if not env.factory and not env.tools:
         return ()
-    return "runners.environments.instances:load", env.factory, tuple(env.tools), tuple(map(str, folders))
+    return (
+        "runners.environments.instances:load",
+        env.factory,
+        tuple(env.tools),
+        tuple(map(str, folders)),
+    )
 
 
 def start_worker(config: Config) -> Worker:
-    """The process for the code that a config names. If there is some, it is started now, and imports it."""
+    """The process for the code that a config names. If there is some, it is started now, and
+    imports it."""
     worker = Worker()
     for name in config.reward.functions if config.reward.timeout else ():
         if ":" in name:
@@ -180,10 +195,12 @@ def start_worker(config: Config) -> Worker:
 
 
 def load_code(config: Config, worker: Worker) -> tuple[Reward, ...]:
-    """The config's rewards, when all code that it names is imported: its own ones in the worker, or with
-    reward.timeout = 0 in this process. UserError if some cannot be."""
+    """The config's rewards, when all code that it names is imported: its own ones in the worker, or
+    with reward.timeout = 0 in this process. UserError if some cannot be."""
     reward, place = config.reward, worker if config.reward.timeout else None
-    rewards = resolve_rewards(reward.functions, reward.weights, config.folders, place, config.answer_form)
+    rewards = resolve_rewards(
+        reward.functions, reward.weights, config.folders, place, config.answer_form
+    )
     if tools := loading(config.env, config.folders):
         worker.load(*tools)
     return rewards
@@ -211,13 +228,21 @@ def build_environments(
     first = next(_numbers)
     found = _asked(calls, env, "describe", first)
     tools = {tool.name: tool for tool in itertools.starmap(Tool, found["tools"])}
-    marks, schemas = mark_ids(tokenizer) if len(tools) == 1 else (), [tool.schema for tool in tools.values()]
+    marks, schemas = (
+        mark_ids(tokenizer) if len(tools) == 1 else (),
+        [tool.schema for tool in tools.values()],
+    )
     reader = CallReader.of(tokenizer, schemas, marked=bool(marks))
     shown = [] if marks else schemas  # nanochat's template has a place for none
-    chat = ChatTurns(tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks)
+    chat = ChatTurns(
+        tokenizer, shown, data.chat_template_kwargs, frozenset(end_ids), decoder, marks
+    )
     chat.check(next(iter(tools), "tool"))
     rewards: dict[str, Reward] = {}
-    for method, takes in ((GET_REWARD, ("environments",)), (GET_TURN_REWARDS, ("environments", "log_extra"))):
+    for method, takes in (
+        (GET_REWARD, ("environments",)),
+        (GET_TURN_REWARDS, ("environments", "log_extra")),
+    ):
         if name := found["rewards"].get(method):
             rewards[method] = Reward(name, UserFunction(worker, method, Parameters(takes, takes)))
     idle = [first] if env.factory else []
@@ -226,28 +251,35 @@ def build_environments(
 
 
 def _asked(calls: Calls, env: EnvConfig, operation: str, number: int, *arguments: Any) -> Any:
-    """An operation on an environment before any episode. Raises UserError, also if it takes too long."""
+    """An operation on an environment before any episode. Raises UserError, also if it takes too
+    long."""
     key, name = f"env.factory {env.factory}", f"runners.environments.instances:{operation}"
     calls.submit(0, name, number, *arguments, key, timeout=env.timeout)
     (outcome,) = calls.collect(1).values()
     if outcome.fault:
-        raise UserError(outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}")
+        raise UserError(
+            outcome.fault if outcome.refused else f"{key} cannot be made: {outcome.fault}"
+        )
     return outcome.value
 
 
 def all_rewards(rewards: Sequence[Reward], environments: Environments | None) -> tuple[Reward, ...]:
-    """The config's rewards and the environment's, that of its turns last. UserError if there are none, or one
-    lacks an argument."""
+    """The config's rewards and the environment's, that of its turns last. UserError if there are
+    none, or one lacks an argument."""
     for reward in rewards:
-        if "environments" in reward.parameters.needed and not isinstance(reward.function, UserFunction):
+        if "environments" in reward.parameters.needed and not isinstance(
+            reward.function, UserFunction
+        ):
             raise UserError(
-                f"reward {reward.name} takes environments, which are in the process of user code; expected "
-                "reward.timeout above 0, found 0, with which rewards are called in the run's own process"
+                f"reward {reward.name} takes environments, which are in the process of user code; "
+                "expected reward.timeout above 0, found 0, with which rewards are called in the "
+                "run's own process"
             )
     found = () if environments is None else (environments.reward, environments.turn_reward)
     own = tuple(reward for reward in found if reward is not None)
     if not rewards and not own:
         raise UserError(
-            "reward.functions is empty, and the environment has no get_reward; expected at least one reward"
+            "reward.functions is empty, and the environment has no get_reward; expected at least "
+            "one reward"
         )
     return (*rewards, *own)

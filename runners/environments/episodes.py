@@ -1,4 +1,5 @@
-"""A rollout's episodes: an environment for each row, its turns and calls, and their data for rewards."""
+"""A rollout's episodes: an environment for each row, its turns and calls, and their data for
+rewards."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Home(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes observations."""
+    """`grpo_fn.rollout.Replies` for one rollout: reads calls, has them made, writes
+    observations."""
 
     episodes: Sequence[Episode]  # started ones of all rows
     prompts: Sequence[tuple[int, ...]]  # of each row
@@ -87,7 +89,9 @@ class Session:
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
             own = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
-            begins = [n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])]
+            begins = [
+                n for n, mine in enumerate(sampled) if mine and (n == 0 or not sampled[n - 1])
+            ]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
