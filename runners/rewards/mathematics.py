@@ -10,7 +10,8 @@ for _name in ("math_verify.parser", "math_verify.grader"):
 
 
 def compare(gold: str, answer: str | None, text: str) -> float | None:
-    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no mathematics.
+    """1.0 if the answer equals the gold one, else 0.0; None if the gold answer holds no
+    mathematics.
 
     With `answer` None it is what math-verify finds in the whole text.
     """
