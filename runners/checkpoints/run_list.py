@@ -31,9 +31,12 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> list[RunSummary]:
-    """The runs in a folder and below it, the last changed one first. UserError if it does not exist."""
+    """The runs in a folder and below it, the last changed one first. UserError if it does not
+    exist."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; expected one that holds runs, such as outputs")
+        raise UserError(
+            f"{folder}: there is no such folder; expected one that holds runs, such as outputs"
+        )
     found = {file.parent for file in folder.rglob(RESOLVED) if file.is_file()}
     return sorted(map(summarize, found), key=lambda run: (-run.changed, run.folder))
 
