@@ -42,7 +42,8 @@ def evaluate(session: Session, name: str) -> None:
 
 
 def _gold_metrics(session: Session) -> dict[str, float]:
-    """The loss of the held-out gold completions with the learner's weights; empty if there are none."""
+    """The loss of the held-out gold completions with the learner's weights; empty if there are
+    none."""
     run, state, ranks = session.run, session.state, session.ranks
     if not (examples := run.data.gold_evaluation):
         return {}
@@ -55,7 +56,9 @@ def _gold_metrics(session: Session) -> dict[str, float]:
             logp_bt = run.learner.gold_logprob_step(state.train.params, piece)
             total -= mx.where(piece.mask_bt, logp_bt, 0).sum().item()
         tokens = experience.sampled_tokens
-    sums = [message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])]
+    sums = [
+        message.value for message in ranks.all_gather_object("the held-out loss", [total, tokens])
+    ]
     loss = math.fsum(each[0] for each in sums) / sum(each[1] for each in sums)
     return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
@@ -76,7 +79,10 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
         environments=run.collector.environments,
         vision=run.loaded.vision,
         state=TrainerState(
-            state.update, run.length.updates, run.order.epoch(state.position), config.optim.num_epochs
+            state.update,
+            run.length.updates,
+            run.order.epoch(state.position),
+            config.optim.num_epochs,
         ),
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
@@ -97,7 +103,11 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
 
 
 def _log(
-    session: Session, name: str, problems: Sequence[Example], result: EvalResult, gold: Mapping[str, float]
+    session: Session,
+    name: str,
+    problems: Sequence[Example],
+    result: EvalResult,
+    gold: Mapping[str, float],
 ) -> None:
     measured, state = {**result.metrics, **gold}, session.state
     record = {**session.place(), **measured, "time/elapsed": session.elapsed()}

@@ -1,7 +1,8 @@
 """From prompts to an experience: sample completions, score them, turn rewards into advantages.
 
-Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get the whole.
-A completion's random draws depend on its prompt's number, so that N ranks draw the same as one rank.
+Rank r of N samples and scores the prompts r, r + N, r + 2·N, … of a batch step, and all ranks get
+the whole. A completion's random draws depend on its prompt's number, so that N ranks draw the same
+as one rank.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Draw:
     weighted: Weighted | None = None  # how further prompts are drawn; None: in the usual order
     trainer_state: TrainerState = NO_RUN  # for rewards
     slow_rewards: Mapping[str, int] = attrs.field(factory=dict)  # see `Experience`
-    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these weights.
+    # The learner's weights, for a sampler with few bits whose numbers fail; None: it has these
+    # weights.
     full: Weights | None = None
 
 
@@ -87,11 +89,11 @@ class Collector:
         """Sample and score the prompts of a draw with the engine's weights.
 
         With dynamic sampling, groups without variance are replaced by new prompts for at most
-        `max_resample` rounds. If groups are still missing, the last ones without variance fill the batch;
-        the learner skips them.
+        `max_resample` rounds. If groups are still missing, the last ones without variance fill the
+        batch; the learner skips them.
 
-        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail is off. A
-        call that was too slow, or that ended its process, has to be the third in a row.
+        Raises RewardError if a reward failed for every completion, unless reward.stop_if_all_fail
+        is off. A call that was too slow, or that ended its process, has to be the third in a row.
         """
         rounds = self.config.loss.max_resample if self.config.loss.dynamic_sampling else 0
         missing = len(draw.drawn.examples)
@@ -143,10 +145,14 @@ class Collector:
         """Whether the last reward is the sum of those of the turns."""
         return self.environments is not None and self.environments.turn_reward is not None
 
-    def _slow_rewards(self, parts: Sequence[Experience], before: Mapping[str, int]) -> dict[str, int]:
-        """In how many batch steps in a row a reward was too slow, or ended its process, at all completions.
+    def _slow_rewards(
+        self, parts: Sequence[Experience], before: Mapping[str, int]
+    ) -> dict[str, int]:
+        """In how many batch steps in a row a reward was too slow, or ended its process, at all
+        completions.
 
-        Raises RewardError for a reward that failed at every completion of the batch step, and may not.
+        Raises RewardError for a reward that failed at every completion of the batch step, and may
+        not.
         """
         failed = {
             name: fault
@@ -154,17 +160,22 @@ class Collector:
             if all(name in part.failed for part in parts)
         }
         slow = {name: before.get(name, 0) + 1 for name, fault in failed.items() if fault.ended}
-        broken = [fault.line for name, fault in failed.items() if slow.get(name, _PATIENCE) >= _PATIENCE]
+        broken = [
+            fault.line for name, fault in failed.items() if slow.get(name, _PATIENCE) >= _PATIENCE
+        ]
         if broken and self.config.reward.stop_if_all_fail:
             error = RewardError(
                 f"{broken[0]}; it failed for every completion of this batch step: fix it "
-                "and continue with --resume, or set reward.stop_if_all_fail = false to train without it"
+                "and continue with --resume, or set reward.stop_if_all_fail = false to train "
+                "without it"
             )
             error.on_all_ranks = True
             raise error
         return slow
 
-    def _on_all_ranks(self, engine: Engine, examples: Sequence[Example], step: _Round) -> Experience:
+    def _on_all_ranks(
+        self, engine: Engine, examples: Sequence[Example], step: _Round
+    ) -> Experience:
         """One round; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
@@ -252,8 +263,14 @@ class Collector:
             values_kb=scores.values_kb,
             rewards_pg=rewards_pg,
             advantages_pg=mx.zeros(rewards_pg.shape),
-            sampled_tokens=sum(map(len, [each.sampled for each in played] if played else completions)),
-            problems=(*faults_of(played or ()), *scores.problems, *(form.doubts(texts) if form else ())),
+            sampled_tokens=sum(
+                map(len, [each.sampled for each in played] if played else completions)
+            ),
+            problems=(
+                *faults_of(played or ()),
+                *scores.problems,
+                *(form.doubts(texts) if form else ()),
+            ),
             seconds={"rollout": sampled - started, "reward": time.perf_counter() - sampled},
             extras=scores.extras,
             logged=scores.metrics,
@@ -264,8 +281,11 @@ class Collector:
             fallback=fallback,
         )
 
-    def _combined(self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int) -> np.ndarray:
-        """The rewards of completions in groups of `size`, float64 [P,G], with the length penalty."""
+    def _combined(
+        self, values_kb: np.ndarray, penalty_b: np.ndarray | None, size: int
+    ) -> np.ndarray:
+        """The rewards of completions in groups of `size`, float64 [P,G], with the length
+        penalty."""
         rewards_b = g.combine_rewards(
             mx.array(values_kb.astype(np.float32)),
             mx.array([reward.weight for reward in self.scorer.rewards], mx.float32),
@@ -277,7 +297,8 @@ class Collector:
 
 
 def gold_experience(examples: Sequence[Example], vision: VisionPart | None = None) -> Experience:
-    """Gold completions as a batch step: groups of one with an advantage of 1, and without rewards."""
+    """Gold completions as a batch step: groups of one with an advantage of 1, and without
+    rewards."""
     rollout = g.given_rollout([each.tokens for each in examples], [each.gold for each in examples])
     images = vision.see(examples) if vision else None
     rows = len(examples)
@@ -293,8 +314,11 @@ def gold_experience(examples: Sequence[Example], vision: VisionPart | None = Non
     )
 
 
-def gather_rollout(ranks: Ranks, examples: Sequence[Example], part: Experience | None) -> Experience:
-    """The whole experience of these examples of all ranks, from every rank's part; the same on all ranks.
+def gather_rollout(
+    ranks: Ranks, examples: Sequence[Example], part: Experience | None
+) -> Experience:
+    """The whole experience of these examples of all ranks, from every rank's part; the same on all
+    ranks.
 
     `part` is this rank's, None if it has no example.
     """
@@ -330,7 +354,8 @@ def _packed(experience: Experience) -> dict[str, Any]:
     return {
         **_fields(experience, "examples"),
         "rollout": _fields(experience.rollout, "images"),
-        "played": experience.played and [_fields(each, "environment") for each in experience.played],
+        "played": experience.played
+        and [_fields(each, "environment") for each in experience.played],
         "failed": [(name, *attrs.astuple(fault)) for name, fault in experience.failed.items()],
     }
 
@@ -341,7 +366,9 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
     }
-    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))  # `reset` may have added to the examples'
+    drawn["prompts"] = tuple(
+        map(tuple, rollout["prompts"])
+    )  # `reset` may have added to the examples'
     fields = value | {
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),

@@ -54,7 +54,9 @@ class Data:
     evaluation: list[Example]
     gold: list[Example]  # with the completions of supervised updates; empty: there are none
     gold_evaluation: list[Example]  # held-out ones
-    notices: tuple[str, ...]  # about rows and prompts that were left out, and a missing chat template
+    notices: tuple[
+        str, ...
+    ]  # about rows and prompts that were left out, and a missing chat template
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +69,9 @@ class Run:
     data: Data
     length: RunLength
     order: PromptOrder  # of the training examples
-    curriculum: Estimates | None  # of the training prompts before the first step; None: there is none
+    curriculum: (
+        Estimates | None
+    )  # of the training prompts before the first step; None: there is none
     learner: Learner
     collector: Collector
     notices: tuple[str, ...]
@@ -84,15 +88,20 @@ class SetUp:
     config: Config  # checked; `build` resolves what it leaves open
     platform: Platform
     say: Say = lambda text: None  # shows the current activity
-    decided: Mapping[str, Any] | None = None  # the keys of [rollout] as an earlier process resolved them
+    decided: Mapping[str, Any] | None = (
+        None  # the keys of [rollout] as an earlier process resolved them
+    )
     ranks: Ranks = attrs.field(factory=Ranks, kw_only=True)  # those that share the run
-    worker: Worker | None = attrs.field(default=None, kw_only=True)  # of `start_worker`; None: a new one
+    worker: Worker | None = attrs.field(
+        default=None, kw_only=True
+    )  # of `start_worker`; None: a new one
     start: datetime = attrs.field(factory=datetime.now, kw_only=True)  # of the run's first process
     advance: Advance | None = attrs.field(default=None, kw_only=True)
     note: Say = attrs.field(default=lambda line: None, kw_only=True)  # takes lines of its engine
 
     def build(self) -> Run:
-        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any fault."""
+        """Everything that `train` needs. Raises UserError or ConfigError, in one line, for any
+        fault."""
         config, platform, ranks = self.config, self.platform, self.ranks
         worker = self.worker or start_worker(config)
         if config.data.image and not ranks.is_alone:
@@ -105,7 +114,9 @@ class SetUp:
         self.say("reading the data")
         rows = load_rows(config.data, config.folders)
         config = self.config = with_answers_of(config, *rows)
-        if config.sft.only and not config.data.answer:  # nothing to compare with: only own rewards measure
+        if (
+            config.sft.only and not config.data.answer
+        ):  # nothing to compare with: only own rewards measure
             rewards = [reward for reward in rewards if reward.name not in REWARD_NAMES]
         columns = reward_columns((*rows[0], *rows[1]), config.data.answer)
         check_columns(rewards, columns, environments=config.env.answers)
@@ -116,15 +127,27 @@ class SetUp:
         loaded = attrs.evolve(loaded, chat_template=template)
         decoder = TextDecoder(loaded.tokenizer)
         environments = build_environments(
-            config.env, config.data, loaded.tokenizer, decoder, loaded.eos_ids, config.folders, worker
+            config.env,
+            config.data,
+            loaded.tokenizer,
+            decoder,
+            loaded.eos_ids,
+            config.folders,
+            worker,
         )
         if environments is not None:
             environments.check_columns(columns)
         if rewards or not config.sft.only:
             rewards = all_rewards(rewards, environments)
-        if environments and environments.turn_reward and config.reward.aggregate != "sum_then_normalize":
+        if (
+            environments
+            and environments.turn_reward
+            and config.reward.aggregate != "sum_then_normalize"
+        ):
             where, found = config.where("reward.aggregate"), show(config.reward.aggregate)
-            raise UserError(f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}')
+            raise UserError(
+                f'{where}: expected "sum_then_normalize" with get_turn_rewards, found {found}'
+            )
         find_stop = decoder.find_stop(config.rollout.stop)
         reader = GoldReader(config, loaded.tokenizer, find_stop) if config.sft.is_on else None
         data = self._examples(rows, columns, loaded, environments, reader)
@@ -149,7 +172,9 @@ class SetUp:
             loaded,
             length,
             platform,
-            prompts=[example.tokens for example in drawn(order, 0, config.optim.batch_size).examples],
+            prompts=[
+                example.tokens for example in drawn(order, 0, config.optim.batch_size).examples
+            ],
             decoder=decoder,
             say=self.say,
             advance=self.advance,
@@ -157,13 +182,16 @@ class SetUp:
         )
         if learner.grader is not None:
             prompts = [example.tokens for example in (*data.train, *data.gold)]
-            limit, positions = config.rollout.max_new_tokens, learner.grader.teacher.policy.positions
+            limit, positions = (
+                config.rollout.max_new_tokens,
+                learner.grader.teacher.policy.positions,
+            )
             check_prompts(config.where("teacher.path"), prompts, limit, None, positions)
         sampling = learner.sampling if learner.quantized is None else learner.quantized.policy
         if loaded.vision is not None and not sampling.shares_prefix:
             raise UserError(
-                f"{loaded.path}: completions of prompts with images are decoded over one copy of their "
-                "prompt, which gives other numbers with this model on this machine"
+                f"{loaded.path}: completions of prompts with images are decoded over one copy of "
+                "their prompt, which gives other numbers with this model on this machine"
             )
         return Run(
             config=config,
@@ -176,7 +204,9 @@ class SetUp:
             learner=learner,
             collector=Collector(
                 sampling_of(config, loaded.eos_ids),
-                Scorer(rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts),
+                Scorer(
+                    rewards, config.reward.timeout, config.reward.on_error, config.data.thoughts
+                ),
                 decoder,
                 config,
                 order,
@@ -237,7 +267,9 @@ class SetUp:
             notices += part.notices(name, too_long, config.data.max_prompt_length)
             if reader and (name == "train" or config.data.completion or not config.sft.completions):
                 from_file = name == "train" and bool(config.sft.completions)
-                found, lines = reader.of_file() if from_file else reader.of_rows(examples, part, name)
+                found, lines = (
+                    reader.of_file() if from_file else reader.of_rows(examples, part, name)
+                )
                 whole = [example.tokens + example.gold for example in found]
                 where = f"gold completions of the {name} data with their prompts, {loaded.path}"
                 check_prompts(where, whole, 0, vocabulary, positions)
@@ -245,7 +277,11 @@ class SetUp:
         notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
         samples = config.eval.samples
         return Data(
-            built[0], held_out(built[1], samples), gold[0], held_out(gold[1], samples), tuple(notices)
+            built[0],
+            held_out(built[1], samples),
+            gold[0],
+            held_out(gold[1], samples),
+            tuple(notices),
         )
 
 

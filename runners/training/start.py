@@ -111,13 +111,20 @@ def start_or_resume(
         }
         state = first_state(run)
         if origin is not None:
-            compare_inputs(inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change)
+            compare_inputs(
+                inputs, facts["arithmetic"], origin, shown.note, allowed=allow_config_change
+            )
             shown.status("loading the checkpoint")
             state = restore(run, origin, changed=allow_config_change)
-            shown.note(f"resuming from {origin.folder}: batch step {state.batch_step}, update {state.update}")
+            shown.note(
+                f"resuming from {origin.folder}: batch step {state.batch_step}, update "
+                f"{state.update}"
+            )
         check_alike(ranks, run, inputs)
         state = share_start(ranks, run, state, resumed=origin is not None)
-        run.learner.engine.load(weights_of(run.learner.sampling, state.train.old_params, state.sampler))
+        run.learner.engine.load(
+            weights_of(run.learner.sampling, state.train.old_params, state.sampler)
+        )
         keeps = origin if continues else None
         log = _files(run, state, folder, keeps, shown)
         if config.log.report:  # from now on there is something to report
@@ -139,16 +146,19 @@ def _report(folder: Path, place: object, note: Callable[[str], None]) -> None:
         final_report(folder, note)
 
 
-def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary) -> MetricsLog:
-    """The log, in a folder that has only files of this run, those before `origin` included; the notices."""
+def _files(
+    run: Run, state: RunState, folder: Path, origin: Origin | None, shown: Diary
+) -> MetricsLog:
+    """The log, in a folder that has only files of this run, those before `origin` included; the
+    notices."""
     config, writes, keep = run.config, run.ranks.is_rank_zero, None
     # Every parameter, unpacked, in the dtype of the source's files.
     final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
     free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later
     if free < final:
         raise UserError(
-            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and the disk "
-            f"has {gigabytes(free)} free; make room, or choose another run.output_dir"
+            f"{config.where('run.name')}: {folder}: the final model takes {gigabytes(final)}, and "
+            f"the disk has {gigabytes(free)} free; make room, or choose another run.output_dir"
         )
     if origin is None:
         clear(folder)
@@ -168,10 +178,11 @@ def _files(run: Run, state: RunState, folder: Path, origin: Origin | None, shown
 
 
 def make_report(*, every: int = 1, stream: TextIO | None = None) -> Report:
-    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its cursor.
+    """Lines, with a live one below them if `stream` (stdout) is a terminal that can move its
+    cursor.
 
-    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is closed,
-    nothing is shown.
+    NO_COLOR in the environment turns colours off, TERM=dumb the live line. If standard output is
+    closed, nothing is shown.
     """
     output: TextIO | None = stream or sys.stdout
     if output is None or output.closed:

@@ -48,7 +48,9 @@ def show_start(session: Session) -> None:
     header["writes to"] = str(run.folder)
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
-        header["supervised"] = f"{updates:,} update{'s' * (updates > 1)} of {gold:,} gold completions"
+        header["supervised"] = (
+            f"{updates:,} update{'s' * (updates > 1)} of {gold:,} gold completions"
+        )
     last = [values[-1] if values else None for values in (state.scores, state.eval_rewards)]
     session.shown.handle(Started(run.length.updates, header, state.update, *last))
 
@@ -63,7 +65,11 @@ def show_summary(session: Session, final: Path) -> None:
     elif rewards:
         before = f"{rewards[0]:.4g} → " if len(rewards) > 1 else ""
         shown["reward"] = f"{before}{rewards[-1]:.4g} on {held_out} held-out prompts"
-    shown |= {"updates": state.update, "tokens sampled": f"{state.sampled_tokens:,}", "model": str(final)}
+    shown |= {
+        "updates": state.update,
+        "tokens sampled": f"{state.sampled_tokens:,}",
+        "model": str(final),
+    }
     if (folder / METRICS).is_file():  # not if it was deleted under the run
         shown["log"] = str(folder / METRICS)
     if session.config.log.report:
@@ -106,7 +112,9 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     session.shown.handle(Updated(metrics, logged=due))
     if skipped:
         why = f"its loss is {metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
-        session.shown.note(f"update {state.update} skipped: the new weights would not be finite; {why}")
+        session.shown.note(
+            f"update {state.update} skipped: the new weights would not be finite; {why}"
+        )
     for line in warnings:
         session.shown.note(line)
 
@@ -147,10 +155,14 @@ def update_metrics(session: Session, updated: UpdateResult) -> dict[str, Any]:
 
 
 def expert_metrics(plan: Plan, state: RunState) -> dict[str, float]:
-    """How evenly the last rollout uses the experts, from a forward pass over some of its rows. Empty for a
-    model without known routers, with checkpointed blocks, or if no token counts."""
+    """How evenly the last rollout uses the experts, from a forward pass over some of its rows.
+    Empty for a model without known routers, with checkpointed blocks, or if no token counts."""
     policy = plan.run.learner.policy
-    if plan.config.system.grad_checkpoint or not has_routers(policy.module) or not state.experiences:
+    if (
+        plan.config.system.grad_checkpoint
+        or not has_routers(policy.module)
+        or not state.experiences
+    ):
         return {}
     batch = batch_of(plan, state.experiences[-1])
     counted = [row for row, counts in enumerate(on_host(batch.mask_bt.any(axis=1))) if counts]
