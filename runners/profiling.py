@@ -72,13 +72,17 @@ class Stepping:
 def bench_steps(config: Config, *, steps: int = 3, report: Report | None = None) -> dict[str, Any]:
     """Builds the run of a checked config, runs one step and then `steps` more. Nothing is written.
 
-    A step is the rollouts of an update and all updates that use them. `report` shows the progress. Returns
-    medians and what follows from them, as JSON has them: seconds, bytes and counts.
+    A step is the rollouts of an update and all updates that use them. `report` shows the progress.
+    Returns medians and what follows from them, as JSON has them: seconds, bytes and counts.
 
     Raises UserError as a run does.
     """
     config = attrs.evolve(config, sft=SftConfig())  # steps of GRPO
-    machine, start, whole = startup.prepare(config.system.memory_limit_gb, config), time.monotonic(), config
+    machine, start, whole = (
+        startup.prepare(config.system.memory_limit_gb, config),
+        time.monotonic(),
+        config,
+    )
     together = config.optim.gradient_accumulation_steps
     config = config.having("optim", max_steps=(steps + 1) * together)
     shown = Diary(report or Report())
@@ -148,7 +152,8 @@ def bench_table(found: Mapping[str, Any]) -> str:
         f"a second of the rollout, {found['tokens_per_second_of_steps']:,.0f} of the whole step",
         "peak": f"{gigabytes(found['peak_bytes'])} of MLX's arrays",
         "a run": f"about {whole}: loading {loading}, {found['run_steps']:,} steps {training}, "
-        f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems {evaluating}",
+        f"{found['run_evaluations']} evaluations of up to {found['run_problems']:,} problems "
+        f"{evaluating}",
         "most time": f"{found['limited_by']}: {found['advice']}",
     }
     if found["formats"]:
