@@ -1,8 +1,7 @@
 """Which prompts a run draws: those whose pass rate is near a target teach most.
 
     p̂ = (passes + m) / (weight + 1)                 a prompt's rate, pooled with one of m
-    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw; the age is in batch
-    steps
+    w = exp(−2·G·KL(target ‖ p̂)) · (1 − decay^age)   its weight in a draw, with age in batch steps
 
 m is the rate of all completions so far, itself pooled with one of the target rate; a new prompt has
 m. The first factor falls as a group of G with this rate becomes unlikely to show the target (−2 log
@@ -55,15 +54,16 @@ class Estimates:
         return cls(passes_n, weight_n, np.full(len(counts), NEVER, np.int32), first_n)
 
 
-Outcome = tuple[
-    int, int, int
-]  # a group's prompt (its number), completions that passed, completions
+# a group's prompt (its number), completions that passed, completions
+Outcome = tuple[int, int, int]
 
 
 def updated(known: Estimates, outcomes: Sequence[Outcome], step: int, decay: float) -> Estimates:
     """After the groups of a batch step. A prompt without a reward is one that was drawn all the
     same."""
-    new = Estimates(*(array.copy() for array in attrs.astuple(known)))
+    new = Estimates(
+        known.passes_n.copy(), known.weight_n.copy(), known.step_n.copy(), known.first_n.copy()
+    )
     for prompt, passes, completions in outcomes:
         faded = decay ** max(step - max(int(new.step_n[prompt]), 0), 0)
         new.passes_n[prompt] = new.passes_n[prompt] * faded + passes
@@ -79,7 +79,8 @@ def draw_weights(
 ) -> np.ndarray:
     """The weight w of each prompt, float64 [N], in a draw at a batch step of groups of `size`."""
     faded_n = decay ** np.maximum(step - np.maximum(known.step_n, 0), 0).astype(np.float64)
-    passes_n, weight_n = known.passes_n * faded_n, known.weight_n * faded_n
+    passes_n = known.passes_n * faded_n
+    weight_n = known.weight_n * faded_n
     common = (passes_n.sum() + target) / (weight_n.sum() + 1)
     rate_n = np.clip((passes_n + common) / (weight_n + 1), 1e-4, 1 - 1e-4)
     divergence_n = target * np.log(target / rate_n) + (1 - target) * np.log(
@@ -108,7 +109,8 @@ def drawn_by_weight(
 def explores(position: int, share: float) -> int | None:
     """The place in the usual order that draw number `position` takes; None: it is drawn by
     weight."""
-    before, after = int(position * share), int((position + 1) * share)
+    before = int(position * share)
+    after = int((position + 1) * share)
     return before if after > before else None
 
 
@@ -145,7 +147,8 @@ def rate_metrics(outcomes: Sequence[tuple[float, int, int]]) -> dict[str, float]
         if outcomes
     }
     for name, rows in groups.items():
-        if total := sum(completions for _, completions in rows):
+        total = sum(completions for _, completions in rows)
+        if total:
             metrics[f"groups/pass_rate/{name}"] = sum(passes for passes, _ in rows) / total
     return metrics
 
@@ -163,6 +166,12 @@ def read_difficulty(path: Path) -> list[dict[str, Any]]:
         expected = 'lines {"prompt": HASH, "samples": K, "passes": from 0 to K}'
         raise UserError(f"{path}: expected {expected}, as `grpo difficulty` writes them")
     return lines
+
+
+def _is_within(count: tuple[float, float], low: float, high: float) -> bool:
+    """Whether measured (passes, completions) have a rate from low to high."""
+    passes, completions = count
+    return completions > 0 and low <= passes / completions <= high
 
 
 def with_difficulty(
@@ -184,7 +193,8 @@ def with_difficulty(
     kept = list(zip(examples, counts, strict=True))
     if config.curriculum == "static":
         low, high = config.pass_rates
-        if not (kept := [(each, (a, b)) for each, (a, b) in kept if b and low <= a / b <= high]):
+        kept = [(each, count) for each, count in kept if _is_within(count, low, high)]
+        if not kept:
             raise UserError(
                 f"{place}: no prompt has a pass rate from {low:g} to {high:g} (data.pass_rates)"
             )

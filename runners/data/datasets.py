@@ -3,6 +3,7 @@ row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ _MAX_HELD_OUT = 1000
 _LOOKED_AT = 100  # rows whose gold answers say what they are
 _CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _TOGETHER = 1000  # rows that become Python's objects at a time
-_TRAIN, _HELD_OUT = 1000, 200  # problems, if data.max_samples does not say otherwise
+_TRAIN = 1000  # problems of a task, if data.max_samples does not say otherwise
+_HELD_OUT = 200  # the same for the held-out ones
 _FIRST = 1 << 31  # the seed of the first held-out problem: problem n of a seed s is that of s + n
 
 
@@ -90,24 +92,26 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     form, name = config.answer.form, config.data.answer
     if form == "code":
         check_sandbox(partial=config.answer.partial_sandbox)  # before a model is loaded
-    rows = [row for part in parts for row in part]
+    rows = list(chain.from_iterable(parts))
     if not any(name in row for row in rows):
-        data, answer = attrs.evolve(config.data, answer=""), attrs.evolve(config.answer, form=NONE)
+        data = attrs.evolve(config.data, answer="")
+        answer = attrs.evolve(config.answer, form=NONE)
         return attrs.evolve(config, data=data, answer=answer)
     for row in rows:
-        value, wanted = (
-            row.get(name),
-            'a text or a number; the tests of a program need form = "code"',
-        )
+        value = row.get(name)
         try:
             if form == "code":
                 read_tests(value)
             elif form != NONE and isinstance(value, list | dict):
-                raise ValueError(f"expected {wanted}")
+                raise ValueError(
+                    'expected a text or a number; the tests of a program need form = "code"'
+                )
         except ValueError as error:
             raise UserError(f"{row.place}: {name}: {error}") from error
-    golds = [gold for row in rows[:_LOOKED_AT] if (gold := gold_answer(row.get(name))) is not None]
-    prompt, texts = config.data.system_prompt, sum(parse_number(gold) is None for gold in golds)
+    read = [gold_answer(row.get(name)) for row in rows[:_LOOKED_AT]]
+    golds = [gold for gold in read if gold is not None]
+    prompt = config.data.system_prompt
+    texts = sum(parse_number(gold) is None for gold in golds)
     if 2 * texts <= len(golds) or prompt != FORMS["xml"].instruction:
         return config
     return config.having(
@@ -127,14 +131,15 @@ def load_split(
     transform = (
         resolve_function(name, folders, key="data.transform", takes=("row",)) if name else None
     )
-    source, where = _local(config), f"{config.source} ({split})"
+    source = _local(config)
+    where = f"{config.source} ({split})"
     if source is None:
         is_task = config.source.startswith(TASKS)
         found = task_rows(config, split) if is_task else hub_rows(config, split, key)
     else:
         paths = [source] if source.is_file() else find_split(source, split, key)
         where = str(paths[0]) if len(paths) == 1 else where
-        found = [row for path in paths for row in read_file(path)]
+        found = list(chain.from_iterable(map(read_file, paths)))
     return _usable(found, config, where, transform)
 
 
@@ -165,17 +170,19 @@ def _local(config: DataConfig) -> Path | None:
 
 def _usable(found: list[Row], config: DataConfig, where: str, transform: Transform | None) -> Rows:
     """The rows with a question and an answer; others raise an error or are counted."""
-    rows, kept = Rows(), found
+    rows = Rows()
+    kept = found
     if transform is not None:
-        kept = [made for row in found if (made := transformed(row, transform)) is not None]
+        made = [transformed(row, transform) for row in found]
+        kept = [row for row in made if row is not None]
         rows.dropped = len(found) - len(kept)
     if config.answer == DataConfig().answer and not any(config.answer in row for row in kept):
-        config = attrs.evolve(
-            config, answer=""
-        )  # the usual name, which data without gold answers lacks
+        # the usual name, which data without gold answers lacks
+        config = attrs.evolve(config, answer="")
     _check_fields(kept, config, where)
     for row in kept:
-        if not (fault := row.fault or _fault(row, config)):
+        fault = row.fault or _fault(row, config)
+        if not fault:
             rows.append(row)
             continue
         message = f"{row.place}: {fault}"
@@ -188,7 +195,7 @@ def _usable(found: list[Row], config: DataConfig, where: str, transform: Transfo
 
 
 def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
-    found = list(dict.fromkeys(name for row in rows for name in row))
+    found = list(dict.fromkeys(chain.from_iterable(rows)))
     asked = ("prompt", config.prompt) if config.prompt else ("question", config.question)
     named = (("answer", config.answer), ("image", config.image), ("completion", config.completion))
     for key, field in (asked, *named):
@@ -203,12 +210,14 @@ def _check_fields(rows: list[Row], config: DataConfig, where: str) -> None:
 
 def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
     field = config.prompt or config.question
-    question, answer = prompt_of(row, config), row.get(config.answer)
+    question = prompt_of(row, config)
+    answer = row.get(config.answer)
     if question is None:
         return f"no {field}"
     if not config.prompt and not isinstance(question, str):
         return f"{field}: expected text, found {type(question).__name__}"
-    if fault := prompt_fault(question):
+    fault = prompt_fault(question)
+    if fault:
         ended = gold_turn(question) is not None and config.completion != field
         hint = f"; data.completion = {show(field)} takes that turn as the gold completion"
         return f"{field} {fault}{hint if ended else ''}"
@@ -232,7 +241,8 @@ def _fault(row: Mapping[str, Any], config: DataConfig) -> str:
 
 def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
     """The rows of a split. UserError, with the split's `key`, if the Hub does not give it."""
-    if other := other_name(config.source):
+    other = other_name(config.source)
+    if other:
         raise UserError(f"data.source = {show(config.source)} is {other}")
     import datasets
 
@@ -242,11 +252,10 @@ def hub_rows(config: DataConfig, split: str, key: str) -> list[Row]:
         )
         # As Arrow's tables: images and sounds stay the bytes of their files.
         tables: Any = found.with_format("arrow").iter(_TOGETHER)  # type: ignore[union-attr]
-        rows = enumerate((row for table in tables for row in table_rows(table)), 1)
+        rows = enumerate(chain.from_iterable(map(table_rows, tables)), 1)
         return [Row(values, f"{config.source} ({split}), row {number}") for number, values in rows]
-    except (
-        Exception
-    ) as error:  # from the Hub, the network, the disk or the format: each is shown to the user
+    # from the Hub, the network, the disk or the format: each is shown to the user
+    except Exception as error:
         place = f"data.source is {show(config.source)}, {key} {show(split)}"
         raise UserError(f"{place}, which the Hub did not give: {error_line(error)}") from error
 
@@ -269,7 +278,11 @@ def task_rows(config: DataConfig, split: str) -> list[Row]:
 
 def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]:
     try:
-        from reasoning_gym.factory import DATASETS, create_dataset  # pyright: ignore[reportMissingImports] (an extra)
+        # an extra
+        from reasoning_gym.factory import (  # pyright: ignore[reportMissingImports]
+            DATASETS,
+            create_dataset,
+        )
     except ImportError as error:
         raise UserError(
             f"data.source = {show(config.source)} needs reasoning-gym: {install_hint('tasks')}"
@@ -286,9 +299,8 @@ def _rows(config: DataConfig, split: str, seed: int, size: int) -> Iterator[Row]
             yield Row(
                 {**values, "entry": dict(entry)}, f"{config.source} ({split}), problem {number}"
             )
-    except (
-        Exception
-    ) as error:  # no JSON, or settings that the task refuses, most often by assertions
+    # no JSON, or settings that the task refuses, most often by assertions
+    except Exception as error:
         raise UserError(
             f"data.source = {show(config.source)}, data.name = {show(config.name)}: "
             f"{error_line(error)}"

@@ -52,7 +52,8 @@ class GoldReader:
 
         Raises UserError if the file has none.
         """
-        sft, found = self.config.sft, dict[str, Row]()
+        sft = self.config.sft
+        found = dict[str, Row]()
         read = read_file(Path(sft.completions))
         for row in read:
             if row.fault:
@@ -65,10 +66,12 @@ class GoldReader:
                 and not row.get("messages")
                 and not row.get("images")
             ):
-                context, completion = row.get("context") or [], row.get("completion")
+                context = row.get("context") or []
+                completion = row.get("completion")
                 turns = context if isinstance(context, list) else [context]
                 messages = [*turns, {"role": "user", "content": row.get("prompt")}]
-                if fault := prompt_fault(messages):
+                fault = prompt_fault(messages)
+                if fault:
                     raise UserError(f"{row.place}: {fault}")
                 same = repr([messages, completion])
                 found.setdefault(
@@ -93,11 +96,9 @@ class GoldReader:
         self, examples: Sequence[Example], texts: Iterable[str | None], split: str
     ) -> tuple[list[Example], list[str]]:
         """The examples whose texts are completions, not longer than those of a rollout."""
-        limit, end, both = (
-            self.config.rollout.max_new_tokens,
-            self._end(),
-            zip(examples, texts, strict=True),
-        )
+        limit = self.config.rollout.max_new_tokens
+        end = self._end()
+        both = zip(examples, texts, strict=True)
         made = [
             attrs.evolve(each, gold=self._tokens(each, text, end)) for each, text in both if text
         ]

@@ -116,8 +116,12 @@ def read_prompts(
         value: Any = row.get(column)
         fault = row.fault
         if not fault and column not in row:
-            fault = f"no column {show(column)} (--column); found {listed(list(row))}{did_you_mean(column, row)}"
-        if fault := fault or prompt_fault(value):
+            fault = (
+                f"no column {show(column)} (--column); found {listed(list(row))}"
+                f"{did_you_mean(column, row)}"
+            )
+        fault = fault or prompt_fault(value)
+        if fault:
             raise UserError(f"{row.place}: {fault}")
         if system.strip() and not isinstance(value, str) and value[0]["role"] == "system":
             raise UserError(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,8 @@ class Example:
     answer: str  # the gold answer; empty if the data has none
     columns: dict[str, Any]  # the row's columns for rewards; `answer` is the gold one
     images: tuple[ImageFile, ...] = ()  # in the order of their places in the prompt
-    number: int = (
-        0  # of the row, among the split's usable ones; with a curriculum, among the run's prompts
-    )
+    # of the row, among the split's usable ones; with a curriculum, among the run's prompts
+    number: int = 0
     gold: tuple[int, ...] = ()  # tokens of the gold completion with its end; empty: not read
     opening: str = ""  # the first words of a completion, before the nudge: the chat template's
 
@@ -46,7 +46,9 @@ def image_folder(config: DataConfig) -> Path | None:
     if config.image_folder:
         return Path(config.image_folder).expanduser()
     source = DATA.get(config.source) or Path(config.source).expanduser()
-    return source.parent if source.is_file() else source if source.is_dir() else None
+    if source.is_file():
+        return source.parent
+    return source if source.is_dir() else None
 
 
 def processor_of(
@@ -133,7 +135,7 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") ->
     completion_ids), `self`, or an `answer` beside the column of reference answers becomes
     ``column_completions`` and so on.
     """
-    fields = dict.fromkeys(field for row in rows for field in row)
+    fields = dict.fromkeys(chain.from_iterable(rows))
     taken = {*REWARD_ARGUMENTS, "self"}
     if answer not in ("", "answer"):
         taken.add("answer")
@@ -149,10 +151,14 @@ def reward_columns(rows: Iterable[Mapping[str, Any]], answer: str = "answer") ->
 def columns_of(examples: Sequence[Example], num_generations: int = 1) -> dict[str, list[Any]]:
     """The examples' columns as lists for the scorer, each entry repeated for its G completions in a
     row."""
-    return {
-        name: [example.columns[name] for example in examples for _ in range(num_generations)]
-        for name in (examples[0].columns if examples else ())
-    }
+    rows = repeated(examples, num_generations)
+    names = examples[0].columns if examples else ()
+    return {name: [row.columns[name] for row in rows] for name in names}
+
+
+def repeated(examples: Sequence[Example], number: int) -> list[Example]:
+    """Each example `number` times in a row: once for each of its completions."""
+    return list(chain.from_iterable([example] * number for example in examples))
 
 
 def gold_answer(value: object) -> str | None:

@@ -68,7 +68,8 @@ def render(
     if not text.strip():
         name = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
         raise UserError(f"{name}: the chat template renders to nothing: the prompt is not in it")
-    if not (tokens := encode(tokenizer, text + nudge, add_special_tokens=False)):
+    tokens = encode(tokenizer, text + nudge, add_special_tokens=False)
+    if not tokens:
         raise UserError("the tokenizer makes no tokens of the prompt")
     return text + nudge, tokens if processor is None else processor.expanded(tokens, images)
 
@@ -99,11 +100,9 @@ def use_template(tokenizer: Any, file: str) -> str:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.chat_template {file}: cannot be read as text ({error})") from error
-    tokenizer.chat_template, tokenizer.has_chat_template, tokenizer._chat_template = (
-        text,
-        True,
-        None,
-    )
+    tokenizer.chat_template = text
+    tokenizer.has_chat_template = True
+    tokenizer._chat_template = None
     return text
 
 
@@ -168,7 +167,8 @@ def opening(tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = F
         )
 
     try:
-        before, start = text([question], head=False), text([question], head=True)
+        before = text([question], head=False)
+        start = text([question], head=True)
         earlier = _EMPTY_PAIR.sub("", text(turns, head=False))
     except Exception:  # a template may raise anything; the prompts' own rendering reports it
         return ""
@@ -190,7 +190,8 @@ def writes_date(template: Any) -> bool:
 def _dated(template: str, start: datetime) -> str:
     """The template with a fixed date. Transformers passes no function to a template: this is a
     macro."""
-    codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in _DATE_CODES]
+    flagged = itertools.product(("", "-"), _DATE_CODES)
+    codes = [f"%{flag}{letter}" for flag, letter in flagged]
     filters = "".join(f"|replace('{code}', {json.dumps(start.strftime(code))})" for code in codes)
     return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}{template}"
 
@@ -235,9 +236,8 @@ def _conversation(
             return apply_template(
                 tokenizer, conversation, tools=tools, template_kwargs=template_kwargs
             )
-        except (
-            Exception
-        ) as error:  # a template may raise anything, most often jinja2's TemplateError
+        # a template may raise anything, most often jinja2's TemplateError
+        except Exception as error:
             raise UserError(f"the tokenizer's chat template fails: {error_line(error)}") from error
 
     system, *rest = messages
@@ -261,7 +261,8 @@ def _with_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) ->
     lines = [json.dumps(schema["function"], ensure_ascii=False) for schema in tools]
     form = '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>'
     told = f"To call one, write {form} and end your turn."
-    described, rest = "\n".join(["You can call these tools:", *lines, told]), list(messages)
+    described = "\n".join(["You can call these tools:", *lines, told])
+    rest = list(messages)
     if rest and rest[0]["role"] == "system":
         described = f"{rest.pop(0)['content']}\n\n{described}"
     return [{"role": "system", "content": described}, *rest]

@@ -25,13 +25,10 @@ Transform = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 
 # Data sets use different names for the validation split.
 _ALIASES = {"validation": "valid", "val": "valid", "dev": "valid"}
-_SHARD = re.compile(
-    r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$"
-)  # older ones of the Hub have a digest at the end
-LEAST, RATIO = (
-    1 << 26,
-    64,
-)  # bytes that any file may unpack to; larger files: so many times their own size
+# older ones of the Hub have a digest at the end
+_SHARD = re.compile(r"-(\d+)-of-(\d+)(-[0-9a-f]{16})?$")
+LEAST = 1 << 26  # bytes that any file may unpack to
+RATIO = 64  # larger files may unpack to this many times their own size
 _DEPTH = 100  # of lists and objects inside each other
 _CELL = 16  # bytes that any value takes in addition
 _NARROW = {"halffloat": np.float16, "float": np.float32}
@@ -53,9 +50,8 @@ class Rows(list[Row]):
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
         self.dropped = 0  # by data.transform
-        self.faults: dict[
-            str, str
-        ] = {}  # of bad rows, also those that a template refused: place -> line
+        # of bad rows, also those that a template refused: place -> line
+        self.faults: dict[str, str] = {}
 
     def notices(self, split: str, too_long: int, limit: int) -> list[str]:
         """Lines on unused data: left-out rows, and `too_long` prompts of more than `limit`
@@ -117,9 +113,13 @@ def find_split(folder: Path, split: str, key: str) -> list[Path]:
     if len(kinds) > 1 or len(files) != int(shards[0][2] if shards[0] else 1):
         names = ", ".join(path.name for path in files)
         raise UserError(f"{key}: expected {show(split)} whole and once in {folder}, found {names}")
-    return sorted(
-        files, key=lambda path: int(shard[1]) if (shard := _SHARD.search(path.stem)) else 0
-    )
+    return sorted(files, key=_shard_number)
+
+
+def _shard_number(path: Path) -> int:
+    """A shard's number; 0 for a whole file."""
+    shard = _SHARD.search(path.stem)
+    return int(shard[1]) if shard else 0
 
 
 def read_file(path: Path) -> list[Row]:
@@ -141,7 +141,8 @@ def read_file(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
         raise UserError(
             f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8"
         ) from error
@@ -161,10 +162,8 @@ def read_file(path: Path) -> list[Row]:
 def _json_row(place: str, line: str) -> Row:
     try:
         return _as_row(place, json.loads(line))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # an integer of thousands of digits; thousands of brackets
+    # an integer of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:
         return Row({}, place, f"not JSON: {error}")
 
 
@@ -180,7 +179,8 @@ def _as_row(place: str, value: Any) -> Row:
 
 def _is_deep(value: Any) -> bool:
     """Whether a value has more levels than functions that call themselves can follow."""
-    level, depth = [value], 0
+    level = [value]
+    depth = 0
     while level and depth <= _DEPTH:
         inner = [each for each in level if isinstance(each, dict | list)]
         level = [*chain.from_iterable(x.values() if isinstance(x, dict) else x for x in inner)]
@@ -219,10 +219,8 @@ def transformed(row: Row, transform: Transform) -> Row | None:
     source = getattr(getattr(transform, "__code__", None), "co_filename", None)
     try:
         values = transform(dict(row))
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # raised by the custom function: reported with the row's place
+    # raised by the custom function: reported with the row's place
+    except (Exception, SystemExit) as error:
         return Row({}, row.place, f"data.transform failed: {error_line(error, source)}")
     if values is None:
         return None
@@ -241,7 +239,8 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """
     import pyarrow.parquet
 
-    most, unpacked = max(LEAST, RATIO * path.stat().st_size), 0
+    most = max(LEAST, RATIO * path.stat().st_size)
+    unpacked = 0
     too_large = UserError(
         f"{path}: expected it to unpack to at most {most:,} bytes; it repeats itself"
     )
@@ -277,7 +276,8 @@ def table_rows(table: Any) -> list[dict[str, Any]]:
     0.10000000149011612."""
     rows = table.to_pylist()
     for field in table.schema:
-        if kind := _NARROW.get(str(field.type)):
+        kind = _NARROW.get(str(field.type))
+        if kind:
             for row in rows:
                 row[field.name] = row[field.name] and float(str(kind(row[field.name])))
     return rows

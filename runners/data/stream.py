@@ -22,9 +22,8 @@ class PromptOrder:
 
     examples: Sequence[Example]
     seed: int
-    rates_n: np.ndarray | None = (
-        None  # measured pass rates: each epoch goes from easy to hard; None: mixed
-    )
+    # measured pass rates: each epoch goes from easy to hard; None: mixed
+    rates_n: np.ndarray | None = None
 
     def epoch(self, position: int) -> float:
         """Epochs done once `position` examples have been handed out, with fractions."""
@@ -100,7 +99,10 @@ class RunLength:
     @classmethod
     def of(cls, config: Config, examples: int, gold: int = 0) -> RunLength:
         """From the config and the numbers of training examples and of gold completions."""
-        optim, sft, first, own = config.optim, config.sft, 0, 0
+        optim = config.optim
+        sft = config.sft
+        first = 0
+        own = 0
         if gold:
             accumulated = gold_batch(config) * optim.gradient_accumulation_steps
             first = sft.updates or math.ceil(gold * max(sft.epochs, 1) / accumulated)
