@@ -37,9 +37,13 @@ class ChatTurns:
     def check(self, tool: str) -> None:
         """UserError if the template cannot show the tools, or cannot continue after a call of
         `tool`."""
-        how = {"tools": self.schemas, "template_kwargs": self.template_kwargs}
         try:
-            render(self.tokenizer, (_ASKED,), **how)
+            render(
+                self.tokenizer,
+                (_ASKED,),
+                tools=self.schemas,
+                template_kwargs=self.template_kwargs,
+            )
             self.follow((), [{"role": "tool", "name": tool, "content": "1"}])
         except UserError:
             raise
@@ -71,16 +75,16 @@ class ChatTurns:
         if not has_template(self.tokenizer):
             following = "".join(f"\n\nTool: {each['content']}" for each in observations)
             return encode(self.tokenizer, f"{following}\n\nAssistant: ", add_special_tokens=False)
-        return self._behind(tokens, *self._rendered(self._forms(observations)))
+        before, after = self._rendered(self._forms(observations))
+        return self._behind(tokens, before, after)
 
     def _behind(self, tokens: Sequence[int], before: str, after: str) -> tuple[int, ...]:
         """The tokens after a turn with these tokens, following the end of the rendered turn."""
         ends = [text for text in map(self.tokenizer.convert_ids_to_tokens, self.end_ids) if text]
         place = max((before.rfind(text) for text in ends), default=-1)  # its last end token
         close = before[place:] if place >= 0 else ""
-        if (
-            tokens and tokens[-1] in self.end_ids
-        ):  # the turn has ended, with any of the model's end tokens
+        # the turn has ended, with any of the model's end tokens
+        if tokens and tokens[-1] in self.end_ids:
             close = close[max((len(text) for text in ends if close.startswith(text)), default=0) :]
         return encode(self.tokenizer, close + after, add_special_tokens=False)
 
@@ -89,7 +93,8 @@ class ChatTurns:
     ) -> list[tuple[Message, Sequence[Message]]]:
         """An assistant's turn and the messages after it, in all forms of templates, the best
         first."""
-        calls, tools = [], []
+        calls = []
+        tools = []
         for number, each in enumerate(observations):
             function = {"name": each.get("name") or "tool", "arguments": {}}
             calls.append({"id": f"call{number:05d}", "type": "function", "function": function})

@@ -28,7 +28,8 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
     """Imports the class and the functions of [env]. Raises UserError if one cannot be found, and
     for two functions of one name."""
     dirs = tuple(map(Path, folders))
-    store["tools"], store["factory"] = {}, None
+    store["tools"] = {}
+    store["factory"] = None
     for text in tools:
         if text.endswith(".py"):
             functions = public_functions(text, dirs, key="env.tools")
@@ -45,9 +46,8 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
             factory, dirs, key="env.factory", takes=(), classes=True
         )
     store["reward", GET_REWARD], store["reward", GET_TURN_REWARDS] = get_rewards, get_turn_rewards
-    importlib.import_module(
-        "transformers.utils.chat_template_utils"
-    )  # which `describe` must not wait for
+    # which `describe` must not wait for
+    importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def describe(store: Store, number: int, key: str) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
                 "with public methods as its tools"
             )
         methods = _methods(environment)
-        if twice := sorted(methods.keys() & store["tools"].keys()):
+        twice = sorted(methods.keys() & store["tools"].keys())
+        if twice:
             raise UserError(f"{key} has a method {twice[0]}, and env.tools a function of that name")
         named = {GET_REWARD: name, GET_TURN_REWARDS: f"{name}_turns"}
         rewards = {
@@ -78,11 +79,11 @@ def describe(store: Store, number: int, key: str) -> dict[str, Any]:
             for method in named
             if callable(getattr(environment, method, None))
         }
-    tools = [
-        (name, _schema(function, name, of), inspect.iscoroutinefunction(function))
-        for of, functions in (("env.tools", store["tools"]), (key, methods))
-        for name, function in functions.items()
-    ]
+    tools = []
+    for of, functions in (("env.tools", store["tools"]), (key, methods)):
+        for name, function in functions.items():
+            is_async = inspect.iscoroutinefunction(function)
+            tools.append((name, _schema(function, name, of), is_async))
     return {"tools": tools, "rewards": rewards}
 
 
@@ -123,11 +124,13 @@ def get_turn_rewards(
             raise TypeError(
                 f"{GET_TURN_REWARDS}: expected a list of numbers, found {type(values).__name__}"
             )
-    rows = [
-        None if row is None else [None if x is None else float(x) for x in row] for row in found
-    ]
+    rows = [None if row is None else list(map(_as_number, row)) for row in found]
     log_extra(TURN_REWARDS, rows)
     return [None if row is None else sum(filter(None, row)) for row in rows]
+
+
+def _as_number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def reset(store: Store, number: int, columns: Mapping[str, Any]) -> Any:
@@ -166,12 +169,14 @@ def call(
             return failure(name, (text_of(error) or type(error).__name__)[:_LONGEST_ERROR])
 
     async def all_made() -> list[Result]:
-        return [await made(*each) for each in calls]
+        return [await made(name, arguments) for name, arguments in calls]
 
     results = all_made()
     if any(inspect.iscoroutinefunction(functions.get(name)) for name, _ in calls):
         return results
-    try:  # nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its own
+    # Nothing is awaited: it runs to its end, outside of any event loop, so that a tool may have its
+    # own.
+    try:
         results.send(None)
     except StopIteration as end:
         return end.value
