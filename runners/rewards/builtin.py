@@ -126,10 +126,8 @@ def xmlcount_reward_func(
 
 REWARDS = built_in()
 """Those for ``xml``."""
-correctness_reward_func, int_reward_func = (
-    REWARDS["correctness_reward_func"],
-    REWARDS["int_reward_func"],
-)
+correctness_reward_func = REWARDS["correctness_reward_func"]
+int_reward_func = REWARDS["int_reward_func"]
 """Those of answers in tags, to import like the three above."""
 
 

@@ -25,16 +25,13 @@ from runners.errors import Failure, error_line, show
 from runners.metrics import METRICS
 from runners.user_code.process import finished, is_async
 
-GET_REWARD, GET_TURN_REWARDS = (
-    "get_reward",
-    "get_turn_rewards",
-)  # in place of a name: the environments' own
+GET_REWARD = "get_reward"  # in place of a name: the environments' own
+GET_TURN_REWARDS = "get_turn_rewards"  # the same, for turns
 TURN_REWARDS = "turn_rewards"  # the column that the second one logs
 _LARGEST = 1e15  # of a reward: advantages square it, and weights multiply it
 
-Result = dict[
-    str, Any
-]  # values, faults, failures, whether its process ended; of the log extras, metrics
+# values, faults, failures, whether its process ended; of the log extras, metrics
+Result = dict[str, Any]
 Store = dict[Any, Any]
 
 
@@ -58,9 +55,8 @@ class RewardLog:
 
     size: int  # completions
     extras: dict[str, list[Any]] = attrs.field(factory=dict)  # column -> an entry per completion
-    metrics: dict[str, list[float]] = attrs.field(
-        factory=dict
-    )  # name -> each value that was logged
+    # name -> each value that was logged
+    metrics: dict[str, list[float]] = attrs.field(factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """A column for completions.jsonl. Raises ValueError unless it has an entry for each
@@ -210,7 +206,8 @@ def _read(result: Any, log: RewardLog) -> Result:
         return nothing(log.size, f"returned {type(values).__name__}; expected {expected}")
     if len(values) != log.size:
         return nothing(log.size, f"returned {len(values)} values for {log.size} completions")
-    numbers_b, faults = [], dict[str, list[int]]()
+    numbers_b = []
+    faults = dict[str, list[int]]()
     for index, value in enumerate(values):
         number, fault = _as_float(value)
         numbers_b.append(number)

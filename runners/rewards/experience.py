@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -41,7 +42,9 @@ class FinishedEpisode:
 def faults_of(played: Sequence[FinishedEpisode]) -> list[str]:
     """A line for each kind of fault."""
     found = Counter(each.fault for each in played if each.fault)
-    return [f"{FAULT}{fault}" + f" ({n} times)" * (n > 1) for fault, n in found.items()]
+    return [
+        f"{FAULT}{fault} ({n} times)" if n > 1 else f"{FAULT}{fault}" for fault, n in found.items()
+    ]
 
 
 @attrs.frozen(eq=False)
@@ -59,24 +62,19 @@ class Experience:
     sampled_tokens: int  # tokens drawn, including those of replaced groups
     seconds: dict[str, float]  # "rollout", "reward"
     resampled: int = 0  # groups that dynamic sampling replaced
-    problems: tuple[str, ...] = attrs.field(
-        default=(), converter=tuple
-    )  # faults in scoring, a line each
-    extras: dict[str, list[Any]] = attrs.field(
-        factory=dict
-    )  # columns that rewards logged, B entries each
+    # faults in scoring, a line each
+    problems: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    # columns that rewards logged, B entries each
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)
     logged: dict[str, list[float]] = attrs.field(factory=dict)  # metrics that rewards logged
-    reward_names: tuple[str, ...] = attrs.field(
-        default=(), converter=tuple
-    )  # of the rows of values_kb
+    # of the rows of values_kb
+    reward_names: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     outcomes: tuple[Outcome, ...] = ()  # of all groups that were drawn, including replaced ones
     played: Sequence[FinishedEpisode] | None = None  # conversations; None: single turns
-    penalty_b: np.ndarray | None = (
-        None  # the length penalty that is part of rewards_pg; None: there is none
-    )
-    failed: Mapping[str, Failed] = attrs.field(
-        factory=dict
-    )  # rewards that failed at all completions
+    # the length penalty that is part of rewards_pg; None: there is none
+    penalty_b: np.ndarray | None = None
+    # rewards that failed at all completions
+    failed: Mapping[str, Failed] = attrs.field(factory=dict)
     position: int = 0  # training examples handed out, up to these
     fallback: str | None = None  # why the sampler gave up its few-bit weights meanwhile
     rows: int = 0  # completions that the engine decodes together afterwards
@@ -104,7 +102,7 @@ def select_groups(part: Experience, groups: list[int]) -> Experience:
     if groups == list(range(len(part.examples))):
         return part
     size = part.rollout.num_generations
-    rows = [p * size + i for p in groups for i in range(size)]
+    rows = list(chain.from_iterable(range(p * size, (p + 1) * size) for p in groups))
     return attrs.evolve(
         part,
         rollout=g.take_groups(part.rollout, groups),
@@ -124,34 +122,36 @@ def join_experiences(parts: list[Experience]) -> Experience:
     if len(parts) == 1:
         return parts[0]
     penalties = [part.penalty_b for part in parts if part.penalty_b is not None]
+    columns = dict.fromkeys(chain.from_iterable(part.extras for part in parts))
+    names = dict.fromkeys(chain.from_iterable(part.logged for part in parts))
     return attrs.evolve(
         parts[0],
         rollout=g.join_rollouts([part.rollout for part in parts]),
-        examples=tuple(example for part in parts for example in part.examples),
-        texts=tuple(text for part in parts for text in part.texts),
+        examples=tuple(chain.from_iterable(part.examples for part in parts)),
+        texts=chain.from_iterable(part.texts for part in parts),
         values_kb=np.concatenate([part.values_kb for part in parts], axis=1),
         rewards_pg=np.concatenate([part.rewards_pg for part in parts]),
-        problems=tuple(problem for part in parts for problem in part.problems),
+        problems=chain.from_iterable(part.problems for part in parts),
         seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
-        extras={
-            column: [
-                value
-                for part in parts
-                for value in part.extras.get(column, [None] * len(part.texts))
-            ]
-            for column in dict.fromkeys(column for part in parts for column in part.extras)
-        },
+        extras={column: _column(parts, column) for column in columns},
         logged={
-            name: [value for part in parts for value in part.logged.get(name, ())]
-            for name in dict.fromkeys(name for part in parts for name in part.logged)
+            name: list(chain.from_iterable(part.logged.get(name, ()) for part in parts))
+            for name in names
         },
-        played=parts[0].played and [each for part in parts for each in part.played or ()],
+        played=parts[0].played and list(chain.from_iterable(part.played or () for part in parts)),
         penalty_b=np.concatenate(penalties) if penalties else None,
         failed={
             name: fault
             for name, fault in parts[0].failed.items()
             if all(name in part.failed for part in parts)
         },
+    )
+
+
+def _column(parts: Sequence[Experience], column: str) -> list[Any]:
+    """A logged column of all parts; None for the completions of a part without it."""
+    return list(
+        chain.from_iterable(part.extras.get(column, [None] * len(part.texts)) for part in parts)
     )
 
 
@@ -163,7 +163,8 @@ def join_stages(
     In place of those that were not drawn the others have completions of no token and without a
     reward.
     """
-    begun, prompts = first.rollout.num_generations, len(first.examples)
+    begun = first.rollout.num_generations
+    prompts = len(first.examples)
     rows = join_experiences([_regrouped(part, 1) for part in (first, rest) if part is not None])
     ends = ((0, 0), (0, size - begun))
     row_pg = np.pad(np.arange(prompts * begun).reshape(prompts, begun), ends, mode="edge")
@@ -228,7 +229,8 @@ def check_turn_rewards(scores: Scores, rollout: g.Rollout) -> list[str]:
         column[row] = None
     if not excess:
         return []
-    row, more = excess[0], f" and {len(excess) - 1} more" if len(excess) > 1 else ""
+    row = excess[0]
+    more = f" and {len(excess) - 1} more" if len(excess) > 1 else ""
     return [
         f"get_turn_rewards: expected at most {turns_b[row]} numbers, one for each of the model's "
         f"turns, found {lengths[row]}, at completion {row}{more}: no reward from it"

@@ -17,7 +17,8 @@ def compare(gold: str, answer: str | None, text: str) -> float | None:
     """
     from math_verify import verify
 
-    if not (wanted := _expression(gold)):
+    wanted = _expression(gold)
+    if not wanted:
         return None
     given = _parsed(text) if answer is None else _expression(answer)
     return float(bool(given) and verify(wanted, given, timeout_seconds=None))

@@ -77,7 +77,8 @@ def resolve_rewards(
     function's, or the full text if two share a name. Raises UserError for an unknown name, and as
     `ready_function`.
     """
-    dirs, rewards = tuple(base_dirs), list[Reward]()
+    dirs = tuple(base_dirs)
+    rewards = list[Reward]()
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
         short = name.rpartition(":")[2]
         if ":" not in name:
@@ -90,8 +91,9 @@ def resolve_rewards(
         elif worker is None:
             function = ready_function(name, dirs)
         else:
-            found = worker.load(*loading(name, dirs))
-            takes = Parameters(*found["parameters"])
+            found = load_reward(worker.load, name, dirs)
+            taken, needed, takes_all = found["parameters"]
+            takes = Parameters(taken, needed, takes_all)
             function = UserFunction(worker, name, takes, found["is_async"], found["file"])
         rewards.append(Reward(short, function, weight))
     count = Counter(reward.name for reward in rewards)
@@ -101,9 +103,9 @@ def resolve_rewards(
     )
 
 
-def loading(name: str, base_dirs: Iterable[str | Path]) -> tuple[Any, ...]:
-    """The operation that loads a reward, for `Worker.preload`."""
-    return "runners.rewards.calls:load", name, tuple(map(str, base_dirs))
+def load_reward(load: Callable[..., Any], name: str, base_dirs: Iterable[str | Path]) -> Any:
+    """Loads a reward in the process of user code; `load` is `Worker.load` or `preload`."""
+    return load("runners.rewards.calls:load", name, tuple(map(str, base_dirs)))
 
 
 def check_columns(
@@ -140,9 +142,8 @@ class Scores:
     values_kb: np.ndarray  # float64 [K, B]: reward × completion, before weights; NaN = no reward
     problems: list[str]  # one line for each fault, in the order of the rewards
     failed: dict[int, Failed]  # rewards that failed at every completion: index -> the first fault
-    extras: dict[str, list[Any]] = attrs.field(
-        factory=dict
-    )  # columns that rewards logged, B entries each
+    # columns that rewards logged, B entries each
+    extras: dict[str, list[Any]] = attrs.field(factory=dict)
     metrics: dict[str, list[float]] = attrs.field(factory=dict)  # numbers that rewards logged
 
 
@@ -196,7 +197,8 @@ class Scorer:
         given = {name: list(entries) for name, entries in lists.items() if entries is not None}
         every = {**given, "trainer_state": trainer_state, "thought_tags": self.thoughts}
         outcomes = self._call_all([reward.parameters.pick(every) for reward in self.rewards], size)
-        log, problems = RewardLog(size), list[str]()
+        log = RewardLog(size)
+        problems = list[str]()
         values_kb = np.full((len(outcomes), size), np.nan)
         failed: dict[int, Failed] = {}
         for k, (reward, outcome) in enumerate(zip(self.rewards, outcomes, strict=True)):
@@ -242,8 +244,16 @@ class Scorer:
         """Starts a call in the process of user code."""
         environments = arguments.pop("environments", None)
         self._calls = self._calls or Calls(function.worker)
-        what = ("runners.rewards.calls:score", function.name, arguments, size, environments)
-        self._calls.submit(k, *what, timeout=self.timeout, mode=mode)
+        self._calls.submit(
+            k,
+            "runners.rewards.calls:score",
+            function.name,
+            arguments,
+            size,
+            environments,
+            timeout=self.timeout,
+            mode=mode,
+        )
 
     def _wait_for(self, k: int, outcomes: dict[int, Outcome]) -> None:
         while self._calls is not None and k not in outcomes:

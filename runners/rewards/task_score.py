@@ -31,6 +31,7 @@ def task_score(
 
 @functools.cache
 def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
-    from reasoning_gym import get_score_answer_fn  # pyright: ignore[reportMissingImports] (an extra)
+    # an extra
+    from reasoning_gym import get_score_answer_fn  # pyright: ignore[reportMissingImports]
 
     return get_score_answer_fn(task)
