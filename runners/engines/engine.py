@@ -20,12 +20,10 @@ from grpo_fn.trees import Tree
 
 DEFAULT_ROWS = 256  # completions sampled at a time by default
 ShouldStop = Callable[[], bool]  # asked between the steps of decoding
-Advance = Callable[
-    [str, int, int], None
-]  # takes what is counted, how many are done, and how many there are
-Seed = tuple[
-    int, int
-]  # a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+# takes what is counted, how many are done, and how many there are
+Advance = Callable[[str, int, int], None]
+# a PRNG key: the n-th token of a completion is drawn with its n-th random bits
+Seed = tuple[int, int]
 Ticket = NewType("Ticket", int)
 
 
@@ -66,9 +64,8 @@ class Request:
     images: PromptImages | None = None  # None: the prompt has none
     # The next two only save time: a request that continues another one computes no token twice.
     keep: bool = False  # whether another request will continue this one
-    continues: Ticket | None = (
-        None  # a kept request of one completion, with whose tokens the prompt begins
-    )
+    # a kept request of one completion, with whose tokens the prompt begins
+    continues: Ticket | None = None
 
 
 Finish = Literal["stop", "length", "cancelled"]
@@ -81,9 +78,8 @@ class Row:
     tokens: tuple[int, ...]  # the one that ends it included
     logp: tuple[float, ...]  # log μ of each, nats, under the distribution that it was drawn from
     finish: Finish  # by a stop id or a stop string, at the length limit, or by `cancel`
-    versions: tuple[
-        tuple[int, int], ...
-    ]  # (version of the weights, tokens drawn with them), in order
+    # (version of the weights, tokens drawn with them), in order
+    versions: tuple[tuple[int, int], ...]
     entropy: tuple[float, ...] | None = None  # of the sampler at each token, nats, if asked for
 
 
@@ -93,18 +89,16 @@ class Token:
 
     id: int
     logp: float  # as in `Row`
-    prompt_tokens: (
-        int  # tokens of its prompt that were computed; the others' keys and values were kept
-    )
+    # tokens of its prompt that were computed; the others' keys and values were kept
+    prompt_tokens: int
 
 
 @attrs.frozen
 class Traits:
     """What an engine's rows have."""
 
-    drawn_logp: (
-        bool  # whether log-probs are of the distribution drawn from: temperature, top-p and so on
-    )
+    # whether log-probs are of the distribution drawn from: temperature, top-p and so on
+    drawn_logp: bool
     entropy: bool
     images: bool  # whether prompts may have images
 

@@ -59,24 +59,20 @@ class LocalEngine:
     _queue: RowQueue | None = attrs.field(default=None, init=False)  # None: there are no weights
     _columns: Columns[None] | None = attrs.field(default=None, init=False)  # of the rows under way
     _jobs: dict[Ticket, _Job] = attrs.field(factory=dict, init=False)
-    _waiting: list[Ticket] = attrs.field(
-        factory=list, init=False
-    )  # submitted, but not in the queue yet
-    _places: dict[int, tuple[Ticket, int]] = attrs.field(
-        factory=dict, init=False
-    )  # of the queue's rows
-    _kept: dict[Ticket, int] = attrs.field(
-        factory=dict, init=False
-    )  # rows that a request may continue
+    # submitted, but not in the queue yet
+    _waiting: list[Ticket] = attrs.field(factory=list, init=False)
+    # of the queue's rows
+    _places: dict[int, tuple[Ticket, int]] = attrs.field(factory=dict, init=False)
+    # rows that a request may continue
+    _kept: dict[Ticket, int] = attrs.field(factory=dict, init=False)
     _stops: dict[tuple[str, ...], FindStop | None] = attrs.field(factory=dict, init=False)
     _tickets: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
     _drawn: int = attrs.field(default=0, init=False)  # tokens since nothing was under way
     _most: int = attrs.field(default=0, init=False)  # tokens that these rows may have
     _reported: float = attrs.field(default=0.0, init=False)
-    _tried: int = attrs.field(
-        default=0, init=False
-    )  # rows of one request for which memory ran out once
+    # rows of one request for which memory ran out once
+    _tried: int = attrs.field(default=0, init=False)
 
     @property
     def traits(self) -> Traits:

@@ -91,7 +91,7 @@ def generate(
         for ticket in left:
             engine.cancel(ticket)
     rows |= engine.collect(len(left)) if left else {}
-    whole = [row for ticket in tickets for row in rows[ticket]]
+    whole = list(itertools.chain.from_iterable(rows[ticket] for ticket in tickets))
     images = [request.images for request in requests]
     rollout = _rollout([request.prompt for request in requests], sampling, whole, images)
     if left:
@@ -184,14 +184,13 @@ def converse(
 
     Args:
         engine, sampling: as for `generate`; `max_new_tokens` bounds a conversation, given tokens
-        included. requests: of one seed each, in groups of G. The rest of a prompt behind what the
-        group's prompts have
-            in common is put in front of its completion, as given tokens.
+            included.
+        requests: of one seed each, in groups of G. The rest of a prompt behind what the group's
+            prompts have in common is put in front of its completion, as given tokens.
         replies: answers turns. Rows are numbered as the requests.
         together: begin turns when no row decodes any more and all replies are there: the same
-        numbers bit for
-            bit each time. False: begin as soon as a reply is there, so that a slow one delays no
-            other row.
+            numbers bit for bit each time. False: begin as soon as a reply is there, so that a slow
+            one delays no other row.
 
     Raises Cancelled if `should_stop` ended it; ValueError as `grpo_fn.generate` does.
     """
