@@ -12,10 +12,8 @@ from safetensors.numpy import load, save
 from runners.errors import UserError
 from runners.ranks.watchdog import EXIT_CODE
 
-_TEXT, _ARRAY = (
-    "message",
-    "\0array",
-)  # the plain part's name among the arrays, and the key of one in it
+_TEXT = "message"  # the plain part's name among the arrays
+_ARRAY = "\0array"  # the key of an array in it
 
 
 @attrs.frozen(eq=False)

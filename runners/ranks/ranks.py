@@ -88,10 +88,8 @@ class Ranks:
                 os.unlink(own)
         self.hosts = [key.partition("/")[0] for key in keys]
         self.watchdog.names = [self.name(rank) for rank in range(self.count)]
-        self.watchdog.here, self.watchdog.board = (
-            [rank for rank in here if rank != self.number],
-            board,
-        )
+        self.watchdog.here = [rank for rank in here if rank != self.number]
+        self.watchdog.board = board
 
     @property
     def is_rank_zero(self) -> bool:
@@ -145,9 +143,8 @@ class Ranks:
     def _gather(self, own: RankMessage) -> list[RankMessage]:
         if self._collectives is None:
             return [own]
-        with (
-            self._signals.deferred()
-        ):  # an interrupted exchange would leave the others at another point
+        # an interrupted exchange would leave the others at another point
+        with self._signals.deferred():
             messages = self._exchange(own)
             if any(message.error is not None for message in messages):
                 self.agreed_to_end()
@@ -204,7 +201,8 @@ class Ranks:
         """The lost rank, if it becomes known within a moment."""
         latest = time.monotonic() + 2.0
         while time.monotonic() < latest:
-            if line := self.watchdog.gone():
+            line = self.watchdog.gone()
+            if line:
                 return line
             time.sleep(0.05)
         others = self.watchdog.elsewhere or "all of them are on this host, and are still there"
@@ -228,7 +226,8 @@ class Ranks:
         self._signals.check()
         with self._signals.deferred():
             messages = self.all_gather_object(where, value)
-            before, self._committing = self._committing, True
+            before = self._committing
+            self._committing = True
             try:
                 yield messages
             finally:
@@ -249,7 +248,8 @@ class Ranks:
     def seconds(self) -> dict[str, float]:
         """Seconds since the last call: "waiting" in exchanges, for the slowest rank, and
         "reducing"."""
-        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        found = self._seconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found
 
     # the end
@@ -299,7 +299,8 @@ class Ranks:
                 error = self._report(error)
             self._part(error)
             if isinstance(error, UserError | KeyboardInterrupt):
-                error.reported = not self._is_reporter(error)  # pyright: ignore[reportAttributeAccessIssue]
+                reports = self._is_reporter(error)
+                error.reported = not reports  # pyright: ignore[reportAttributeAccessIssue]
             raise error
 
     def _is_reporter(self, error: BaseException) -> bool:

@@ -23,7 +23,9 @@ import numpy as np
 from runners.errors import one_line
 from runners.machine.signals import StopSignals
 
-WORKING, WAITING, ENDED = 0, 1, 2
+WORKING = 0
+WAITING = 1
+ENDED = 2
 _SLOT = np.dtype(
     [
         ("asked", "i8"),  # the signal that has come; 0: none
@@ -41,9 +43,8 @@ class Scoreboard:
         """Opens the file, which `create` made, and takes this rank's lock."""
         self._slots = np.memmap(path, _SLOT, "r+", shape=(size,))
         self._own = self._slots[mine : mine + 1]
-        self._file = os.open(
-            path, os.O_RDWR | os.O_CLOEXEC
-        )  # last: a lock ends if any descriptor is closed
+        # last: a lock ends if any descriptor is closed
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, mine)
 
     @staticmethod
@@ -90,7 +91,8 @@ class Scoreboard:
 def host_key() -> str:
     """The host's name, with what distinguishes two hosts of the same name, and two containers of
     one host."""
-    boot, place = "", os.stat(tempfile.gettempdir())
+    boot = ""
+    place = os.stat(tempfile.gettempdir())
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     return f"{os.uname().nodename}/{boot}/{place.st_dev}/{place.st_ino}"
@@ -107,16 +109,14 @@ class Watchdog:
 
     rank: int
     timeout: float  # seconds that a collective may take
-    _signals: (
-        StopSignals  # a signal that comes to one rank of this host comes to those of all of them
-    )
+    # a signal that comes to one rank of this host comes to those of all of them
+    _signals: StopSignals
     names: Sequence[str] = ()  # of all ranks; none before they have met
     here: Sequence[int] = ()  # the other ranks of this host, which the `board` shows
     board: Scoreboard | None = None
     on_fault: Callable[[str], None] = lambda line: None  # gets the reason why the process ends
-    _what: str = attrs.field(
-        default="", init=False
-    )  # the main thread's current collective; "": none
+    # the main thread's current collective; "": none
+    _what: str = attrs.field(default="", init=False)
     _number: int = attrs.field(default=0, init=False)  # of collectives
     _parent: int = attrs.field(factory=os.getppid, init=False)  # the launcher
     _off: threading.Event = attrs.field(factory=threading.Event, init=False)
@@ -181,13 +181,18 @@ class Watchdog:
         return self.board is None or all(map(self.board.is_gone, below))
 
     def _watch(self) -> None:
-        last, number, waited, gone_at = time.monotonic(), 0, 0.0, 0.0
+        last = time.monotonic()
+        number = 0
+        waited = 0.0
+        gone_at = 0.0
         while not self._off.wait(_INTERVAL):
             now = time.monotonic()
             # Time for which the whole run was suspended (Ctrl-Z) does not count.
-            passed, last = min(now - last, 2 * _INTERVAL), now
+            passed = min(now - last, 2 * _INTERVAL)
+            last = now
             self._share_signals()
-            if line := self.gone():
+            line = self.gone()
+            if line:
                 gone_at = gone_at or now
                 if now - gone_at > _GRACE:
                     self._end(line)
