@@ -36,7 +36,8 @@ def check_manifest(folder: Path) -> None:
         if path.is_file() and not path.is_symlink()
     }
     for name, facts in files.items():
-        if (path := present.get(name)) is None:
+        path = present.get(name)
+        if path is None:
             raise UserError(
                 f"{folder}: expected a file {show(name)} in the folder, found none or a link"
             )
@@ -72,7 +73,8 @@ def model_of_run(name: str, note: Callable[[str], None]) -> str:
         return name
     if (folder / "final").is_dir():
         return str(folder / "final")
-    if (path := newest_whole(folder, note)) is None:
+    path = newest_whole(folder, note)
+    if path is None:
         raise UserError(f"{name}: this run has no final model and no whole checkpoint")
     note(f"{name}: this run has no final model; using its newest whole checkpoint, {path.name}")
     return str(path)

@@ -60,7 +60,8 @@ def find_origin(folder: Path, wish: Path | None, note: Callable[[str], None]) ->
     if wish is not None and not found:
         check_manifest(wish)
         return Origin(wish, read_trainer_state(wish))
-    if (path := newest_whole(searched, note)) is not None:
+    path = newest_whole(searched, note)
+    if path is not None:
         return Origin(path, read_trainer_state(path))
     if found:
         raise UserError(
@@ -94,8 +95,11 @@ def check_free(folder: Path, key: str, *, replace_finished: bool = False) -> Non
         "final",
         *(path.name for path in checkpoint_folders(folder).values()),
     ]
-    there = (name for name in left if not replace_finished and (folder / name).exists())
-    if name := checkpoint or next(there, None):
+    there = [name for name in left if (folder / name).exists()]
+    name = checkpoint
+    if name is None and there and not replace_finished:
+        name = there[0]
+    if name is not None:
         found = "an interrupted run" if checkpoint else "a run already"
         raise UserError(
             f"{key}: {folder} holds {found} ({name}); --resume continues it, --overwrite starts "
@@ -111,12 +115,15 @@ def compare_config(
     Raises UserError if weights or completions depend on one of them, unless that is `allowed`.
     """
     defaults = flattened(Config(model=ModelConfig(path=EMBEDDED)).to_dict())
-    was, now = flattened(origin.facts.config), flattened(config.to_dict())
+    was = flattened(origin.facts.config)
+    now = flattened(config.to_dict())
     # For keys that the config left open, config.resolved.json has the values that the run used.
     resolved = flattened(recorded_in(origin.folder.parent))
-    found, matter = [], []
+    found = []
+    matter = []
     for key in sorted(was.keys() | now.keys()):
-        before, after = was.get(key, defaults.get(key)), now.get(key, defaults.get(key))
+        before = was.get(key, defaults.get(key))
+        after = now.get(key, defaults.get(key))
         if (
             before == after
             or before == {}
@@ -155,10 +162,13 @@ def compare_inputs(
         raise UserError(f"{line}; --allow-config-change continues anyway")
     if found:
         note(line)
-    was = origin.facts.arithmetic
-    if rows := [
-        _change(key, was.get(key), now) for key, now in computing.items() if was.get(key) != now
-    ]:
+    earlier = origin.facts.arithmetic
+    rows = [
+        _change(key, earlier.get(key), now)
+        for key, now in computing.items()
+        if earlier.get(key) != now
+    ]
+    if rows:
         note(
             f"{origin.folder} was computed with other {', '.join(rows)}: results are not bit for "
             "bit those of an uninterrupted run"

@@ -67,7 +67,8 @@ def place_of(folder: Path) -> tuple[int, int] | None:
 def check_place(folder: Path, place: tuple[int, int] | None) -> None:
     """Raises UserError if `folder` is no longer the one of which `place_of` gave this: it was
     renamed, and what has its path now may belong to another run."""
-    if (found := place_of(folder)) != place:
+    found = place_of(folder)
+    if found != place:
         raise UserError(
             f"{folder}: expected the folder in which this run began, found "
             f"{'another' if found else 'none'}; nothing is saved until it has its name back"
@@ -77,7 +78,8 @@ def check_place(folder: Path, place: tuple[int, int] | None) -> None:
 def checkpoint_folders(folder: Path) -> dict[int, Path]:
     """All folders with a checkpoint's name, by step, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    found = {int(m[1]): path for path in paths if (m := _CHECKPOINT.fullmatch(path.name))}
+    matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in paths]
+    found = {int(match[1]): path for match, path in matches if match}
     return dict(sorted(found.items()))
 
 

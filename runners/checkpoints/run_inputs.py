@@ -35,10 +35,8 @@ def run_inputs(
     gold: Sequence[Example] = (),
 ) -> dict[str, Any]:
     """Digests of the inputs, by their names in messages."""
-    others = {
-        "answer",
-        config.data.image,
-    }  # one is compared with the prompts, and reading images takes long
+    # one is compared with the prompts, and reading images takes long
+    others = {"answer", config.data.image}
     columns = sorted(examples[0].columns.keys() - others) if examples else []
     values = ([(name, example.columns[name]) for name in columns] for example in examples)
     found: dict[str, Any] = {
