@@ -45,11 +45,14 @@ def _gold_metrics(session: Session) -> dict[str, float]:
     """The loss of the held-out gold completions with the learner's weights; empty if there are
     none."""
     run, state, ranks = session.run, session.state, session.ranks
-    if not (examples := run.data.gold_evaluation):
+    examples = run.data.gold_evaluation
+    if not examples:
         return {}
     session.shown.status("evaluating")
-    total, tokens = 0.0, 0
-    if own := examples[ranks.number :: ranks.count]:
+    total = 0.0
+    tokens = 0
+    own = examples[ranks.number :: ranks.count]
+    if own:
         experience = gold_experience(own, run.loaded.vision)
         batch = g.make_batch(experience.rollout, experience.advantages_pg)
         for piece in g.split_batch(batch, max_tokens=state.micro_batch_tokens):
@@ -87,9 +90,12 @@ def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     )
     sampling = attrs.evolve(run.collector.sampling, max_new_tokens=limit)
     rows = (config.rollout.max_batch or DEFAULT_ROWS) * session.ranks.count
-    seconds, completions, lines = 0.0, list[Completion](), list[str]()
+    seconds = 0.0
+    completions = list[Completion]()
+    lines = list[str]()
     for start in range(0, len(problems), rows):
-        session.shown.status("evaluating" + f", {start:,} of {len(problems):,} done" * (start > 0))
+        done = f", {start:,} of {len(problems):,} done" if start else ""
+        session.shown.status(f"evaluating{done}")
         part = evaluate_on_ranks(session.ranks, evaluator, problems[start : start + rows], sampling)
         seconds += part.seconds
         completions += part.completions
@@ -109,7 +115,8 @@ def _log(
     result: EvalResult,
     gold: Mapping[str, float],
 ) -> None:
-    measured, state = {**result.metrics, **gold}, session.state
+    measured = {**result.metrics, **gold}
+    state = session.state
     record = {**session.place(), **measured, "time/elapsed": session.elapsed()}
     seen, _ = session.watch.see(measured, state.seen)
     scores = state.scores if result.score is None else (*state.scores, result.score)
@@ -117,5 +124,15 @@ def _log(
     session.change(scores=scores, eval_rewards=rewards, evaluated_at=state.update, seen=seen)
     right = sum(bool(each.right) for each in result.completions)
     records = evaluation_records(problems, result.completions, state.update)
-    figures = result.score, right, len(result.completions), result.seconds
-    session.shown.handle(Evaluated(name, *figures, record, records, result.reward))
+    session.shown.handle(
+        Evaluated(
+            name=name,
+            score=result.score,
+            correct=right,
+            total=len(result.completions),
+            seconds=result.seconds,
+            metrics=record,
+            problems=records,
+            reward=result.reward,
+        )
+    )

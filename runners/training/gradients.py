@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Generic, TypeVar, cast
 
 import attrs
@@ -127,7 +128,7 @@ class MicroBatches:
         messages = self.ranks.all_gather_object("the statistics", rows)
         merged = []
         for number in range(len(found)):
-            parts = [g.LossStats(*map(mx.array, m.value[number].tolist())) for m in messages]
+            parts = [g.LossStats._make(map(mx.array, m.value[number].tolist())) for m in messages]
             merged.append(g.merge_stats(parts))
         g.materialize(merged)
         return tuple(merged)
@@ -139,10 +140,7 @@ class MicroBatches:
         row each."""
         while True:
             if budget < self.asked:  # they were made when it was larger
-                steps = [
-                    [part for piece in pieces for part in _fitting(piece, budget)]
-                    for pieces in steps
-                ]
+                steps = [_all_fitting(pieces, budget) for pieces in steps]
             reason = result = None
             try:
                 result = act(steps)
@@ -164,10 +162,11 @@ class MicroBatches:
     def _paced(self, seconds: float, computed: Computed[_Result]) -> Computed[_Result]:
         """With a budget whose micro-batches take at most `longest` at this pace; all ranks have the
         same."""
-        tokens = [_tokens(piece) for pieces in computed.steps for piece in pieces]
+        tokens = list(map(_tokens, chain.from_iterable(computed.steps)))
         pace = seconds * self.ranks.count / max(sum(tokens), 1)
         paces = self.ranks.all_gather_object("the pace", pace)
-        fits = max(int(self.longest / max(1e-9, *(message.value for message in paces))), 1)
+        slowest = max(message.value for message in paces)
+        fits = max(int(self.longest / max(1e-9, slowest)), 1)
         if fits >= min(max(tokens), computed.micro_batch_tokens):
             return computed
         self.note(
@@ -179,16 +178,15 @@ class MicroBatches:
     def _smaller(self, steps: Sequence[Pieces], budget: int, reason: str) -> int:
         """A budget that cuts the largest micro-batches. Raises UserError if each has a single
         row."""
-        large = max(
-            (_tokens(p) for pieces in steps for p in pieces if p.targets_bt.shape[0] > 1), default=0
-        )
-        if not large:
+        pieces = chain.from_iterable(steps)
+        cuttable = [_tokens(piece) for piece in pieces if piece.targets_bt.shape[0] > 1]
+        if not cuttable:
             raise UserError(
                 f"out of memory with one completion at a time ({reason}); lower "
                 "rollout.max_new_tokens, set "
                 'system.grad_checkpoint = true, or train adapters: model.tune = "lora"'
             )
-        large = min(budget, large)  # the budget may have been far larger
+        large = min(budget, max(cuttable))  # the budget may have been far larger
         self.note(
             f"out of memory ({reason}) with {large:,} tokens at a time: the step is repeated in "
             f"halves; system.micro_batch_tokens is {max(large // 2, 1):,} from now on"
@@ -200,7 +198,11 @@ def _fitting(piece: g.Batch, budget: int) -> list[g.Batch]:
     """A micro-batch cut to a budget, down to single rows."""
     if _tokens(piece) <= budget or piece.targets_bt.shape[0] <= 1:
         return [piece]
-    return [part for half in halve_batch(piece) for part in _fitting(half, budget)]
+    return _all_fitting(halve_batch(piece), budget)
+
+
+def _all_fitting(pieces: Sequence[g.Batch], budget: int) -> list[g.Batch]:
+    return list(chain.from_iterable(_fitting(piece, budget) for piece in pieces))
 
 
 def _tokens(piece: g.Batch) -> int:

@@ -74,20 +74,25 @@ def build_learner(
 
     With `prompts`, token ids of the run, the model is checked on them: see `check_model`.
     """
-    rollout, share_prompts = config.rollout, _shares_prompts(config, loaded, platform)
+    rollout = config.rollout
+    share_prompts = _shares_prompts(config, loaded, platform)
     _check_routers(config, loaded)
     if config.system.grad_checkpoint:
         checkpoint_layers(loaded.module)
     policy = _policy(loaded)
     params = policy.params
-    how = {
-        "model_config": loaded.config,
-        "platform": platform,
-        "share_prompts": share_prompts,
-        "say": say,
-    }
-    found = check_model(config, policy, params, prompts, **how)
-    policy, notices = found.policy, list(found.notices)
+    found = check_model(
+        config,
+        policy,
+        params,
+        prompts,
+        model_config=loaded.config,
+        platform=platform,
+        share_prompts=share_prompts,
+        say=say,
+    )
+    policy = found.policy
+    notices = list(found.notices)
     sampling = policy.twin()
     compile_steps = config.system.compile and "compile" not in found.given_up
     quantized = None
@@ -107,8 +112,11 @@ def build_learner(
                 quantized.policy,
                 quantized.transform(params),
                 prompts,
+                model_config=loaded.config,
+                platform=platform,
+                share_prompts=share_prompts,
                 role="rollout",
-                **how,
+                say=say,
             )
         except UserError as error:
             # No reason to end the run: the engine goes back to full precision if its numbers fail.
@@ -122,8 +130,15 @@ def build_learner(
     policy = policy.without_weights()
     sampling = sampling.without_weights()
     share_prompts = share_prompts and "share_prompts" not in found.given_up
-    shares = {"share_prompts": share_prompts, "compile": compile_steps}
-    grader = make_grader(config, policy, params, loaded, platform, **shares)
+    grader = make_grader(
+        config,
+        policy,
+        params,
+        loaded,
+        platform,
+        share_prompts=share_prompts,
+        compile=compile_steps,
+    )
     if grader is not None and grader.in_loss and not config.teacher.hint:
         share_prompts = grader.share_prompts
 
@@ -172,7 +187,8 @@ def build_learner(
 
 def _optimizer(config: Config, length: RunLength) -> g.Optimizer:
     """AdamW; its schedule begins again after the supervised updates."""
-    optim, rates = config.optim, []
+    optim = config.optim
+    rates = []
     for rate, updates in (
         (config.sft.learning_rate, length.supervised_updates),
         (optim.learning_rate, length.updates - length.supervised_updates),

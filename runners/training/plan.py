@@ -34,9 +34,8 @@ from runners.training.run_state import Pieces, RunState
 from runners.training.sampler import rounded_as, weights_of
 from runners.training.setup import Run
 
-_SMALL = (
-    2_500_000  # parameters; below this size, step time no longer depends on the parameter count
-)
+# parameters; below this size, step time no longer depends on the parameter count
+_SMALL = 2_500_000
 
 
 @attrs.frozen(eq=False)
@@ -156,9 +155,8 @@ def cut_to_micro_batches(plan: Plan, state: RunState, lesson: Lesson) -> Lesson:
     shapes = set(state.shapes)
     parts = []
     for part in g.minibatches(lesson.batch, 1 if gold else config.optim.minibatches):
-        if gold or not (
-            config.loss.router_aux_coef or in_loss
-        ):  # these have a gradient in every row
+        # these have a gradient in every row
+        if gold or not (config.loss.router_aux_coef or in_loss):
             part = g.drop_inactive(part, learner.spec)
         pieces: Pieces = []
         for share in deal(part, run.ranks.count):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ import grpo_fn as g
 from grpo_fn.prng import fold_in
 from runners.config.loading import Config
 from runners.data.curriculum import Outcome, passed
-from runners.data.prompts import Example, columns_of
+from runners.data.prompts import Example, columns_of, repeated
 from runners.data.stream import Drawn, PromptOrder, Weighted, drawn
 from runners.engines.engine import Engine, Weights
 from runners.engines.rollouts import generate, requests_of
@@ -124,7 +125,7 @@ class Collector:
             advantages_pg=advantages_pg,
             sampled_tokens=sum(part.sampled_tokens for part in parts),
             resampled=replaced,
-            outcomes=tuple(outcome for part in parts for outcome in self._outcomes(part)),
+            outcomes=tuple(chain.from_iterable(map(self._outcomes, parts))),
             position=taken.position,
             fallback=next((part.fallback for part in parts if part.fallback), None),
             slow_rewards=self._slow_rewards(parts, draw.slow_rewards),
@@ -240,7 +241,7 @@ class Collector:
         texts = [examples[row // size].opening + text for row, text in enumerate(said)]
         scores = self.scorer.score(
             texts,
-            [list(example.messages) for example in examples for _ in range(size)],
+            [list(example.messages) for example in repeated(examples, size)],
             columns_of(examples, size),
             completions,
             step.trainer_state,
@@ -330,7 +331,7 @@ def gather_rollout(
     }
     experiences = list(parts.values())
     # Where each example's group is among those of the parts, one after the other.
-    numbers = [number for rank in parts for number in range(rank, len(examples), ranks.count)]
+    numbers = list(chain.from_iterable(range(rank, len(examples), ranks.count) for rank in parts))
     whole = select_groups(join_experiences(experiences), np.argsort(numbers).tolist())
     spent = {rank: experience.seconds for rank, experience in parts.items()}
     longest = max(each["rollout"] for each in spent.values())
@@ -339,7 +340,7 @@ def gather_rollout(
     for rank in range(ranks.count):
         seconds[f"rollout_seconds/{rank}"] = spent[rank]["rollout"] if rank in spent else 0.0
     # Environments' faults are counted over the whole batch; other lines are not repeated.
-    played = [each for experience in experiences for each in experience.played or ()]
+    played = list(chain.from_iterable(experience.played or () for experience in experiences))
     others = [line for line in whole.problems if not line.startswith(FAULT)]
     return attrs.evolve(
         whole,
@@ -366,15 +367,14 @@ def _unpacked(value: dict[str, Any], examples: Sequence[Example]) -> Experience:
     drawn: dict[str, Any] = {
         name: mx.array(x) if isinstance(x, np.ndarray) else x for name, x in rollout.items()
     }
-    drawn["prompts"] = tuple(
-        map(tuple, rollout["prompts"])
-    )  # `reset` may have added to the examples'
+    # `reset` may have added to the examples'
+    drawn["prompts"] = tuple(map(tuple, rollout["prompts"]))
     fields = value | {
         "rollout": g.Rollout(**drawn),
         "examples": tuple(examples),
         "advantages_pg": mx.array(value["advantages_pg"]),
         "played": played and [FinishedEpisode(environment=None, **each) for each in played],
-        "failed": {name: Failed(*fault) for name, *fault in value["failed"]},
+        "failed": {name: Failed(line, ended) for name, line, ended in value["failed"]},
     }
     return Experience(**fields)
 

@@ -19,7 +19,8 @@ from runners.config.loading import Config
 from runners.engines.engine import Weights
 from runners.models.role_quantization import is_calibrated
 
-FINER = {  # the format that follows one whose numbers are too coarse; after the last: full precision
+# The format that follows one whose numbers are too coarse; after the last: full precision.
+FINER = {
     "affine-3": "affine-4",
     "affine-4": "affine-6",
     "affine-6": "affine-8",
@@ -36,9 +37,8 @@ class Sampler:
 
     version: int = rules.key(0, "the update that made its weights", "0 <= x <= 1e18")
     format: str = FULL  # of its weights; finer than the config's if that was too coarse
-    formats: Mapping[str, str] | None = (
-        None  # of the weights that have another one, by rollout.bits_budget
-    )
+    # of the weights that have another one, by rollout.bits_budget
+    formats: Mapping[str, str] | None = None
     moments: Moments | None = None  # of its layers' inputs, for calibrated rounding
     fallback: str | None = None  # why few-bit weights were given up
     rows: int = rules.key(

@@ -40,13 +40,17 @@ class Session:
     ) -> None:
         """`state`: where the run starts or resumes; `facts`: what every trainer_state.json of it
         holds."""
-        self.run, self.config, self.ranks, self.state = run, run.config, run.ranks, state
+        self.run = run
+        self.config = run.config
+        self.ranks = run.ranks
+        self.state = state
         self.log, self.shown = log, shown
         self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
         self._place = place_of(run.folder)
-        self._facts, self._prompt = facts, PromptSettings.of(self.config.to_dict())
+        self._facts = facts
+        self._prompt = PromptSettings.of(self.config.to_dict())
         self._log_fault: str | None = None  # the last reported fault of the log
         self._saved: tuple[int, int] | None = None  # batch step and update of the last checkpoint
         self._lost: str | None = None  # why rank 0's display has no reader
@@ -77,9 +81,8 @@ class Session:
         with self.ranks.committing(step, None if fault is None else str(fault)) as messages:
             self._lost = messages[0].value
             yield
-            g.materialize(
-                self.state.train, self.state.waiting
-            )  # another thread could only read them
+            # another thread could only read them
+            g.materialize(self.state.train, self.state.waiting)
 
     def change(self, **changes: Any) -> None:
         """Replaces fields of the state; within `committing`."""
@@ -115,7 +118,8 @@ class Session:
 
     def save_final(self) -> Path:
         """Writes the final model. UserError if it fails."""
-        final, fault = self.run.folder / "final", None
+        final = self.run.folder / "final"
+        fault = None
         try:
             if self.ranks.is_rank_zero:
                 check_place(self.run.folder, self._place)
@@ -200,7 +204,8 @@ class Session:
     def check_swap(self) -> None:
         """If the system has swapped out more than system.swap_limit_gb since the start: saves, and
         raises UserError."""
-        if not (limit := 1e9 * self.config.system.swap_limit_gb):
+        limit = 1e9 * self.config.system.swap_limit_gb
+        if not limit:
             return
         grown = (swap_used() or 0) - self._swap
         if self.ranks.any_rank("the swap", grown > limit):

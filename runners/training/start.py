@@ -73,12 +73,15 @@ def start_or_resume(
         else:  # this rank's files go into a temporary folder
             silent = LogConfig(every=config.log.every, jsonl=False, completions=False, report=False)
             config = attrs.evolve(config, log=silent)
-            report, resume, overwrite = Report(), False, True
+            report = Report()
+            resume = False
+            overwrite = True
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo-rank-")))
         shown = Diary(stack.enter_context(report))
         stack.enter_context(signals.shown_by(ranks.alert(shown.alert)))
         stack.enter_context(locked(folder, config.where("run.name")))
-        origin, known = None, None
+        origin = None
+        known = None
         if resume is not False:
             origin = find_origin(folder, None if resume is True else resume, shown.note)
         # Whether the run continues what is in its folder; otherwise it replaces that.
@@ -151,7 +154,9 @@ def _files(
 ) -> MetricsLog:
     """The log, in a folder that has only files of this run, those before `origin` included; the
     notices."""
-    config, writes, keep = run.config, run.ranks.is_rank_zero, None
+    config = run.config
+    writes = run.ranks.is_rank_zero
+    keep = None
     # Every parameter, unpacked, in the dtype of the source's files.
     final = run.loaded.num_parameters * run.loaded.source_dtype.size if writes else 0
     free = shutil.disk_usage(folder).free  # an old run, if there is one, goes later

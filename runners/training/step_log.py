@@ -43,22 +43,34 @@ def show_start(session: Session) -> None:
     }
     if not config.sft.only:
         prompts = config.optim.batch_size * config.optim.gradient_accumulation_steps
-        each = f"{prompts} prompts × {config.rollout.num_generations} completions, {config.loss.preset}"
-        header["each update"] = each
+        header["each update"] = (
+            f"{prompts} prompts × {config.rollout.num_generations} completions, "
+            f"{config.loss.preset}"
+        )
     header["writes to"] = str(run.folder)
     if updates:
         gold = gold_batch(config) * config.optim.gradient_accumulation_steps
-        header["supervised"] = (
-            f"{updates:,} update{'s' * (updates > 1)} of {gold:,} gold completions"
+        plural = "s" if updates > 1 else ""
+        header["supervised"] = f"{updates:,} update{plural} of {gold:,} gold completions"
+    session.shown.handle(
+        Started(
+            updates=run.length.updates,
+            header=header,
+            done=state.update,
+            score=state.scores[-1] if state.scores else None,
+            reward=state.eval_rewards[-1] if state.eval_rewards else None,
         )
-    last = [values[-1] if values else None for values in (state.scores, state.eval_rewards)]
-    session.shown.handle(Started(run.length.updates, header, state.update, *last))
+    )
 
 
 def show_summary(session: Session, final: Path) -> None:
     """The run's result on the display: the final model, and what its evaluations found."""
-    state, folder, held_out = session.state, final.parent, len(session.run.data.evaluation)
-    scores, rewards, shown = list(state.scores), list(state.eval_rewards), dict[str, Any]()
+    state = session.state
+    folder = final.parent
+    held_out = len(session.run.data.evaluation)
+    scores = list(state.scores)
+    rewards = list(state.eval_rewards)
+    shown = dict[str, Any]()
     if scores:
         before = f"{scores[0]:.1%} → " if len(scores) > 1 else ""
         shown["exact match"] = f"{before}{scores[-1]:.1%} on {held_out} held-out problems"
@@ -96,9 +108,11 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     metrics = update_metrics(session, updated)
     # Rank 0's values count for all.
     metrics = session.ranks.all_gather_object("the metrics", metrics)[0].value
-    state, reward = session.state, metrics.get("reward", math.nan)
+    state = session.state
+    reward = metrics.get("reward", math.nan)
     skipped = bool(metrics.get("update_skipped"))
-    if bad := state.bad_updates + skipped:
+    bad = state.bad_updates + skipped
+    if bad:
         metrics["bad_updates"] = bad
     seen, warnings = session.watch.see(metrics, state.seen)
     session.change(
@@ -111,9 +125,9 @@ def log_update(session: Session, updated: UpdateResult) -> None:
     due = session.state.update % session.config.log.every == 0 or bool(last)
     session.shown.handle(Updated(metrics, logged=due))
     if skipped:
-        why = f"its loss is {metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
         session.shown.note(
-            f"update {state.update} skipped: the new weights would not be finite; {why}"
+            f"update {state.update} skipped: the new weights would not be finite; its loss is "
+            f"{metrics['loss']:.3g}, the norm of its gradient {metrics['grad_norm']:.3g}"
         )
     for line in warnings:
         session.shown.note(line)
@@ -184,7 +198,8 @@ def _epoch(session: Session, gold: bool) -> float:
 
 def _rank_metrics(session: Session) -> dict[str, Any]:
     """The costs of several ranks: seconds in exchanges and sums, and of each rank's rollouts."""
-    ranks, own = session.ranks, "rollout_seconds/"
+    ranks = session.ranks
+    own = "rollout_seconds/"
     if ranks.is_alone:
         return {}
     seconds = ranks.seconds()

@@ -161,9 +161,8 @@ def judge_sampler(plan: Plan, state: RunState, stats: g.LossStats) -> RunState:
     """After an update: with a sampler of finer weights, if its numbers differ too much from the
     learner's."""
     drawn_as = {tally.quantization for tally in state.tallies}
-    if plan.is_supervised(state) or drawn_as != {
-        state.sampler.quantization
-    }:  # a coarser format drew them
+    # a coarser format drew them
+    if plan.is_supervised(state) or drawn_as != {state.sampler.quantization}:
         return state
     sampler, line = judged(state.sampler, stats, plan.run.learner.quantized, plan.config)
     if line is None:

@@ -94,7 +94,8 @@ class Grader:
         data, (*before, last) = self.config.data, example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
         messages = (*before, {**last, "content": f"{last['content']}{hint}"})
-        raw, kwargs = data.prompt_form == "raw", data.chat_template_kwargs
+        raw = data.prompt_form == "raw"
+        kwargs = data.chat_template_kwargs
         return render(self.tokenizer, messages, data.nudge, template_kwargs=kwargs, raw=raw)[1]
 
 
@@ -117,25 +118,25 @@ def make_grader(
     if not settings.path:
         return None
     if settings.path == SELF:
-        own, params = policy, policy.cast(params)
+        teacher = policy
+        weights = policy.cast(params)
     else:
-        own, params = _loaded(config, loaded, platform, policy.vocabulary), {}
+        teacher = _loaded(config, loaded, platform, policy.vocabulary)
+        weights = {}
     return Grader(
-        Teacher(own, params, settings.weight if settings.form == "loss" else 0.0),
-        g.make_logprob_step(own, temperature=config.rollout.temperature, compile=compile),
+        Teacher(teacher, weights, settings.weight if settings.form == "loss" else 0.0),
+        g.make_logprob_step(teacher, temperature=config.rollout.temperature, compile=compile),
         config,
         loaded.tokenizer,
-        share_prompts and can_share(own.module),
+        share_prompts and can_share(teacher.module),
     )
 
 
 def _loaded(config: Config, loaded: LoadedModel, platform: Platform, rows: int | None) -> g.Policy:
     """The teacher's policy, in the compute dtype; `rows` of the student's embedding (None: not
     known)."""
-    folder, trust = (
-        resolve_model(config.teacher.path, "teacher.path"),
-        config.model.trust_remote_code,
-    )
+    folder = resolve_model(config.teacher.path, "teacher.path")
+    trust = config.model.trust_remote_code
     found = load_inference(str(folder), platform, dtype=config.model.dtype, trust_remote_code=trust)
     theirs = found.tokenizer.get_vocab()
     for token, number in loaded.tokenizer.get_vocab().items():
