@@ -89,7 +89,8 @@ def with_answers_of(config: Config, *parts: Rows) -> Config:
     Raises UserError where programs have no sandbox, for tests that no program can pass, and for
     lists that answer another form than "code".
     """
-    form, name = config.answer.form, config.data.answer
+    form = config.answer.form
+    name = config.data.answer
     if form == "code":
         check_sandbox(partial=config.answer.partial_sandbox)  # before a model is loaded
     rows = list(chain.from_iterable(parts))

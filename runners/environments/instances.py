@@ -45,7 +45,8 @@ def load(store: Store, factory: str, tools: Sequence[str], folders: Sequence[str
         store["factory"] = resolve_function(
             factory, dirs, key="env.factory", takes=(), classes=True
         )
-    store["reward", GET_REWARD], store["reward", GET_TURN_REWARDS] = get_rewards, get_turn_rewards
+    store["reward", GET_REWARD] = get_rewards
+    store["reward", GET_TURN_REWARDS] = get_turn_rewards
     # which `describe` must not wait for
     importlib.import_module("transformers.utils.chat_template_utils")
 

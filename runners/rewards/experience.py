@@ -186,7 +186,8 @@ def join_stages(
 def _regrouped(part: Experience, size: int) -> Experience:
     """The same rows in groups of another size, each with the prompt of its first row, without
     advantages."""
-    rollout, old = part.rollout, part.rollout.num_generations
+    rollout = part.rollout
+    old = part.rollout.num_generations
     groups = [row // old for row in range(0, len(part.texts), size)]
     images = None if rollout.images is None else tuple(rollout.images[p] for p in groups)
     prompts = tuple(rollout.prompts[p] for p in groups)
@@ -241,7 +242,8 @@ def advantages_of(experience: Experience, loss: LossConfig, *, with_turn_rewards
     """The advantages of completions [P,G], or of their turns [P,G,S] if rewards, discount or
     baseline tell turns apart."""
     assert loss.baseline is not None and loss.scale is not None  # Config.check
-    rewards_pg, rollout = experience.rewards_pg, experience.rollout
+    rewards_pg = experience.rewards_pg
+    rollout = experience.rollout
     by_turn = with_turn_rewards or loss.discount < 1 or BASELINES[loss.baseline].by_state
     if experience.played is None or not by_turn:
         rewards = mx.array(rewards_pg.astype(np.float32))

@@ -22,7 +22,8 @@ from runners.training.session import Session
 
 def evaluate_if_due(session: Session) -> None:
     """The evaluation that eval.at_start or eval.every asks for."""
-    every, state = session.config.eval.every, session.state
+    every = session.config.eval.every
+    state = session.state
     if session.config.eval.at_start and state.evaluated_at < 0:
         evaluate(session, "before training")
     elif every and state.update and state.update % every == 0 and state.evaluated_at < state.update:
@@ -34,7 +35,8 @@ def evaluate(session: Session, name: str) -> None:
     with session.plan.times.timing(None):
         gold = _gold_metrics(session)
         # Completions are measured by the run's rewards or by their answers.
-        collector, form = session.run.collector, session.config.answer_form
+        collector = session.run.collector
+        form = session.config.answer_form
         measures = collector.scorer.rewards or form or collector.environments
         problems, result = _measured(session) if measures else ([], EvalResult(0.0, ()))
         with session.committing("the evaluation"):
@@ -69,7 +71,8 @@ def _gold_metrics(session: Session) -> dict[str, float]:
 def _measured(session: Session) -> tuple[list[Example], EvalResult]:
     """The problems, and the answers to them."""
     config, run, state = session.config, session.run, session.state
-    problems, engine = run.data.evaluation, run.learner.held_out
+    problems = run.data.evaluation
+    engine = run.learner.held_out
     engine.load(Weights(run.learner.sampling, state.train.params, state.update, state.sampler.rows))
     limit = config.eval.max_new_tokens or config.rollout.max_new_tokens
     evaluator = Evaluator(

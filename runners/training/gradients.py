@@ -141,14 +141,14 @@ class MicroBatches:
         while True:
             if budget < self.asked:  # they were made when it was larger
                 steps = [_all_fitting(pieces, budget) for pieces in steps]
-            reason = result = None
+            fault = result = None
             try:
                 result = act(steps)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                reason = str(error)
-            messages = self.ranks.all_gather_object("the gradients", reason)
+                fault = str(error)
+            messages = self.ranks.all_gather_object("the gradients", fault)
             reason = next(
                 (message.value for message in messages if message.value is not None), None
             )

@@ -285,7 +285,8 @@ def started_grpo(plan: Plan, state: RunState) -> RunState:
 
 def reference_role(plan: Plan, state: RunState) -> QuantizedRole | None:
     """How the reference is rounded now; None: it is not."""
-    role, name = plan.run.learner.reference, plan.config.loss.ref_quantization
+    role = plan.run.learner.reference
+    name = plan.config.loss.ref_quantization
     moments = state.sampler.moments
     if role is None or not is_calibrated(plan.config, name) or moments is None:
         return role

@@ -134,7 +134,8 @@ class Collector:
 
     def _outcomes(self, part: Experience) -> list[Outcome]:
         """How many completions of each group passed, of those with a reward."""
-        shape, at_least = part.rewards_pg.shape, self.config.data.pass_reward
+        shape = part.rewards_pg.shape
+        at_least = self.config.data.pass_reward
         passed_b = passed(part.reward_names, part.values_kb, part.rewards_pg.reshape(-1), at_least)
         known_pg = ~np.isnan(part.rewards_pg)
         passes_p = (passed_b.reshape(shape) & known_pg).sum(axis=1).tolist()
@@ -180,7 +181,8 @@ class Collector:
         """One round; each rank does its share."""
         numbers = range(self.ranks.number, len(examples), self.ranks.count)
         own = [examples[number] for number in numbers]
-        size, begun = self.sampling.num_generations, self.config.rollout.first_stage
+        size = self.sampling.num_generations
+        begun = self.config.rollout.first_stage
         sampling = attrs.evolve(self.sampling, num_generations=begun or size)
         part = self._scored(engine, own, numbers, sampling, step)
         if begun:  # all ranks sample equally often
@@ -253,8 +255,8 @@ class Collector:
         if self._turn_rewards:
             scores.problems.extend(check_turn_rewards(scores, rollout))
         form = self.config.answer_form
-        penalty_b = length_penalty(self.config, rollout.lengths_b)
-        penalty_b = None if penalty_b is None else np.array(penalty_b)
+        penalty = length_penalty(self.config, rollout.lengths_b)
+        penalty_b = None if penalty is None else np.array(penalty)
         rewards_pg = self._combined(scores.values_kb, penalty_b, size)
         names = tuple(reward.name for reward in self.scorer.rewards)
         return Experience(

@@ -44,7 +44,8 @@ class Session:
         self.config = run.config
         self.ranks = run.ranks
         self.state = state
-        self.log, self.shown = log, shown
+        self.log = log
+        self.shown = shown
         self.plan = plan_of(run, shown)
         conditions = [Condition.parse(text) for text in self.config.stop.when]
         self.watch = Watch(self.config.watch, [condition for condition in conditions if condition])
@@ -137,7 +138,8 @@ class Session:
 
     def _write(self, why: str, strict: bool) -> None:
         """Writes the complete state of the run, once its logs are on the disk up to here."""
-        folder, keep = self.run.folder, self.config.checkpoint
+        folder = self.run.folder
+        keep = self.config.checkpoint
         state = attrs.evolve(self.state, elapsed=self.elapsed())
         try:
             check_place(folder, self._place)
@@ -190,7 +192,8 @@ class Session:
     def check_bad_updates(self) -> None:
         """If too many updates in a row were skipped: saves the last good state, and raises
         NumbersError."""
-        limit, in_a_row = self.config.optim.max_bad_updates, self.state.bad_updates_in_a_row
+        limit = self.config.optim.max_bad_updates
+        in_a_row = self.state.bad_updates_in_a_row
         if not limit or in_a_row < limit:
             return
         self.shown.status("saving")

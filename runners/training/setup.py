@@ -249,17 +249,18 @@ class SetUp:
         config = self.config
         notices = []
         built = []
-        gold = [list[Example](), list[Example]()]
+        gold = {"train": list[Example](), "eval": list[Example]()}
         vocabulary = vocabulary_rows(loaded.module, loaded.config) or None
         positions = bound_positions(loaded.module)
-        limit = config.rollout.max_new_tokens
         for name, part in zip(("train", "eval"), rows, strict=True):
             schemas = environments.chat.schemas if environments else ()
             processor = loaded.vision.processor if loaded.vision else None
             examples, too_long = build_examples(
                 part, config.data, loaded.tokenizer, schemas, processor, columns
             )
-            limit = config.eval.max_new_tokens or limit if name == "eval" else limit
+            limit = config.rollout.max_new_tokens
+            if name == "eval":
+                limit = config.eval.max_new_tokens or limit
             where = f"{name} data, {loaded.path}"
             prompts = [example.tokens for example in examples]
             check_prompts(where, prompts, limit, vocabulary, positions)
@@ -271,24 +272,25 @@ class SetUp:
                     reader.of_file() if from_file else reader.of_rows(examples, part, name)
                 )
                 whole = [example.tokens + example.gold for example in found]
-                where = f"gold completions of the {name} data with their prompts, {loaded.path}"
-                check_prompts(where, whole, 0, vocabulary, positions)
-                gold[name == "eval"] = found
+                place = f"gold completions of the {name} data with their prompts, {loaded.path}"
+                check_prompts(place, whole, 0, vocabulary, positions)
+                gold[name] = found
                 notices += lines
         notices += template_notices(loaded.tokenizer, config.data, config.rollout.stop)
         samples = config.eval.samples
         return Data(
             built[0],
             held_out(built[1], samples),
-            gold[0],
-            held_out(gold[1], samples),
+            gold["train"],
+            held_out(gold["eval"], samples),
             tuple(notices),
         )
 
 
 def _setting_warnings(config: Config, learner: Learner) -> list[str]:
     """Warnings about settings that are allowed but probably a mistake."""
-    rollout, spec = config.rollout, learner.spec
+    rollout = config.rollout
+    spec = learner.spec
     truncated = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
     rounded = learner.quantized is not None
     if not (truncated or rounded) or spec.correction != "none":

@@ -103,7 +103,8 @@ def start_or_resume(
             advance=shown.advanced,
             note=shown.note,
         ).build()
-        data, rewards = run.data, run.collector.scorer.rewards
+        data = run.data
+        rewards = run.collector.scorer.rewards
         inputs = run_inputs(run.config, run.loaded, data.train, data.evaluation, rewards, data.gold)
         facts = {
             "config": config.to_dict(),

@@ -33,7 +33,8 @@ _OF_SAMPLES = (
 def show_start(session: Session) -> None:
     """The run's header on the display."""
     config, run, state = session.config, session.run, session.state
-    loaded, updates = run.loaded, run.length.supervised_updates
+    loaded = run.loaded
+    updates = run.length.supervised_updates
     header = {
         "run": config.run.name,
         "model": f"{config.model.path} ({loaded.num_parameters:,} parameters, "

@@ -91,7 +91,8 @@ class Grader:
 
     def prompt(self, example: Example) -> tuple[int, ...]:
         """The teacher's prompt: the student's, with the hint behind the question."""
-        data, (*before, last) = self.config.data, example.messages
+        data = self.config.data
+        *before, last = example.messages
         hint = self.config.teacher.hint.replace("{answer}", example.answer)
         messages = (*before, {**last, "content": f"{last['content']}{hint}"})
         raw = data.prompt_form == "raw"
