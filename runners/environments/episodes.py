@@ -98,9 +98,8 @@ class Session:
         rows = zip(self.episodes, rollout.completions(), rollout.sampled(), strict=True)
         for episode, tokens, sampled in rows:
             own = [token for token, mine in zip(tokens, sampled, strict=True) if mine]
-            before = (False, *sampled[:-1])
-            steps = enumerate(zip(sampled, before, strict=True))
-            begins = [n for n, (mine, was_mine) in steps if mine and not was_mine]
+            pairs = enumerate(zip((False, *sampled), sampled, strict=False))
+            begins = [n for n, (before, mine) in pairs if mine and not before]
             if len(begins) > episode.counts["turns"]:  # a turn that reached the length limit
                 self._read(episode, tokens[begins[-1] :])
             while episode.messages and episode.messages[-1]["role"] == "tool":
