@@ -1,7 +1,9 @@
-"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the prompt.
+"""The forms of an answer, `answer.form`: how each is read from a completion and asked for in the
+prompt.
 
-Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this table alone.
-Built-in forms take time linear in the text; patterns and functions of the user run in a process with limits.
+Rewards, exact match, `grpo eval`, `grpo check`, the report and model cards read answers by this
+table alone. Built-in forms take time linear in the text; patterns and functions of the user run in
+a process with limits.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 class AnswerForm:
     """A form of answers; `answer_form` makes it from one of `FORMS` and the config's options."""
 
-    reader: Callable[[str, str], str | None]  # gets the text and what stands behind the form's colon
+    # gets the text and what stands behind the form's colon
+    reader: Callable[[str, str], str | None]
     right: str  # a right completion, with PLACE in it; empty: unknown
     what: str  # in words, for notices
     instruction: str = ""  # the system prompt that asks for it; empty: none
     nudge: str = ""  # the first words of a completion of this form
-    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing, by meaning.
+    # The share, 0 to 1, in which each answer satisfies its gold one; None: all or nothing,
+    # by meaning.
     shares: Callable[[Sequence[str], Sequence[str]], list[float]] | None = None
     # What in a program may pass tests that it does not solve; None: answers are no programs.
     forges: Callable[[str], list[str]] | None = None
@@ -50,7 +54,8 @@ class AnswerForm:
     argument: str = ""  # {argument} in the texts above
     ignore_case: bool = False
     ignore_spaces: bool = False
-    given: str = ""  # the nudge: the first words of each completion, which are no part of an exact answer
+    # the nudge: the first words of each completion, which are no part of an exact answer
+    given: str = ""
     thoughts: tuple[str, ...] = TAGS  # around a completion's thoughts, which have no answer
 
     def read(self, text: str) -> str | None:
@@ -76,12 +81,14 @@ class AnswerForm:
         return answers_agree(found, gold, ignore_case=ignore_case, ignore_spaces=self.ignore_spaces)
 
     def gold(self, text: str) -> str:
-        """The answer in the data's text: a solution may end in ``\\boxed{}``, a JSON object has the field."""
+        """The answer in the data's text: a solution may end in ``\\boxed{}``,
+        a JSON object has the field."""
         has_form = self.spec == "boxed" or self.spec.startswith("json:")
         return (self.read(text) if has_form else None) or text
 
     def scores(self, found: Sequence[str | None], golds: Sequence[str]) -> list[float]:
-        """1 for each answer that agrees with its gold one, else 0; of a program the share of its tests."""
+        """1 for each answer that agrees with its gold one, else 0;
+        of a program the share of its tests."""
         if self.shares is None:
             return [float(self.agree(each, gold)) for each, gold in zip(found, golds, strict=True)]
         shares = self.shares([each or "" for each in found], golds)
@@ -106,8 +113,9 @@ class AnswerForm:
 def extract_answer(text: str) -> str | None:
     """The text in the last complete ``<answer>…</answer>``, stripped; None if there is none.
 
-    A pair is an opening tag and the first closing tag after it, with no other opening tag between: an
-    unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is no answer.
+    A pair is an opening tag and the first closing tag after it, with no other opening tag between:
+    an unclosed ``<answer>`` is ignored, and of nested ones the innermost counts. An empty pair is
+    no answer.
     """
     last_end = text.rfind(ANSWER_END)
     start = text.rfind(ANSWER, 0, last_end) if last_end >= 0 else -1
@@ -118,7 +126,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def _boxed(text: str, _: str) -> str | None:
-    """The content of the last complete ``\\boxed{…}``, with balanced braces; of nested ones the outer."""
+    """The content of the last complete ``\\boxed{…}``, with balanced braces;
+    of nested ones the outer."""
     found, opened = None, []
     for match in _BOX.finditer(text):
         mark = match[0]
@@ -156,7 +165,11 @@ def _field(text: str, name: str) -> str | None:
     value = objects[-1].get(name) if objects else None
     if value is None:
         return None
-    return value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    return (
+        value.strip()
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    )
 
 
 def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
@@ -165,7 +178,8 @@ def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
 
     def read(text: str, argument: str) -> str | None:
         found = call(argument, text[-_MOST:])
-        if found is None:  # too long, too much memory, or the process ended: this text has no answer
+        # too long, too much memory, or the process ended: this text has no answer
+        if found is None:
             return None
         if "error" in found:
             raise UserError(f"answer.form {show(argument)} failed: {found['error']}")
@@ -223,7 +237,10 @@ FORMS: dict[str, AnswerForm] = {
         'Reply with a JSON object that has the answer in the field "{argument}".',
     ),
     "exact": AnswerForm(
-        lambda text, _: text.strip(), PLACE, "a text", "Reply with the answer alone, without any other word."
+        lambda text, _: text.strip(),
+        PLACE,
+        "a text",
+        "Reply with the answer alone, without any other word.",
     ),
     "code": AnswerForm(
         lambda text, _: extract_code(text),
@@ -236,12 +253,25 @@ FORMS: dict[str, AnswerForm] = {
     ),
     "regex": AnswerForm(_own(f"{__name__}:last_match", 0.5), "", "a match of the pattern"),
     "own": AnswerForm(
-        _own("runners.config.user_functions:own_answer", 2.0), "", "an answer that your function finds"
+        _own("runners.config.user_functions:own_answer", 2.0),
+        "",
+        "an answer that your function finds",
     ),
 }
-"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`, `regex` or `own`."""
+"""The registered forms. Behind a colon in `answer.form` stands the argument of `json`,
+`regex` or `own`."""
 
-SPELLINGS = ("xml", "last_number", "boxed", "gsm8k", "letter", "json:FIELD", "exact", "code", "regex:PATTERN")
+SPELLINGS = (
+    "xml",
+    "last_number",
+    "boxed",
+    "gsm8k",
+    "letter",
+    "json:FIELD",
+    "exact",
+    "code",
+    "regex:PATTERN",
+)
 NONE = "none"
 """No answer is read: the rewards alone measure."""
 
@@ -255,7 +285,8 @@ def answer_form(
     thoughts: tuple[str, ...] = TAGS,
     partial_sandbox: bool = False,
 ) -> AnswerForm | None:
-    """The form for `answer.form`; None for "none". ValueError, with what is expected, for any other.
+    """The form for `answer.form`; None for "none". ValueError, with what is expected,
+    for any other.
 
     Args:
         given: the nudge, in front of each completion that is read.
@@ -295,7 +326,9 @@ def answer_form(
             return attrs.evolve(form, shares=shares)
         return form
     expected = f"{', '.join(SPELLINGS)}, {NONE} or file.py:function"
-    raise ValueError(f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}")
+    raise ValueError(
+        f"one of {expected}, found {show(spec)}{did_you_mean(spec, [*SPELLINGS, NONE])}"
+    )
 
 
 def fitting_form(

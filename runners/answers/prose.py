@@ -24,7 +24,8 @@ _LAST_DIGIT = re.compile(r"[0-9](?=[^0-9\n]*$)", re.MULTILINE)  # of each line
 _LEAD = re.compile(rf"(?:{_OPERATOR} ?)*")
 _WORD_OR_STOP = re.compile(r"[^\W\d_]{2}$|[,.:;]$")  # a dash behind it is punctuation
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)\b")
-# What stands before a number that is a part of something else: `5 and`, `minus`, `isn't`, `f(`, `2(`.
+# What stands before a number that is a part of something else: `5 and`, `minus`, `isn't`,
+# `f(`, `2(`.
 _JOINED = re.compile(
     r"[0-9]%?,? (?:and|over|to|divided by)$|\b(?:minus|or|negative|not|plus|times)$|n't$"
     r"|(?:\b[A-Za-z]|[0-9)])\($|\{$"
@@ -81,7 +82,8 @@ def last_number(text: str) -> str | None:
 
 
 def _number(before: str, run: str, behind: str) -> str | None:
-    """The number of a run between two texts, with its unit; None if it is a part of something else."""
+    """The number of a run between two texts, with its unit;
+    None if it is a part of something else."""
     lead = run[: _LEAD.match(run).end()]  # pyright: ignore[reportOptionalMemberAccess]
     number, spoken = run[len(lead) :], before.rstrip()
     is_glued = lead in ("-", "+") and not re.search(r"[\w)\]}]$", before)
@@ -108,8 +110,8 @@ def letter(text: str) -> str | None:
     """The letter of a choice; None if there is none, or more than one.
 
     It is the whole text, or the last letter that the text calls its answer. In a text without such
-    words it is the only letter that begins a line as an option (``B) iron``), or else the only capital
-    that stands alone. A letter that is denied (``not C``, ``C is wrong``) does not count.
+    words it is the only letter that begins a line as an option (``B) iron``), or else the only
+    capital that stands alone. A letter that is denied (``not C``, ``C is wrong``) does not count.
     """
     alone = _ALONE.fullmatch(text) if len(text) <= 100 else None
     if alone:

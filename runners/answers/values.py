@@ -1,4 +1,5 @@
-"""Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX; else texts.
+"""Answers compared as people mean them: numbers with units, fractions, percentages, LaTeX;
+else texts.
 
 All of it takes time linear in the text: a policy writes these texts, and it will find the input on
 which a backtracking pattern takes exponential time.
@@ -12,7 +13,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import NamedTuple
 
-# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text cheap.
+# Floats in plain decimals have up to 330; the bound keeps exact arithmetic on a policy's text
+# cheap.
 _MAX_NUMBER_CHARACTERS = 400
 _WITH_EXPONENT = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,3}")
 SIGNS = str.maketrans({"\u2212": "-", "\u2013": "-", "\ufe63": "-", "\uff0d": "-"})
@@ -27,7 +29,8 @@ _NUMBER = re.compile(
 _EQUATION = re.compile(r"\A(?:[A-Za-z]\s?)?=\s?")  # x = 5
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 _SCALES["trillion"] = 10**12
-# Each unit with its other spellings; the first one has a plural, and may be spelt as the British do.
+# Each unit with its other spellings; the first one has a plural,
+# and may be spelt as the British do.
 _SPELLINGS = """
 dollar $ usd buck bucks; euro € eur; pound £ gbp lb lbs; yen ¥; rupee ₹ rs; cent ¢; percent % pct;
 degree ° deg; celsius °c; fahrenheit °f; radian rad;
@@ -59,7 +62,22 @@ CHANGES = {
 """Words behind a number that make it another one, or one of several."""
 # Words behind the number of a reference answer that are no unit: it is a text then.
 _NO_UNITS = CHANGES | {
-    *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more", "not"),
+    *(
+        "and",
+        "are",
+        "as",
+        "at",
+        "but",
+        "exp",
+        "if",
+        "is",
+        "less",
+        "ln",
+        "log",
+        "mod",
+        "more",
+        "not",
+    ),
     *("of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
 }
 _LATEX = [
@@ -98,11 +116,15 @@ class Quantity(NamedTuple):
     unit: str = ""  # in one spelling; empty: none
 
 
-def answers_agree(found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False) -> bool:
-    """Whether an answer means the same as the reference answer: numbers by value, other texts by letter.
+def answers_agree(
+    found: str, gold: str, *, ignore_case: bool = False, ignore_spaces: bool = False
+) -> bool:
+    """Whether an answer means the same as the reference answer: numbers by value,
+    other texts by letter.
 
-    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50 and
-    also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the reference answer.
+    A unit that only one of them has does not count; units of both must be the same. ``50%`` is 50
+    and also 0.5; ``50 cents`` is ``$0.50``. An answer's unit is a known one, or that of the
+    reference answer.
     """
     wanted = parse_quantity(gold, None)
     given = wanted and parse_quantity(found, wanted.unit)
@@ -121,17 +143,18 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     """The exact value and the unit of a text that is one number and nothing else, or None.
 
     Accepted: a sign (``-``, ``+``, the Unicode minus), a currency sign on either side, thousands in
-    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``), a
-    fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5 m²``),
-    LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full stop behind.
+    groups of three (comma or space), decimals behind a point, an exponent (``5e3``, ``5 × 10^3``),
+    a fraction, a mixed number (``1 1/2``), ``12 million``, a unit (``18 dollars an hour``, ``5
+    m²``), LaTeX (``2\\frac{1}{3}``, ``18\\text{ cm}``, ``\\boxed{18}``), ``x =`` before it, a full
+    stop behind.
 
-    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction of 1
-    or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are no unit
-    (``5 tenths``, ``2 pi``), more than 400 characters.
+    Refused: several numbers, wrong groups (``1,23``, ``1.000,5``), a mixed number with a fraction
+    of 1 or more, a zero denominator, digits other than 0 to 9, ``nan`` and ``inf``, words that are
+    no unit (``5 tenths``, ``2 pi``), more than 400 characters.
 
     Args:
-        unit: one that is accepted besides the known ones; None: up to four plain words are one too, as in
-            a reference answer.
+        unit: one that is accepted besides the known ones; None:
+            up to four plain words are one too, as in a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None
@@ -161,7 +184,8 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, str] | None:
-    """The factor and the unit: of a currency sign before a number, and the words behind it. None: no unit."""
+    """The factor and the unit: of a currency sign before a number, and the words behind it.
+    None: no unit."""
     phrase = behind.strip()
     first, _, others = phrase.partition(" ")
     scale = _SCALES.get(first.lower(), 1)
@@ -176,7 +200,8 @@ def _scale_and_unit(before: str, behind: str, other: str | None) -> tuple[int, s
 
 
 def _unit(phrase: str) -> str | None:
-    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words; None: unknown."""
+    """The one spelling of a unit, such as ``mile/hour`` and ``meter²``; empty: no words;
+    None: unknown."""
     if not phrase:
         return ""
     parts = []
@@ -219,7 +244,9 @@ def _same(a: Quantity, b: Quantity) -> bool:
     if not a.unit or not b.unit:
         return a.value == b.value or _share(a) == _share(b)
     cents = {"cent": 1, "dollar": 100, "euro": 100}
-    return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(b.unit, 0)
+    return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(
+        b.unit, 0
+    )
 
 
 def _share(quantity: Quantity) -> Fraction:
@@ -243,7 +270,8 @@ def without_latex(text: str) -> str:
 
 
 def value_text(value: object) -> str:
-    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5), 18 for the float 18.0.
+    """A row's value as text: 0.00005 for 5e-05 (math-verify reads that as 5·e − 5),
+    18 for the float 18.0.
 
     A text stays as it is.
     """

@@ -28,7 +28,8 @@ _MANY = 0.9  # share of completions without an answer, or cut off, that a notice
 
 @attrs.frozen(kw_only=True)
 class Completion:
-    """One completion. Of a conversation, `text` is the model's last turn, and there are the last five."""
+    """One completion. Of a conversation, `text` is the model's last turn,
+    and there are the last five."""
 
     text: str  # with the words in front that chat template and nudge give it
     answer: str | None  # as the form reads it
@@ -37,7 +38,8 @@ class Completion:
     reward: float | None  # their weighted sum
     tokens: int  # that the model sampled
     finish: str  # see `runners.inference.text_generation`
-    success: bool | None = None  # the environment's reward is high enough; without one, the answer is right
+    # the environment's reward is high enough; without one, the answer is right
+    success: bool | None = None
     turns: int = 0
     calls: int = 0
     failures: int = 0  # of the calls
@@ -53,7 +55,8 @@ class Completion:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Evaluator:
-    """Samples completions of problems, reads their answers and scores them with the run's own rewards."""
+    """Samples completions of problems, reads their answers and scores them with the run's own
+    rewards."""
 
     engine: Engine  # with the weights that it has loaded
     scorer: Scorer | None  # None: there are no rewards
@@ -73,7 +76,8 @@ class Evaluator:
         key: mx.array,
         numbered: Sequence[int] | None = None,
     ) -> Iterator[tuple[list[Completion], Batch]]:
-        """Completions of all examples, G of each in a row, batch by batch; `numbered` as `sample_batches`.
+        """Completions of all examples, G of each in a row, batch by batch;
+        `numbered` as `sample_batches`.
 
         Raises RewardError for a failing reward where `reward.on_error` is "raise".
         """
@@ -93,7 +97,10 @@ class Evaluator:
 
     def _judged(self, batch: Batch, size: int) -> list[Completion]:
         asked = [example for example in batch.examples for _ in range(size)]
-        rewards, values_kb = self.scorer.rewards if self.scorer else (), self._scored(batch, asked, size)
+        rewards, values_kb = (
+            self.scorer.rewards if self.scorer else (),
+            self._scored(batch, asked, size),
+        )
         weights = np.array([reward.weight for reward in rewards])
         totals_b = np.nansum(values_kb * weights[:, None], axis=0)
         totals_b[np.isnan(values_kb).all(axis=0)] = np.nan
@@ -101,7 +108,9 @@ class Evaluator:
         if self.form:
             self.problems.update(dict.fromkeys(self.form.doubts(batch.texts)))
             known = [row for row, example in enumerate(asked) if example.answer]
-            scores = self.form.scores([answers[row] for row in known], [asked[row].answer for row in known])
+            scores = self.form.scores(
+                [answers[row] for row in known], [asked[row].answer for row in known]
+            )
             rights = {row: score == 1 for row, score in zip(known, scores, strict=True)}
         found = []
         for row, text in enumerate(batch.texts):
@@ -175,8 +184,9 @@ def form_notice(
     lengths: Sequence[int],
     limit: int,
 ) -> str:
-    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an answer: it names
-    the length that the others need, or the form that most of them do have. Else empty."""
+    """A line if nine in ten completions are cut off at `limit` tokens or lack the form of an
+    answer: it names the length that the others need, or the form that most of them do have. Else
+    empty."""
     many = _MANY * len(texts)
     if texts and sum(cut) >= many:
         ended = [length for length, each in zip(lengths, cut, strict=True) if not each]

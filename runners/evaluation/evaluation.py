@@ -1,4 +1,5 @@
-"""Evaluations of a run: greedy completions of the held-out problems, with the same prompts as in training."""
+"""Evaluations of a run: greedy completions of the held-out problems,
+with the same prompts as in training."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class EvalResult:
 
     @property
     def score(self) -> float | None:
-        """Exact match, 0 to 1: the share of problems whose answer is right; None without gold answers."""
+        """Exact match, 0 to 1: the share of problems whose answer is right;
+        None without gold answers."""
         return _mean([each.right for each in self.completions])
 
     @property
@@ -49,18 +51,24 @@ class EvalResult:
             "eval/reward": self.reward,
             "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
             "eval/truncated": _mean([each.cut for each in rows]),
-            **{f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows]) for name in names},
+            **{
+                f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows])
+                for name in names
+            },
         }
         if any(each.turns for each in rows):
             fields = {"tool_calls": "calls", "failed_calls": "failures"}
             for name in ("success", "turns", *fields):
-                found[f"eval/{name}"] = _mean([getattr(each, fields.get(name, name)) for each in rows])
+                found[f"eval/{name}"] = _mean(
+                    [getattr(each, fields.get(name, name)) for each in rows]
+                )
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 
 
 def held_out(examples: Sequence[_Item], samples: int) -> list[_Item]:
-    """The problems of every evaluation of a data set: `samples` of them (0: all), the same in every run."""
+    """The problems of every evaluation of a data set: `samples` of them (0: all),
+    the same in every run."""
     if samples == 0 or samples >= len(examples):
         return list(examples)
     return [examples[i] for i in sorted(epoch_order(len(examples), 0, 0)[:samples].tolist())]
@@ -78,7 +86,8 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
 def evaluate_on_ranks(
     ranks: Ranks, evaluator: Evaluator, examples: Sequence[Example], sampling: g.Sampling
 ) -> EvalResult:
-    """`evaluate` by all ranks together: each answers every N-th problem, and all get the whole result."""
+    """`evaluate` by all ranks together: each answers every N-th problem,
+    and all get the whole result."""
     result = evaluate(evaluator, examples[ranks.number :: ranks.count], sampling)
     if ranks.is_alone:
         return result
@@ -88,7 +97,9 @@ def evaluate_on_ranks(
 
 def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
     """The results of all ranks, as JSON holds them, in the order of the problems."""
-    rows = [[Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts]
+    rows = [
+        [Completion(**{**each, "messages": ()}) for each in part["completions"]] for part in parts
+    ]
     count = sum(map(len, rows))
     return EvalResult(
         max(part["seconds"] for part in parts),

@@ -32,20 +32,39 @@ from runners.user_code.worker import Worker
 Problems = Sequence[Mapping[str, Any]]
 _SAMPLED = ("stop", "max_new_tokens", "temperature", "top_p", "top_k", "min_p")  # of [rollout]
 _TRAINED = {  # keys of the other sections that change no evaluation
-    *("max_samples", "curriculum", "difficulty", "pass_rates", "target_rate", "rate_decay", "explore"),
-    *("pass_reward", "aggregate", "timeout", "workers", "schedule", "stop_if_all_fail", "every", "at_start"),
+    *(
+        "max_samples",
+        "curriculum",
+        "difficulty",
+        "pass_rates",
+        "target_rate",
+        "rate_decay",
+        "explore",
+    ),
+    *(
+        "pass_reward",
+        "aggregate",
+        "timeout",
+        "workers",
+        "schedule",
+        "stop_if_all_fail",
+        "every",
+        "at_start",
+    ),
 }
 
 
 def config_of_runs(
     models: Sequence[str], overrides: Sequence[str], note: Callable[[str], None], *, has_data: bool
 ) -> Config | None:
-    """The config of the models' run, with `section.key=value` overrides; None if no model is from a run.
+    """The config of the models' run, with `section.key=value` overrides;
+    None if no model is from a run.
 
-    It may name code, so it has to be one that this user has trained with here. With another one the result is
-    None if there is other data. `note` gets a line that names the file.
+    It may name code, so it has to be one that this user has trained with here. With another one the
+    result is None if there is other data. `note` gets a line that names the file.
 
-    Raises UserError for another one without data, and if two models' runs are not measured in the same way.
+    Raises UserError for another one without data, and if two models' runs are not measured in the
+    same way.
     """
     files = list(dict.fromkeys(file for model in models if (file := run_of(model))))
     if others := [file for file in files if not remembers(OWN_RUNS, digest(file))]:
@@ -62,7 +81,9 @@ def config_of_runs(
     if differ := [name for name in one if one[name] != other.get(name)]:
         places = f"{files[0]} and {files[-1]} differ in {', '.join(differ)}"
         raise UserError(f"the runs {places}; --config says what both are measured by")
-    note(f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them")
+    note(
+        f"data, prompts and rewards as in the run ({files[0]}); --config, --data and --set replace them"
+    )
     return found[0]
 
 
@@ -71,13 +92,19 @@ def _measured(config: Config) -> dict[str, Any]:
     keys = config.to_dict()
     keys["rollout"] = {name: keys["rollout"].get(name) for name in _SAMPLED}
     sections = ("data", "answer", "rollout", "reward", "env", "eval")
-    return {f"{s}.{name}": value for s in sections for name, value in keys[s].items() if name not in _TRAINED}
+    return {
+        f"{s}.{name}": value
+        for s in sections
+        for name, value in keys[s].items()
+        if name not in _TRAINED
+    }
 
 
 def open_model(
     config: Config, name: str, machine: Platform, worker: Worker, **options: Any
 ) -> tuple[InferenceModel, Environments | None]:
-    """A model, read as a config says, with further `options` of the loader; and the config's environments."""
+    """A model, read as a config says, with further `options` of the loader;
+    and the config's environments."""
     loaded = load_inference(
         name,
         machine,
@@ -101,7 +128,8 @@ def evaluator_of(
     environments: Environments | None,
     rows: int = 0,
 ) -> tuple[Evaluator, g.Sampling]:
-    """What completes and scores a config's problems by a model, and sampling as in [rollout]: one of each."""
+    """What completes and scores a config's problems by a model, and sampling as in [rollout]:
+    one of each."""
     reward, thoughts = config.reward, config.data.thoughts
     evaluator = Evaluator(
         engine=model.engine,
@@ -120,8 +148,8 @@ def evaluator_of(
 def choose_problems(
     rows: Problems, model: InferenceModel, config: Config, tools: Sequence[dict[str, Any]] = ()
 ) -> tuple[dict[int, Example], int]:
-    """The problems by their rows' numbers, the same `eval.samples` as in training; and how many prompts are
-    longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
+    """The problems by their rows' numbers, the same `eval.samples` as in training; and how many
+    prompts are longer than `data.max_prompt_length`. `tools`: schemas that the prompts show."""
     processor = model.vision.processor if model.vision else None
     examples, too_long = build_examples(rows, config.data, model.tokenizer, tools, processor)
     most = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -142,18 +170,23 @@ def measure(
     environments: Environments | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> ModelResult:
-    """Completes the problems of `choose_problems` greedily, and `num` times each by sampling as in [rollout].
+    """Completes the problems of `choose_problems` greedily,
+    and `num` times each by sampling as in [rollout].
 
-    With environments each completion is a conversation, which succeeds if the environment's own reward is at
-    least 1; without one, if the last turn has the gold answer. pass@k for each of `ks` is of right
-    answers, with answer.form = "none" of successes. `rows` completions are sampled at a time (0: the
-    config's). `note` gets a line when all completions of a kind are done.
+    With environments each completion is a conversation, which succeeds if the environment's own
+    reward is at least 1; without one, if the last turn has the gold answer. pass@k for each of `ks`
+    is of right answers, with answer.form = "none" of successes. `rows` completions are sampled at a
+    time (0: the config's). `note` gets a line when all completions of a kind are done.
     """
     evaluator, sampling = evaluator_of(model, config, rewards, environments, rows)
     sampling = attrs.evolve(
         sampling, max_new_tokens=config.eval.max_new_tokens or config.rollout.max_new_tokens
     )
-    numbered, examples, json_rows = list(chosen.items()), list(chosen.values()), list[dict[str, Any]]()
+    numbered, examples, json_rows = (
+        list(chosen.items()),
+        list(chosen.values()),
+        list[dict[str, Any]](),
+    )
 
     def completed(kind: str, sampling: g.Sampling) -> list[Completion]:
         batches = evaluator.complete(examples, sampling, evaluation_key(config))
@@ -166,7 +199,9 @@ def measure(
 
     greedy = completed("greedy", attrs.evolve(sampling, temperature=0))
     details = _metrics(greedy, 1, "")
-    metrics = {head: details.pop(head) for head in ("success", "exact match", "reward") if head in details}
+    metrics = {
+        head: details.pop(head) for head in ("success", "exact match", "reward") if head in details
+    }
     if num:
         sampled = completed("sample", attrs.evolve(sampling, num_generations=num))
         good = [each.success if each.right is None else each.right for each in sampled]
@@ -187,10 +222,14 @@ def evaluation_key(config: Config) -> mx.array:
     return fold_in(mx.random.key(config.run.seed), EVALUATION)
 
 
-def _row(name: str, kind: str, number: int, example: Example, sample: int, one: Completion) -> dict[str, Any]:
+def _row(
+    name: str, kind: str, number: int, example: Example, sample: int, one: Completion
+) -> dict[str, Any]:
     """A completion as a JSON row."""
     judged = {"extracted": one.answer, "correct": one.right}
-    played = {key: getattr(one, key) for key in ("messages", "success", "turns", "calls", "failures")}
+    played = {
+        key: getattr(one, key) for key in ("messages", "success", "turns", "calls", "failures")
+    }
     return {
         "model": name,
         "kind": kind,
@@ -205,7 +244,11 @@ def _row(name: str, kind: str, number: int, example: Example, sample: int, one: 
         "finish": one.finish,
         "reward": one.reward,
         "rewards": one.rewards,
-        **({key: value for key, value in played.items() if value is not None} if one.messages else {}),
+        **(
+            {key: value for key, value in played.items() if value is not None}
+            if one.messages
+            else {}
+        ),
         **({"fault": one.fault} if one.fault else {}),
     }
 
@@ -213,10 +256,17 @@ def _row(name: str, kind: str, number: int, example: Example, sample: int, one: 
 def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Metric]:
     """A number for each problem: the means over its `num` completions, in their order."""
     fields = {"success": "success", "exact match": "right", "reward": "reward"}
-    later = {"turns": "turns", "calls": "calls", "failed calls": "failures", "tool seconds": "seconds"}
+    later = {
+        "turns": "turns",
+        "calls": "calls",
+        "failed calls": "failures",
+        "tool seconds": "seconds",
+    }
     lengths = {"length": "tokens", "truncated": "cut"}
     columns = {name: [getattr(row, field) for row in rows] for name, field in fields.items()}
-    columns = {name: column for name, column in columns.items() if any(x is not None for x in column)}
+    columns = {
+        name: column for name, column in columns.items() if any(x is not None for x in column)
+    }
     columns |= {f"reward/{name}": [row.rewards[name] for row in rows] for name in rows[0].rewards}
     for name, field in ({**later, **lengths} if rows[0].turns else lengths).items():
         columns[name] = [getattr(row, field) for row in rows]
@@ -226,5 +276,7 @@ def _metrics(rows: Sequence[Completion], num: int, prefix: str) -> dict[str, Met
         known = ~np.isnan(values)
         with np.errstate(invalid="ignore"):  # NaN for a row without values
             means = np.where(known, values, 0.0).sum(axis=1) / known.sum(axis=1)
-        metrics[prefix + name] = Metric(means, percent=name in ("success", "exact match", "truncated"))
+        metrics[prefix + name] = Metric(
+            means, percent=name in ("success", "exact match", "truncated")
+        )
     return metrics

@@ -1,8 +1,8 @@
 """Checks a run before it is started: its first prompt, prompt lengths, and its rewards.
 
-No weights are loaded. The rewards score the data's gold answers in the required form, and bad answers. If a
-reward cannot distinguish them, nothing can be learned from it. Without gold answers, or where no right
-completion is known, they score neutral texts, which shows whether they run.
+No weights are loaded. The rewards score the data's gold answers in the required form, and bad
+answers. If a reward cannot distinguish them, nothing can be learned from it. Without gold answers,
+or where no right completion is known, they score neutral texts, which shows whether they run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from runners.config.names import REWARD_NAMES
 from runners.data.datasets import load_rows, with_answers_of
 from runners.data.prompts import Example, build_examples, columns_of, processor_of, reward_columns
 from runners.data.rendering import template_notices, use_template
-from runners.environments.environments import Environments, build_environments, load_code, start_worker
+from runners.environments.environments import (
+    Environments,
+    build_environments,
+    load_code,
+    start_worker,
+)
 from runners.errors import UserError, show
 from runners.evaluation.evaluation import held_out
 from runners.files.json_files import read_json
@@ -71,7 +76,9 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
     use_template(tokenizer, data.chat_template)
     processor = processor_of(data, path, read_json(path / "config.json"))
     ends, decoder = tuple(sorted(tokenizer.eos_token_ids)), TextDecoder(tokenizer)
-    environments = build_environments(config.env, data, tokenizer, decoder, ends, config.folders, worker)
+    environments = build_environments(
+        config.env, data, tokenizer, decoder, ends, config.folders, worker
+    )
     # Without an episode there is nothing that these could score.
     if environments is not None:
         rewards = [each for each in rewards if "environments" not in each.parameters.needed]
@@ -107,7 +114,9 @@ def check_rewards(config: Config, *, problems: int = 8) -> RewardCheck:
         values_kan=values_kan,
         knows_right=knows_right,
         warnings=tuple(warnings),
-        images=tuple((each.name, processor.count_tokens(each)) for each in train[0].images if processor),
+        images=tuple(
+            (each.name, processor.count_tokens(each)) for each in train[0].images if processor
+        ),
     )
 
 
@@ -126,7 +135,8 @@ def _begun(environments: Environments, columns: Iterable[str], example: Example)
 
 
 def _answers(example: Example, form: str, nudge: str) -> dict[str, str]:
-    """Completions of one problem, by kind; neutral texts where no right one is known (an empty form)."""
+    """Completions of one problem, by kind; neutral texts where no right one is known (an empty
+    form)."""
     if not form:
         words = example.messages[-1]["content"]
         return {"prompt's words": nudge + words, "one sentence": nudge + SENTENCE, "empty": nudge}
@@ -152,7 +162,8 @@ def _behind(opening: str, text: str) -> str:
 
 
 def _wrong(answer: str) -> str:
-    """Another answer of the same kind: the next number or letter, or a text that the data does not have."""
+    """Another answer of the same kind: the next number or letter,
+    or a text that the data does not have."""
     if len(answer) == 1 and answer.isalpha():
         return "B" if answer in "Aa" else "A"
     number = parse_number(answer)
@@ -160,7 +171,11 @@ def _wrong(answer: str) -> str:
 
 
 def _score(
-    config: Config, rewards: Sequence[Reward], examples: Sequence[Example], form: str, decoder: TextDecoder
+    config: Config,
+    rewards: Sequence[Reward],
+    examples: Sequence[Example],
+    form: str,
+    decoder: TextDecoder,
 ) -> tuple[list[str], np.ndarray, list[str]]:
     """The kinds of answers, each reward's values for them [K, A, N], and the faults."""
     if not rewards:
@@ -195,7 +210,8 @@ def _judge(
     form: AnswerForm | None,
     examples: Sequence[Example],
 ) -> list[str]:
-    """Rewards that give everything the same value, and wrong answers that the sum prefers to the gold one.
+    """Rewards that give everything the same value, and wrong answers that the sum prefers to the
+    gold one.
 
     Without a form no text is better than another: then only rewards that never speak are named.
     """
@@ -220,7 +236,8 @@ def _judge(
     weights = np.array([reward.weight for reward in rewards])
     totals_a = np.nansum(weights[:, None, None] * values_kan, axis=0).mean(axis=1)
     gold = totals_a[list(kinds).index(GOLD)]
-    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right one.
+    # Rewards of one's own need not look at the answer; none may prefer a bad completion to a right
+    # one.
     reads = any(reward.name in _READ_ANSWERS for reward in rewards)
     better = [
         kind

@@ -40,8 +40,8 @@ class Written:
 def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE_BYTES) -> Written:
     """Writes the page of these runs' folders to `out`.
 
-    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are used.
-    Raises UserError for a folder that holds no run, and if the file cannot be written.
+    Of a run whose completions.jsonl has more than `most_bytes`, those of evenly spread updates are
+    used. Raises UserError for a folder that holds no run, and if the file cannot be written.
     """
     shown, pieces = [], {}
     for number, run in enumerate(runs):
@@ -52,12 +52,15 @@ def write_report(runs: Sequence[Path], out: Path, *, most_bytes: int = MOST_PAGE
     text = page(" · ".join(run["name"] for run in shown), pieces, {"mode": "file", "at": "start"})
     content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape
     save_text(out, content.decode("utf-8"))
-    rows, left_out = (sum(run["completions"][name] for run in shown) for name in ("rows", "left_out"))
+    rows, left_out = (
+        sum(run["completions"][name] for run in shown) for name in ("rows", "left_out")
+    )
     return Written(out, len(content), rows, left_out)
 
 
 def final_report(folder: Path, note: Callable[[str], None]) -> None:
-    """Writes report.html into a run's folder. If that fails, a line says so; the run is not affected."""
+    """Writes report.html into a run's folder. If that fails, a line says so;
+    the run is not affected."""
     try:
         write_report([folder], folder / REPORT)
     except (UserError, OSError, MemoryError) as error:
@@ -67,8 +70,8 @@ def final_report(folder: Path, note: Callable[[str], None]) -> None:
 def page(title: str, pieces: Mapping[str, bytes], start: dict[str, Any]) -> str:
     """The page's text. `pieces` are deflated JSON; `start` tells the script where to begin.
 
-    The browser runs only scripts whose digests are in the page's head, loads nothing from elsewhere, and, for
-    a file, makes no connections.
+    The browser runs only scripts whose digests are in the page's head, loads nothing from
+    elsewhere, and, for a file, makes no connections.
     """
     script, style = _assets()
     meanings = {metric.name: metric.meaning for metric in METRICS.values()}

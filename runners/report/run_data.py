@@ -22,11 +22,13 @@ _MORE = ("metrics", "extra", "messages")
 _LEVEL = 4  # of zlib: level 6 takes nearly three times as long and saves an eighth
 
 
-def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str, Any], dict[str, bytes]]:
+def run_data(
+    folder: Path, most_bytes: int, prefix: str = ""
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The run's data for a page, and its pieces by the names that the data has for them.
 
-    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used. UserError
-    if the folder holds no run, or if a file cannot be read.
+    If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
+    UserError if the folder holds no run, or if a file cannot be read.
     """
     record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
     path = record.folder / COMPLETIONS
@@ -51,19 +53,29 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
     group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
     for rows in completion_parts(filter(used, read_lines(path)), group_size):
         name = f"part/{len(parts)}"
-        numbers, texts = placed(f"{name}/numbers", _numbers(rows)), placed(f"{name}/texts", _texts(rows))
+        numbers, texts = (
+            placed(f"{name}/numbers", _numbers(rows)),
+            placed(f"{name}/texts", _texts(rows)),
+        )
         parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
     evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),
-        "metrics": {"lines": record.lines, "columns": record.columns, "nonfinite": record.nonfinite},
+        "metrics": {
+            "lines": record.lines,
+            "columns": record.columns,
+            "nonfinite": record.nonfinite,
+        },
         "completions": {
             "rows": sum(part["rows"] for part in parts),
             "left_out": len(left_out),
             "parts": parts,
         },
         "evaluations": [
-            {"update": update, "at": placed(f"evaluation/{update}", _evaluation(rows, first=number == 0))}
+            {
+                "update": update,
+                "at": placed(f"evaluation/{update}", _evaluation(rows, first=number == 0)),
+            }
             for number, (update, rows) in enumerate(evaluations)
         ],
     }
@@ -73,7 +85,8 @@ def run_data(folder: Path, most_bytes: int, prefix: str = "") -> tuple[dict[str,
 def completion_parts(
     records: Iterable[dict[str, Any]], group_size: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The records of completions.jsonl, in order, in parts of about ROWS; each gets its group and prompt.
+    """The records of completions.jsonl, in order, in parts of about ROWS;
+    each gets its group and prompt.
 
     `_group` and `_prompt` are numbers within the run. A group has at most `group_size` completions.
     """
@@ -99,7 +112,8 @@ def packed(value: Any) -> bytes:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise UserError(f"a value in the run's files has no place in a page: {error}") from error
-    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)  # a lone surrogate: its escape
+    # a lone surrogate: its escape
+    return zlib.compress(text.encode("utf-8", "backslashreplace"), _LEVEL)
 
 
 def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -148,7 +162,9 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
     `correct` is null where there is no gold answer; `extracted` is what was read as the answer.
     """
     piece: dict[str, Any] = {
-        "correct": [row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows],
+        "correct": [
+            row["correct"] if isinstance(row.get("correct"), bool) else None for row in rows
+        ],
         "reward": _column(rows, "reward"),
         "extracted": [_text(row.get("extracted")) for row in rows],
         "completion": [_text(row.get("completion")) for row in rows],

@@ -1,6 +1,7 @@
 """The live page of a run, for this machine alone: it reads the run's files and writes nothing.
 
-Only requests whose Host is the server's own get an answer: a browser lets no other web page read one.
+Only requests whose Host is the server's own get an answer:
+a browser lets no other web page read one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from runners.report.run_record import find_run, is_running
 
 HOST, PORT = "127.0.0.1", 8517
 REST = 40  # times as long as the files' last reading took, before a page gets new data
-MOST_BYTES = 16_000_000  # of completions.jsonl in the page, which gets all of its data after each update
+# of completions.jsonl in the page, which gets all of its data after each update
+MOST_BYTES = 16_000_000
 _NAMES = (HOST, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -79,7 +81,8 @@ class Server(ThreadingTCPServer):
 class LivePage:
     """A run's page, and its data when its files have changed. Several threads may use it.
 
-    After each reading a page that has data waits, so that it takes a fortieth of a core from the run.
+    After each reading a page that has data waits, so that it takes a fortieth of a core from the
+    run.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
@@ -91,7 +94,8 @@ class LivePage:
         self._seen, self._data, self._next = "", b"", 0.0  # by time.monotonic
 
     def answer(self, target: str, host: str) -> Answer:
-        """The answer to a request for `target` with this Host: the page, or its data unless it has them."""
+        """The answer to a request for `target` with this Host: the page,
+        or its data unless it has them."""
         if host.rpartition(":")[0] not in _NAMES:
             return _text(403, f"Host: expected 127.0.0.1 or localhost, found {host[:100]}")
         path, _, seen = target.partition("?")
@@ -116,7 +120,8 @@ class LivePage:
         return f"{found}{is_running(self.folder)}"
 
     def data(self) -> bytes:
-        """The run's data, compressed, with its pieces in `blobs`; read again only after a change."""
+        """The run's data, compressed, with its pieces in `blobs`;
+        read again only after a change."""
         with self._guard:
             seen, begun = self.signature(), time.monotonic()
             if seen != self._seen:

@@ -1,7 +1,7 @@
 """The checks of a program's tests, made outside of its process, where it can change nothing.
 
-Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a claim of
-the program, which is read as plain data.
+Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a
+claim of the program, which is read as plain data.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def read_test(text: str) -> Test:
 
 
 def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
-    """The reports in a program's output by test, (check, values…) each; what is no plain data is left out."""
+    """The reports in a program's output by test, (check, values…) each;
+    what is no plain data is left out."""
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
@@ -112,7 +113,8 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | None:
-    """What a comparison reports, and its verdict on that; None: the truth of this test is found inside."""
+    """What a comparison reports, and its verdict on that; None:
+    the truth of this test is found inside."""
     if not isinstance(test, ast.Compare) or len(test.ops) > 1:
         return None
     (kind,), left, (right,) = map(type, test.ops), test.left, test.comparators

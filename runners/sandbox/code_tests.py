@@ -35,10 +35,11 @@ _FORGES = re.compile(
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a model's text: its last whole block of Python between ``` lines, or all of it.
+    """The program in a model's text: its last whole block of Python between ``` lines,
+    or all of it.
 
-    A block without a language counts where none is called Python. None: there is no block, and the text as a
-    whole is no Python.
+    A block without a language counts where none is called Python. None: there is no block,
+    and the text as a whole is no Python.
     """
     blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
     for languages in (_PYTHON, ("",)):
@@ -48,14 +49,16 @@ def extract_code(text: str) -> str | None:
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
-    """A problem's tests as its column has them: Python statements, or inputs with the output that each wants.
+    """A problem's tests as its column has them: Python statements,
+    or inputs with the output that each wants.
 
     Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
     ``{"input": …, "output": …}``, or these as JSON or Python. Raises ValueError for anything else.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # it may be a statement
+            # it may be a statement
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 value = read(value)
                 break
     if isinstance(value, str | dict):
@@ -63,17 +66,21 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
     tests = list(value) if isinstance(value, list | tuple) else []
     if tests and all(isinstance(test, str) and test.strip() for test in tests):
         return tests
-    if tests and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+    if tests and all(
+        isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests
+    ):
         return [{name: str(test[name]) for name in ("input", "output")} for test in tests]
     wanted = 'Python statements, or a list of {"input": …, "output": …}'
     raise ValueError(f"expected {wanted}, found {show(value)}")
 
 
 def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
-    """Which tests the program in a model's text passes, in order; `limits` are for all of them together.
+    """Which tests the program in a model's text passes, in order;
+    `limits` are for all of them together.
 
-    With inputs the program runs once for each, and what it prints is compared without white space at the ends
-    of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
+    With inputs the program runs once for each, and what it prints is compared without white space
+    at the ends of lines and of the text. Raises ValueError as `read_tests`, UserError where there
+    is no sandbox.
     """
     code, cases = (extract_code(text) or "") if "```" in text else text, read_tests(tests)
     inputs = [case for case in cases if isinstance(case, dict)]
@@ -91,15 +98,20 @@ def looks_forged(text: str) -> list[str]:
     return sorted(set(_FORGES.findall(text)))
 
 
-def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT) -> list[float]:
-    """The share of its tests that each text's program passes, as many at a time as there are processors.
+def score_programs(
+    texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT
+) -> list[float]:
+    """The share of its tests that each text's program passes,
+    as many at a time as there are processors.
 
     Raises UserError where there is no sandbox, ValueError as `read_tests`.
     """
     check_sandbox(partial=limits.partial)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            results = list(pool.map(lambda text, wanted: _known(text, wanted, limits), texts, tests))
+            results = list(
+                pool.map(lambda text, wanted: _known(text, wanted, limits), texts, tests)
+            )
         except BaseException:  # an interrupt: nobody waits for what still runs
             pool.shutdown(wait=False, cancel_futures=True)
             end_programs()

@@ -1,9 +1,10 @@
 """A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
 
-It is a script that needs the standard library alone. It answers the first message with the protections that
-are missing, and each task with the program's exit code, processor time and output. For each task it forks a
-guard, which enforces the time limit, and the guard forks the program. A program therefore starts with its
-modules loaded, and needs nothing of the machine but the files of the standard library.
+It is a script that needs the standard library alone. It answers the first message with the
+protections that are missing, and each task with the program's exit code, processor time and output.
+For each task it forks a guard, which enforces the time limit, and the guard forks the program. A
+program therefore starts with its modules loaded, and needs nothing of the machine but the files of
+the standard library.
 """
 
 # pyright: basic
@@ -26,13 +27,15 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# Loaded before the root is changed: what programs import often, and what needs libraries of the system.
+# Loaded before the root is changed: what programs import often,
+# and what needs libraries of the system.
 MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions functools hashlib
 heapq itertools lzma math operator random re sqlite3 ssl statistics string typing uuid zlib"""
 LINUX = sys.platform == "linux"
 # ROOT is any folder that every system has.
 ROOT, SCRATCH, ZONES = "/sys", "/scratch", "/usr/share/zoneinfo"
-# Flags of unshare and of mount; numbers of prctl's options, of keyctl, and of Landlock's first call.
+# Flags of unshare and of mount; numbers of prctl's options, of keyctl,
+# and of Landlock's first call.
 NEW_MOUNTS, NEW_PROCESSES, NEW_USERS, NEW_OTHERS = 0x20000, 0x20000000, 0x10000000, 0x4C000000
 READ_ONLY, BARE, NO_PROGRAMS, REMOUNT, BIND, PRIVATE = 1, 2 | 4, 8, 32, 4096, 1 << 14 | 1 << 18
 DEATH_SIGNAL, FILTER, NO_NEW_RIGHTS = 1, 22, 38
@@ -58,10 +61,12 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 class Sandbox:
-    """What shuts off the programs of this process; `missing` says what does not, with the reason."""
+    """What shuts off the programs of this process; `missing` says what does not,
+    with the reason."""
 
     def __init__(self, filters):
-        """Shuts this process off; `filters` of system calls: with and without files of the program's own."""
+        """Shuts this process off; `filters` of system calls:
+        with and without files of the program's own."""
         self.missing = []
         self.user = 0  # of a program's own; 0: that of this process
         self.namespaces = False
@@ -76,7 +81,10 @@ class Sandbox:
         first, _, count = map(int, Path("/proc/self/uid_map").read_text().splitlines()[-1].split())
         library = Path(os.__file__)
         is_open = all(place.stat().st_mode & 1 for place in library.parents)
-        for name, protect in ("namespaces", self.enter_namespaces), ("Landlock", self.restrict_files):
+        for name, protect in (
+            ("namespaces", self.enter_namespaces),
+            ("Landlock", self.restrict_files),
+        ):
             try:
                 protect()
                 break  # Landlock is for machines without namespaces
@@ -143,7 +151,8 @@ class Sandbox:
         most["CPU"] = limits["processor_seconds"]
         if LINUX:
             most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "SIGPENDING": 64}
-        if self.user or self.namespaces or not LINUX:  # else it would count the user's other processes
+        # else it would count the user's other processes
+        if self.user or self.namespaces or not LINUX:
             most["NPROC"] = limits["threads"]
         for name, value in most.items():
             with suppress(ValueError, OSError):  # a lower one holds already; macOS lacks some
@@ -234,7 +243,8 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of Python's own types as JSON has it, whatever its class says; else `{"object": []}`."""
+    """A value of Python's own types as JSON has it, whatever its class says;
+    else `{"object": []}`."""
     for base, told in PLAIN.items():
         if isinstance(value, base):
             return told(value)

@@ -1,7 +1,8 @@
 """Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
 
-Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program sees this
-Python's standard library, read-only, and an empty folder. `confined.py` runs inside, a process a core.
+Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program
+sees this Python's standard library, read-only, and an empty folder. `confined.py` runs inside, a
+process a core.
 """
 
 from __future__ import annotations
@@ -74,7 +75,12 @@ class _Server:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+                env={
+                    "HOME": folder,
+                    "TMPDIR": folder,
+                    "PATH": "/usr/bin:/bin",
+                    "LC_ALL": "C.UTF-8",
+                },
                 cwd="/",
                 start_new_session=True,
             )
@@ -82,7 +88,9 @@ class _Server:
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(json.dumps(filters).encode(), 60.0)
-        self.missing: list[str] = json.loads(greeting) if greeting else ["a Python that starts alone"]
+        self.missing: list[str] = (
+            json.loads(greeting) if greeting else ["a Python that starts alone"]
+        )
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """The answer to a message; None: the process has ended, or has been ended."""
@@ -117,8 +125,9 @@ def run_program(
 ) -> Outcome:
     """Runs a Python program's text to its end or to a limit; nothing of it is left afterwards.
 
-    With `tests`, Python statements, the output is their reports, each a line that begins with `mark`, as
-    `confined.check` writes them. Raises UserError where there is no whole sandbox, unless `limits.partial`.
+    With `tests`, Python statements, the output is their reports, each a line that begins with
+    `mark`, as `confined.check` writes them. Raises UserError where there is no whole sandbox,
+    unless `limits.partial`.
     """
     check_sandbox(partial=limits.partial)
     return _run(program, stdin, tests, mark, limits)
@@ -149,7 +158,8 @@ def end_programs() -> None:
 
 
 def check_sandbox(*, partial: bool = False) -> list[str]:
-    """The protections that are missing here; raises UserError if there are any, unless `partial`."""
+    """The protections that are missing here; raises UserError if there are any,
+    unless `partial`."""
     if (missing := _missing()) and not partial:
         raise UserError(
             "a model's programs run only in a whole sandbox, and this machine lacks "

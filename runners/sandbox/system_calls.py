@@ -1,7 +1,9 @@
-"""The system calls that a Python program needs, as a filter for the kernel: every other one does not exist.
+"""The system calls that a Python program needs, as a filter for the kernel:
+every other one does not exist.
 
-Not among them: processes, sockets but a pair of connected ones, memory outside of the address space (files
-in memory, shared segments, rings), keys, namespaces, tracing, and settings of other processes.
+Not among them: processes, sockets but a pair of connected ones, memory outside of the address space
+(files in memory, shared segments, rings), keys, namespaces, tracing, and settings of other
+processes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ renameat:264:38 renameat2:316:276 link:86: linkat:265:37 symlink:88: symlinkat:2
 fchmod:91:52 fchmodat:268:53 truncate:76:45 fallocate:285:47 utimensat:280:88 kill:62:129
 tkill:200:130 tgkill:234:131
 """
-# Allowed if an argument is one of these: families, requests, commands, this process, the flags of a thread.
+# Allowed if an argument is one of these: families, requests, commands, this process,
+# the flags of a thread.
 _IF_EQUAL = {
     "socketpair:53:199": (0, (1,)),
     "prlimit64:302:261": (0, (0,)),

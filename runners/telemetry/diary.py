@@ -24,7 +24,8 @@ _PACKAGES = ("grpo_fn", "mlx", "mlx-lm", "transformers", "numpy")
 
 
 class Diary(Report):
-    """Sends a run's events to its listeners, log and display, and records those worth reading later.
+    """Sends a run's events to its listeners, log and display,
+    and records those worth reading later.
 
     Events from before the log is there are written once it is. Times are seconds since 1970.
     """
@@ -38,12 +39,14 @@ class Diary(Report):
         self._update = 0
 
     def open(self, log: MetricsLog, facts: Mapping[str, Any]) -> None:
-        """From now on events go to `log` too, before the display. The event "start" contains `facts`."""
+        """From now on events go to `log` too, before the display.
+        The event "start" contains `facts`."""
         self._log, self._facts = log, facts
         log.write(EVENTS, self._early)
 
     def handle(self, event: Event) -> None:
-        """Takes an event. An alert, which may come from another thread, changes nothing but the display."""
+        """Takes an event. An alert, which may come from another thread,
+        changes nothing but the display."""
         match event:
             case Started(updates, header, done):
                 self._update = done
@@ -107,7 +110,8 @@ class Diary(Report):
 
 
 def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
-    """The report's facts about machine and versions, and the keys that config or command line set."""
+    """The report's facts about machine and versions, and the keys that config or command line
+    set."""
     found = {
         "system": f"{platform.system()} {platform.machine()}",
         **{name: getattr(machine, name) for name in ("backend", "device", "cores", "blas")},
@@ -117,5 +121,7 @@ def start_facts(config: Config, machine: Platform) -> dict[str, Any]:
     return {
         "machine": {name: value for name, value in found.items() if value},
         "versions": {"python": platform.python_version(), **versions},
-        "given": sorted(".".join(path) for path in config.settings.origins) if config.settings else [],
+        "given": sorted(".".join(path) for path in config.settings.origins)
+        if config.settings
+        else [],
     }

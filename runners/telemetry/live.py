@@ -13,8 +13,8 @@ from runners.errors import printable
 from runners.telemetry.events import Advanced, Alert, Event, Finished, Started, Status, Updated
 from runners.telemetry.report import LINE_WIDTH, PlainReport, duration_text
 
-# Columns that stay empty at the right: the terminal writes "^C" behind the current line. If that wrapped, the
-# cursor would be one line too low, and a part of the line would never be erased.
+# Columns that stay empty at the right: the terminal writes "^C" behind the current line. If that
+# wrapped, the cursor would be one line too low, and a part of the line would never be erased.
 _FREE = 2
 
 

@@ -13,13 +13,17 @@ from runners.rewards.experience import Experience
 from runners.telemetry.run_statistics import mean_of
 
 
-def completion_records(experience: Experience, batch_step: int, update: int) -> Iterator[dict[str, Any]]:
+def completion_records(
+    experience: Experience, batch_step: int, update: int
+) -> Iterator[dict[str, Any]]:
     """A record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
     lengths, played = experience.sampled_lengths.tolist(), experience.played
     of_turns = _of_turns(experience)
-    advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(-1)
+    advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(
+        -1
+    )
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: mean_of(np.array(values)) for name, values in experience.logged.items()}
@@ -54,7 +58,9 @@ def _of_turns(experience: Experience) -> list[list[float]]:
     if adv_pg.ndim == 2 or played is None:
         return []
     rows = np.array(adv_pg).reshape(len(played), -1)
-    return [row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)]
+    return [
+        row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)
+    ]
 
 
 def evaluation_records(
@@ -75,7 +81,8 @@ def evaluation_records(
 
 
 def _prompt(example: Example) -> dict[str, Any]:
-    """The user's last message (without one, the last message), the others, and the names of images."""
+    """The user's last message (without one, the last message), the others,
+    and the names of images."""
     messages = list(example.messages)
     asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
     prompt = messages.pop(asked[-1] if asked else -1)

@@ -21,13 +21,17 @@ __all__ = ["PlainReport", "Quiet", "Report"]
 LINE_WIDTH = 100  # columns of a plain line
 PAUSE = 30.0  # seconds between two lines about an activity that takes long
 _LOOK = 3.0  # seconds between two looks whether one is due, for an activity that sends no events
-_SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}  # the numbers at the end of an update's line
+# the numbers at the end of an update's line
+_SMALL = {"loss": "loss", "kl": "kl", "grad": "grad_norm"}
 
 
 class PlainReport(Report):
-    """Plain lines of at most 100 columns, without colour or cursor movement; one every `every` updates."""
+    """Plain lines of at most 100 columns, without colour or cursor movement;
+    one every `every` updates."""
 
-    def __init__(self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, stream: TextIO, *, every: int = 1, clock: Callable[[], float] = time.monotonic
+    ):
         """Writes to `stream`, flushing each line. `clock` gives seconds."""
         self._stream = Output(stream)
         self._every, self._clock = every, clock
@@ -133,7 +137,11 @@ class PlainReport(Report):
             f"{rate / 1e3:.1f}k tok/s" if rate >= 1e3 else f"{rate:.0f} tok/s" if rate else "",
             gigabytes(memory) if memory else "",
             f"{duration_text(self.seconds_left())} left",
-            *(f"{name} {number_text(metrics[key])}" for name, key in _SMALL.items() if key in metrics),
+            *(
+                f"{name} {number_text(metrics[key])}"
+                for name, key in _SMALL.items()
+                if key in metrics
+            ),
         ]
         line = f"update {self.done:>{len(str(self.total))}}/{self.total}"
         for part in filter(None, parts):
@@ -152,7 +160,9 @@ class PlainReport(Report):
     def _facts(self, rows: Mapping[str, Any]) -> None:
         indent = max((len(name) for name in rows), default=0) + 2
         for name, value in rows.items():
-            self._note(f"{name:<{indent}}{number_text(value) if isinstance(value, float) else value}")
+            self._note(
+                f"{name:<{indent}}{number_text(value) if isinstance(value, float) else value}"
+            )
 
     def _line(self, text: str) -> None:
         self._said = self._clock()
@@ -190,5 +200,9 @@ def _eval_line(event: events.Evaluated) -> str:
     if event.score is not None:
         found.append(f"exact match {percent_text(event.score)} ({event.correct} of {event.total})")
     if event.reward is not None:
-        found.append(f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)"))
-    return f"eval {event.name}: {', '.join(found) or 'nothing was measured'} in {event.seconds:.1f} s"
+        found.append(
+            f"reward {number_text(event.reward)}" + ("" if found else f" ({event.total} prompts)")
+        )
+    return (
+        f"eval {event.name}: {', '.join(found) or 'nothing was measured'} in {event.seconds:.1f} s"
+    )

@@ -1,6 +1,8 @@
-"""Checks each update's metrics: warns when training goes wrong, and decides when a run may end early.
+"""Checks each update's metrics: warns when training goes wrong,
+and decides when a run may end early.
 
-It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same updates.
+It depends only on what is logged and on `Seen`, so that a resumed run warns and ends at the same
+updates.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ class Watch:
     conditions: Sequence[Condition]  # of stop.when
 
     def see(self, metrics: Mapping[str, Any], seen: Seen) -> tuple[Seen, list[str]]:
-        """Takes in logged metrics; returns what was seen so far, and the warnings that are due, a line each.
+        """Takes in logged metrics; returns what was seen so far, and the warnings that are due,
+        a line each.
 
         A metric that is missing or not finite is ignored: it neither counts nor ends a row.
         """
         counts, reached, warnings = dict(seen.counts), seen.reached, []
-        numbers = {name: value for name, value in metrics.items() if finite_number(value) is not None}
+        numbers = {
+            name: value for name, value in metrics.items() if finite_number(value) is not None
+        }
         for name, so, line in _signs(numbers, self.settings):
             # Once a row, not at every update.
             if _count(counts, name, so) == self.settings.patience > 0:
@@ -44,7 +49,9 @@ class Watch:
         for condition in self.conditions:
             if (value := numbers.get(condition.metric)) is None:
                 continue
-            row = _count(counts, f"stop {condition} for {condition.readings}", condition.holds(value))
+            row = _count(
+                counts, f"stop {condition} for {condition.readings}", condition.holds(value)
+            )
             if row >= condition.readings and reached is None:
                 times = f" for {row} readings" if row > 1 else ""
                 reached = f"{condition}{times} (stop.when): {condition.metric} = {value:.4g}"

@@ -1,7 +1,7 @@
 """A process of its own for user code: it can be ended whatever it does, and ends with the run.
 
-It is kept, so that a call costs a message there and back. Arguments go there as pickles; results come back as
-JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
+It is kept, so that a call costs a message there and back. Arguments go there as pickles; results
+come back as JSON. It leads a session: Ctrl-C in the terminal does not reach it or its children.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from runners.user_code.process import LARGEST, MAIN, THREAD, Outcome
 _LOOK = 0.05  # seconds between two calls of `check`
 GRACE = 2.0  # seconds in which the process has to react when a call is too late
 _RELOADING = 600.0  # seconds for importing the user's files once more
-# A shell leads the process group. The run holds its standard input: whatever ends the run closes that, and
-# the shell ends the group, whatever the worker and its children are doing.
+# A shell leads the process group. The run holds its standard input: whatever ends the run closes
+# that, and the shell ends the group, whatever the worker and its children are doing.
 _GUARD = '"$@" & exec >/dev/null; read _; kill -KILL 0'
 _SERVE = "from runners.user_code.process import serve; serve(*sys.argv[1:])"
 _ENDED = Outcome(fault="its process was ended", ended=True)
@@ -82,7 +82,8 @@ class _Process:
             self._end_all()
 
     def cancel(self, call: Call) -> None:
-        """Gives a call up. The process is ended if it does not react, or if its main thread goes on."""
+        """Gives a call up. The process is ended if it does not react,
+        or if its main thread goes on."""
         if call.number in self.calls:
             self._messages.put(pickle.dumps((call.number, call.mode, "", b"")))
             if not call.let_go.wait(GRACE):
@@ -100,7 +101,8 @@ class _Process:
         self._messages.put(None)
 
     def leave(self) -> None:
-        """In a forked child of the run: the run alone ends the process, and holds the pipe whose end does."""
+        """In a forked child of the run: the run alone ends the process,
+        and holds the pipe whose end does."""
         self._process.returncode = 0
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -140,8 +142,8 @@ os.register_at_fork(after_in_child=lambda: [each.leave() for each in _PROCESSES]
 class Worker:
     """The process: started when it is needed, and again after it was ended.
 
-    Calls name an operation, a function `package.module:name` of this package that gets the process's store
-    and the arguments. `notices` are lines on restarts, for whoever reports.
+    Calls name an operation, a function `package.module:name` of this package that gets the
+    process's store and the arguments. `notices` are lines on restarts, for whoever reports.
     """
 
     def __init__(self) -> None:
@@ -197,7 +199,9 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                raise RewardError(f"user code cannot be loaded again: {error_line(error)}") from error
+                raise RewardError(
+                    f"user code cannot be loaded again: {error_line(error)}"
+                ) from error
         return self._process
 
     def _loaded(self, load: tuple[Any, ...], seconds: float | None = None) -> Any:
@@ -208,7 +212,8 @@ class Worker:
 
 
 class Calls:
-    """Calls by key, of which one runs at a time for each. A time limit counts from a call's start."""
+    """Calls by key, of which one runs at a time for each.
+    A time limit counts from a call's start."""
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
@@ -218,7 +223,8 @@ class Calls:
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0: no limit."""
+        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0:
+        no limit."""
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
             self._start_waiting()
@@ -239,7 +245,9 @@ class Calls:
                 if now >= call.latest:
                     self.worker.cancel(self._running.pop(key))
                     fault = f"timed out after {call.timeout:g} s"
-                    found[key] = Outcome(fault=fault, ended=True, timed_out=True, seconds=call.timeout)
+                    found[key] = Outcome(
+                        fault=fault, ended=True, timed_out=True, seconds=call.timeout
+                    )
             self._start_waiting()
             if len(found) >= least:
                 return found
