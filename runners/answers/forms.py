@@ -25,8 +25,10 @@ from runners.machine.bounded_process import BoundedFunction
 from runners.sandbox.code_tests import extract_code, looks_forged, score_programs
 from runners.sandbox.sandbox import Limits
 
-REASONING, REASONING_END = "<reasoning>", "</reasoning>"
-ANSWER, ANSWER_END = "<answer>", "</answer>"
+REASONING = "<reasoning>"
+REASONING_END = "</reasoning>"
+ANSWER = "<answer>"
+ANSWER_END = "</answer>"
 PLACE = "{answer}"
 """Where the answer stands in `AnswerForm.right`."""
 
@@ -96,13 +98,15 @@ class AnswerForm:
 
     def doubts(self, texts: Sequence[str]) -> list[str]:
         """A line if programs may pass tests that they do not solve."""
-        found = [names for text in texts if self.forges and (names := self.forges(text))]
-        if not found:
+        if self.forges is None:
             return []
-        names = listed(sorted({name for names in found for name in names}))
+        forging = list(filter(None, map(self.forges, texts)))
+        if not forging:
+            return []
+        names = listed(sorted(set().union(*forging)))
         return [
-            f"{len(found)} of {len(texts)} completions contain {names}, with which a program can pass tests "
-            "that it does not solve: look at those that are right"
+            f"{len(forging)} of {len(texts)} completions contain {names}, with which a program can "
+            "pass tests that it does not solve: look at those that are right"
         ]
 
     def is_right(self, text: str, gold: str) -> bool:
@@ -128,14 +132,19 @@ def extract_answer(text: str) -> str | None:
 def _boxed(text: str, _: str) -> str | None:
     """The content of the last complete ``\\boxed{…}``, with balanced braces;
     of nested ones the outer."""
-    found, opened = None, []
+    content = None
+    starts: list[int] = []  # of the braces that are open; -1: of no box
     for match in _BOX.finditer(text):
         mark = match[0]
-        if len(mark) > 2 or mark == "{":
-            opened.append(match.end() if len(mark) > 2 else -1)
-        elif mark == "}" and opened and (start := opened.pop()) >= 0:
-            found = text[start : match.start()].strip()
-    return found
+        if len(mark) > 2:
+            starts.append(match.end())
+        elif mark == "{":
+            starts.append(-1)
+        elif mark == "}" and starts:
+            start = starts.pop()
+            if start >= 0:
+                content = text[start : match.start()].strip()
+    return content
 
 
 def _marked(text: str, _: str) -> str | None:
@@ -148,7 +157,9 @@ def _objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text that stand in no other one, in order."""
     text = text[-_MOST:]
     starts = [match.start() for match in re.finditer(r"\{", text)][-_OBJECTS:]
-    found, end, decoder = [], 0, json.JSONDecoder()
+    decoder = json.JSONDecoder()
+    found = []
+    end = 0
     for start in starts:
         if start >= end:
             try:
@@ -165,11 +176,9 @@ def _field(text: str, name: str) -> str | None:
     value = objects[-1].get(name) if objects else None
     if value is None:
         return None
-    return (
-        value.strip()
-        if isinstance(value, str)
-        else json.dumps(value, ensure_ascii=False, sort_keys=True)
-    )
+    if isinstance(value, str):
+        return value.strip()
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 def _own(function: str, seconds: float) -> Callable[[str, str], str | None]:
@@ -246,8 +255,8 @@ FORMS: dict[str, AnswerForm] = {
         lambda text, _: extract_code(text),
         "",
         "a block of Python",
-        "Write a Python program that solves the task. Give the whole program in one block that begins with "
-        "```python and ends with ```.",
+        "Write a Python program that solves the task. Give the whole program in one block that "
+        "begins with ```python and ends with ```.",
         shares=score_programs,
         forges=looks_forged,
     ),
@@ -297,25 +306,23 @@ def answer_form(
         return None
     name, colon, argument = spec.partition(":")
     if colon and (name not in FORMS or name == "own"):
-        name, argument = "own", spec
-    if (
-        name in FORMS
-        and bool(argument) == (name in ("json", "regex", "own"))
-        and bool(colon) == bool(argument)
-    ):
+        name = "own"
+        argument = spec
+    wants_argument = name in ("json", "regex", "own")
+    if name in FORMS and bool(argument) == bool(colon) == wants_argument:
         if name == "regex":
             try:
                 re.compile(argument)
             except re.error as error:
                 raise ValueError(f"a regular expression behind regex: ({error})") from error
-        form = FORMS[name]
+        registered = FORMS[name]
         form = attrs.evolve(
-            form,
+            registered,
             spec=spec,
             argument=argument,
-            right=form.right.replace("{argument}", argument),
-            what=form.what.replace("{argument}", argument),
-            instruction=form.instruction.replace("{argument}", argument),
+            right=registered.right.replace("{argument}", argument),
+            what=registered.what.replace("{argument}", argument),
+            instruction=registered.instruction.replace("{argument}", argument),
             ignore_case=ignore_case,
             ignore_spaces=ignore_spaces,
             given=given,
@@ -339,7 +346,10 @@ def fitting_form(
     None if none has half of them. Of several the one with most right answers, then the narrowest.
     """
     letters = all(len(gold.strip("().: ")) == 1 and gold.strip("().: ").isalpha() for gold in golds)
-    fields = Counter(name for text in texts for each in _objects(text)[-1:] for name in each)
+    fields = Counter[str]()
+    for text in texts:
+        for last in _objects(text)[-1:]:
+            fields.update(last.keys())
     names = ["xml", "boxed", "gsm8k", *(f"json:{name}" for name, _ in fields.most_common(3))]
     best: tuple[str, int, int] | None = None
     for name in [*names, "letter" if letters else "last_number"]:

@@ -40,12 +40,14 @@ ton t tonne tonnes; kilogram kg kgs kilo kilos; gram g; milligram mg; ounce oz;
 liter l L; milliliter ml; gallon gal; quart qt; pint pt; cup; tablespoon tbsp; teaspoon tsp;
 century centuries; decade; year yr yrs; month; week wk; day; hour h hr hrs; minute min mins;
 second s sec secs; millisecond ms; mile/hour mph; kilometer/hour kmh kph;
-joule J; kilojoule kj; calorie cal; kilocalorie kcal; watt W; kilowatt kw; volt V; newton N; hertz hz;
-person people; child children; man men; woman women; student; kid; friend; animal; fish; tree; flower;
-piece; item; unit; point; page; book; box; bag; bottle; can; slice; card; ticket; coin; pencil; marble;
-cookie; egg; apple; orange; car
+joule J; kilojoule kj; calorie cal; kilocalorie kcal; watt W; kilowatt kw; volt V; newton N;
+hertz hz; person people; child children; man men; woman women; student; kid; friend; animal; fish;
+tree; flower; piece; item; unit; point; page; book; box; bag; bottle; can; slice; card; ticket;
+coin; pencil; marble; cookie; egg; apple; orange; car
 """
-_UNITS = {word: group.split()[0] for group in _SPELLINGS.split(";") for word in group.split()}
+_UNITS: dict[str, str] = {}
+for _spellings in map(str.split, _SPELLINGS.split(";")):
+    _UNITS |= dict.fromkeys(_spellings, _spellings[0])
 _POWERS = {"square": "²", "sq": "²", "squared": "²", "²": "²"}
 _POWERS |= {"cubic": "³", "cu": "³", "cubed": "³", "³": "³"}
 _POWER = re.compile(r"(?:(square|sq|cubic|cu)\.? )?(.+?)\s?(²|³|squared|cubed)?")
@@ -62,23 +64,8 @@ CHANGES = {
 """Words behind a number that make it another one, or one of several."""
 # Words behind the number of a reference answer that are no unit: it is a text then.
 _NO_UNITS = CHANGES | {
-    *(
-        "and",
-        "are",
-        "as",
-        "at",
-        "but",
-        "exp",
-        "if",
-        "is",
-        "less",
-        "ln",
-        "log",
-        "mod",
-        "more",
-        "not",
-    ),
-    *("of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
+    *("and", "are", "as", "at", "but", "exp", "if", "is", "less", "ln", "log", "mod", "more"),
+    *("not", "of", "sin", "cos", "tan", "than", "times", "to", "was", "wrong"),
 }
 _LATEX = [
     (re.compile(pattern), replacement)
@@ -166,7 +153,8 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     if read is None:
         return None
     if match["top"] is not None:
-        top, bottom = int(match["top"]), int(match["bottom"])
+        top = int(match["top"])
+        bottom = int(match["bottom"])
         if not bottom or (match["mixed"] and top >= bottom):
             return None
         size = Fraction(top, bottom) + int(match["mixed"] or 0)
@@ -243,10 +231,12 @@ def _same(a: Quantity, b: Quantity) -> bool:
         return a.value == b.value
     if not a.unit or not b.unit:
         return a.value == b.value or _share(a) == _share(b)
-    cents = {"cent": 1, "dollar": 100, "euro": 100}
-    return "cent" in (a.unit, b.unit) and a.value * cents.get(a.unit, 0) == b.value * cents.get(
-        b.unit, 0
-    )
+    return "cent" in (a.unit, b.unit) and _cents(a) == _cents(b)
+
+
+def _cents(quantity: Quantity) -> Fraction:
+    """The cents of an amount of money; 0 for any other quantity."""
+    return quantity.value * {"cent": 1, "dollar": 100, "euro": 100}.get(quantity.unit, 0)
 
 
 def _share(quantity: Quantity) -> Fraction:

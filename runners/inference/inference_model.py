@@ -48,14 +48,12 @@ def check_prompts(
     a prompt that is too long for a model's learned positions if `most` tokens follow (0: they are
     there)."""
     longest = max(map(len, prompts), default=0)
-    both = (
-        f"a prompt of {longest} tokens and a length limit of {most}"
-        if most
-        else f"{longest} tokens"
-    )
+    counted = f"{longest} tokens"
+    if most:
+        counted = f"a prompt of {longest} tokens and a length limit of {most}"
     try:
         check_token_ids(prompts, vocabulary)
-        check_positions(both, longest + most - 1, positions)
+        check_positions(counted, longest + most - 1, positions)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
 
@@ -86,14 +84,28 @@ class InferenceModel:
         columns: Mapping[str, Any] = NO_KWARGS,
         images: Sequence[ImageFile] = (),
         most: int = 1,
-        **how: Any,
+        nudge: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        raw: bool = False,
     ) -> Example:
-        """A prompt, rendered as `how` tells `render`. `columns` are for an environment; at most
-        `most` tokens follow it. Raises UserError as `check` does."""
-        processor = self.vision.processor if self.vision else None
-        text, tokens = render(self.tokenizer, messages, images=images, processor=processor, **how)
+        """A prompt; for `nudge`, `tools`, `template_kwargs` and `raw` see `render`.
+
+        `columns` are for an environment; at most `most` tokens follow the prompt. Raises UserError
+        as `check` does.
+        """
+        text, tokens = render(
+            self.tokenizer,
+            messages,
+            nudge,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            images=images,
+            processor=self.vision.processor if self.vision else None,
+            raw=raw,
+        )
         self.check([tokens], most)
-        begun = opening(self.tokenizer, how.get("template_kwargs", {}), raw=how.get("raw", False))
+        begun = opening(self.tokenizer, template_kwargs, raw=raw)
         return Example(
             tuple(messages), text, tokens, "", dict(columns), tuple(images), opening=begun
         )
@@ -176,9 +188,10 @@ def find_model(
 ) -> tuple[Path, Path | None]:
     """The folder of a model, named as for `load_inference`, and that of its adapters, if any."""
     named = Path(model_of_run(model, note)).expanduser()
-    adapters = (
-        named if is_adapter_folder(named) else Path(adapter).expanduser() if adapter else None
-    )
+    adapters = Path(adapter).expanduser() if adapter else None
+    source = str(named) if named.exists() else model
+    if is_adapter_folder(named):
+        adapters = named
     if adapters is not None:
         check_adapters(adapters)  # before a download, and before minutes of reading
     if adapters == named:
@@ -186,11 +199,8 @@ def find_model(
             raise UserError(
                 f"{model} holds adapters, and {adapter} is given as well; expected one of them"
             )
-        return resolve_model(base_of(named), "MODEL", custom_loader=custom_loader), named
-    folder = resolve_model(
-        str(named) if named.exists() else model, "MODEL", custom_loader=custom_loader
-    )
-    return folder, adapters
+        source = base_of(named)
+    return resolve_model(source, "MODEL", custom_loader=custom_loader), adapters
 
 
 def prompt_settings_of(path: Path, adapters: Path | None) -> PromptSettings | None:

@@ -28,7 +28,9 @@ from runners.rewards.builtin import answer_text
 from runners.rewards.experience import FinishedEpisode
 from runners.tokenization.text import TextDecoder, TextStream
 
-STOP, LENGTH, INTERRUPTED = "stop", "length", "interrupted"
+STOP = "stop"
+LENGTH = "length"
+INTERRUPTED = "interrupted"
 
 
 @attrs.frozen(eq=False)
@@ -85,7 +87,8 @@ def sample_batches(
         except Cancelled as cancelled:
             if environments is not None:
                 return
-            rollout, cut = cancelled.rollout, True
+            rollout = cancelled.rollout
+            cut = True
         if played is None:
             sampled = rollout.completions()
             said = [nudge + decoder.decode(tokens) for tokens in sampled]
@@ -94,14 +97,28 @@ def sample_batches(
         else:
             sampled = [each.sampled for each in played]
             texts = [answer_text(each.messages) for each in played]
-        # tokens of a completion that was not interrupted
-        most = sampling.max_new_tokens if cut else 0
-        ends = zip(on_host(rollout.finished_b), on_host(rollout.lengths_b), strict=True)
-        finish = [STOP if end else INTERRUPTED if length < most else LENGTH for end, length in ends]
-        spent = time.perf_counter() - began
-        yield Batch(part, rollout, texts, list(map(len, sampled)), finish, spent, played)
+        yield Batch(
+            examples=part,
+            rollout=rollout,
+            texts=texts,
+            lengths=list(map(len, sampled)),
+            finish=_ends(rollout, sampling.max_new_tokens, cut=cut),
+            seconds=time.perf_counter() - began,
+            played=played,
+        )
         if cut:
             return
+
+
+def _ends(rollout: g.Rollout, most: int, *, cut: bool) -> list[str]:
+    """Why each row of a rollout of at most `most` tokens ended; `cut`: it was interrupted."""
+
+    def end_of(finished: bool, length: int) -> str:
+        if finished:
+            return STOP
+        return INTERRUPTED if cut and length < most else LENGTH
+
+    return list(map(end_of, on_host(rollout.finished_b), on_host(rollout.lengths_b)))
 
 
 @attrs.define
@@ -129,9 +146,8 @@ class Speed:
             prompts += f" ({self.prompt_tokens / self.prompt_seconds:,.1f} tok/s)"
         rate = self.tokens / self.seconds if self.seconds else 0.0
         peak = gigabytes(mx.get_peak_memory())
-        return (
-            f"{prompts}, completion {self.tokens:,} tokens ({rate:,.1f} tok/s), peak memory {peak}"
-        )
+        completion = f"completion {self.tokens:,} tokens ({rate:,.1f} tok/s)"
+        return f"{prompts}, {completion}, peak memory {peak}"
 
 
 def generation_key(seed: int) -> mx.array:
@@ -183,13 +199,17 @@ class Conversation:
         ends it, the conversation does not change.
         """
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        how = {"nudge": self.nudge, "template_kwargs": self.template_kwargs, "raw": self.raw}
         prompt = self.model.example(
-            messages, images=images, most=self.sampling.max_new_tokens, **how
+            messages,
+            images=images,
+            most=self.sampling.max_new_tokens,
+            nudge=self.nudge,
+            template_kwargs=self.template_kwargs,
+            raw=self.raw,
         )
         one = attrs.evolve(self.sampling, num_generations=1)
-        (request,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
-        request = attrs.evolve(request, keep=True, continues=self._last)
+        (first,) = requests_of([prompt], one, self.key, [self.turns], self.model.vision)
+        request = attrs.evolve(first, keep=True, continues=self._last)
         stream = TextStream(self.model.decoder)
         tokens: list[Token] = []
         times = [time.perf_counter()]
@@ -201,12 +221,14 @@ class Conversation:
             for token in self.model.engine.tokens(self._last, should_stop=should_stop):
                 tokens.append(token)
                 times.append(time.perf_counter())
-                if piece := stream.add(token.id):
+                piece = stream.add(token.id)
+                if piece:
                     pieces.append(piece)
                     yield piece
         except TooLong as error:
             raise UserError(f"{self.model.path}: {error}") from error
-        if rest := stream.finish():
+        rest = stream.finish()
+        if rest:
             pieces.append(rest)
             yield rest
         if speed is not None and tokens:

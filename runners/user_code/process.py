@@ -36,7 +36,9 @@ Act = Callable[[], Any]
 
 # How a call runs. MAIN: one after another, in the main thread of the worker process. THREAD: each
 # in its own. TOGETHER: as many as there are, coroutines, whose threads wait for one event loop.
-MAIN, THREAD, TOGETHER = "main", "thread", "together"
+MAIN = "main"
+THREAD = "thread"
+TOGETHER = "together"
 
 
 @attrs.frozen(eq=False)
@@ -61,7 +63,8 @@ class Outcome:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling the function gives a coroutine: an ``async def``, or an object with one."""
-    method = getattr(type(function), "__call__", None)  # noqa: B004 (its kind is asked, not whether it exists)
+    # The kind of the method is asked, not whether it exists.
+    method = getattr(type(function), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
@@ -76,7 +79,9 @@ def finished(value: Any) -> Any:
 
 class _Server:
     def __init__(self, connection: Connection) -> None:
-        self.connection, self.lock, self.pid = connection, threading.Lock(), os.getpid()
+        self.connection = connection
+        self.lock = threading.Lock()  # of messages
+        self.pid = os.getpid()
         self.store: dict[Any, Any] = {}  # what operations keep from call to call
         self.main_calls: queue.SimpleQueue[tuple[int, Act]] = queue.SimpleQueue()
         self.main_thread = threading.get_ident()
@@ -104,9 +109,8 @@ class _Server:
     def operate(self, name: str, arguments: bytes) -> Any:
         """Calls the function `package.module:function` of this package."""
         module, _, function = name.partition(":")
-        return getattr(importlib.import_module(module), function)(
-            self.store, *pickle.loads(arguments)
-        )
+        operation = getattr(importlib.import_module(module), function)
+        return operation(self.store, *pickle.loads(arguments))
 
     def run(self, number: int, act: Act, mode: str = MAIN) -> None:
         """Runs a call in the current thread. What can be awaited is: TOGETHER in the event loop of
@@ -117,10 +121,9 @@ class _Server:
             try:
                 value = act()
                 if mode == TOGETHER and inspect.isawaitable(value):
-                    self.coroutines[number] = asyncio.run_coroutine_threadsafe(
-                        self.wait(value), self.loop
-                    )
-                    outcome = self.coroutines[number].result()
+                    waiting = asyncio.run_coroutine_threadsafe(self.wait(value), self.loop)
+                    self.coroutines[number] = waiting
+                    outcome = waiting.result()
                 else:
                     outcome = Outcome(finished(value))
             finally:
@@ -145,16 +148,16 @@ class _Server:
     def cancel(self, number: int) -> None:
         """Ends a call if it is a coroutine, or computes in Python, and says so;
         one that blocks goes on."""
-        thread, coroutine = self.threads.get(number), self.coroutines.get(number)
+        coroutine = self.coroutines.get(number)
         if coroutine:  # its thread answers, unless another coroutine blocks the loop
             self.loop.call_soon_threadsafe(coroutine.cancel)
             return
+        thread = self.threads.get(number)
         if thread == self.main_thread:
             signal.pthread_kill(self.main_thread, signal.SIGINT)
         elif thread:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread), ctypes.py_object(SystemExit)
-            )
+            error = ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
         self.send(json.dumps([number]))
 
     def interrupted(self, *_: Any) -> None:
@@ -168,11 +171,10 @@ class _Server:
 
     def answer(self, number: int, outcome: Outcome, begun: float) -> None:
         """Sends an outcome, in JSON, which runs nobody's code where it is read."""
-        fault, seconds = f"returned more than {LARGEST:,} bytes", time.monotonic() - begun
+        timed = attrs.evolve(outcome, seconds=time.monotonic() - begun)
+        fault = f"returned more than {LARGEST:,} bytes"
         try:
-            data = json.dumps(
-                [number, *attrs.astuple(attrs.evolve(outcome, seconds=seconds), recurse=False)]
-            )
+            data = json.dumps([number, *attrs.astuple(timed, recurse=False)])
             if len(data) <= LARGEST:
                 self.send(data)
                 return
@@ -214,4 +216,5 @@ def serve(stdout: str) -> None:
 
     threading.Thread(target=read, name="grpo-read", daemon=True).start()
     while True:  # the main thread: one call after another
-        server.run(*server.main_calls.get())
+        number, act = server.main_calls.get()
+        server.run(number, act)

@@ -110,7 +110,7 @@ class _Process:
 
     def _send(self) -> None:
         with suppress(OSError):
-            while (message := self._messages.get()) is not None:
+            for message in iter(self._messages.get, None):
                 self._connection.send_bytes(message)
 
     def _receive(self) -> None:
@@ -126,7 +126,8 @@ class _Process:
         self._end_all()
 
     def _end(self, number: int, outcome: Outcome) -> None:
-        if call := self.calls.pop(number, None):
+        call = self.calls.pop(number, None)
+        if call is not None:
             call.let_go.set()
             call.outcome.set_result(outcome)
 
@@ -186,7 +187,8 @@ class Worker:
     def _running(self) -> _Process:
         if self._process is not None and not self._process.dead:
             return self._process
-        before, self._process = self._process, _Process()
+        before = self._process
+        self._process = _Process()
         weakref.finalize(self, self._process.kill)
         if before is not None:
             self.notices.append(
@@ -199,9 +201,8 @@ class Worker:
                 for load in self._loads:
                     self._loaded(load, _RELOADING)
             except (UserError, TimeoutError) as error:
-                raise RewardError(
-                    f"user code cannot be loaded again: {error_line(error)}"
-                ) from error
+                line = f"user code cannot be loaded again: {error_line(error)}"
+                raise RewardError(line) from error
         return self._process
 
     def _loaded(self, load: tuple[Any, ...], seconds: float | None = None) -> Any:
@@ -217,7 +218,8 @@ class Calls:
 
     def __init__(self, worker: Worker, workers: int = 0) -> None:
         """At most `workers` calls run in threads at a time; 0: any number."""
-        self.worker, self._workers = worker, workers
+        self.worker = worker
+        self._workers = workers
         self._running: dict[Any, Call] = {}
         self._done: queue.SimpleQueue[tuple[Any, Call]] = queue.SimpleQueue()
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
@@ -239,14 +241,16 @@ class Calls:
         found: dict[Any, Outcome] = {}
         while True:
             while not self._done.empty():
-                self._take(found, *self._done.get())
+                self._take(found, self._done.get())
             now = time.monotonic()
             for key, call in list(self._running.items()):
                 if now >= call.latest:
                     self.worker.cancel(self._running.pop(key))
-                    fault = f"timed out after {call.timeout:g} s"
                     found[key] = Outcome(
-                        fault=fault, ended=True, timed_out=True, seconds=call.timeout
+                        fault=f"timed out after {call.timeout:g} s",
+                        ended=True,
+                        timed_out=True,
+                        seconds=call.timeout,
                     )
             self._start_waiting()
             if len(found) >= least:
@@ -257,20 +261,23 @@ class Calls:
                 latest = min(latest, time.monotonic() + _LOOK)
             rest = None if latest == inf else max(latest - time.monotonic(), 0.0)
             with suppress(queue.Empty):
-                self._take(found, *self._done.get(timeout=rest))
+                self._take(found, self._done.get(timeout=rest))
 
     def _start_waiting(self) -> None:
         while self._waiting:
             if sum(each.mode == THREAD for each in self._running.values()) >= self._workers:
                 return
-            self._start(*self._waiting.popleft(), THREAD)
+            key, operation, timeout = self._waiting.popleft()
+            self._start(key, operation, timeout, THREAD)
 
     def _start(self, key: Any, operation: tuple[Any, ...], timeout: float, mode: str) -> None:
         call = self.worker.submit(*operation, mode=mode)
-        call.timeout, call.latest = timeout, time.monotonic() + (timeout or inf)
+        call.timeout = timeout
+        call.latest = time.monotonic() + (timeout or inf)
         self._running[key] = call
         call.outcome.add_done_callback(lambda _: self._done.put((key, call)))
 
-    def _take(self, found: dict[Any, Outcome], key: Any, call: Call) -> None:
+    def _take(self, found: dict[Any, Outcome], done: tuple[Any, Call]) -> None:
+        key, call = done
         if self._running.get(key) is call:  # else it was given up
             found[key] = self._running.pop(key).outcome.result()
