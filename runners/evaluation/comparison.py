@@ -32,12 +32,13 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = successes / trials
     middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = (
-        z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    )
+    spread = math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    half = z / (1 + z * z / trials) * spread
     # At either end middle and half cancel up to rounding.
-    low, high = max(middle - half, 0.0), min(middle + half, 1.0)
-    return Interval(0.0 if successes == 0 else low, 1.0 if successes == trials else high)
+    return Interval(
+        0.0 if successes == 0 else max(middle - half, 0.0),
+        1.0 if successes == trials else min(middle + half, 1.0),
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -110,11 +111,12 @@ def shared(measured: Sequence[ModelResult]) -> list[ModelResult]:
 
     def cut(each: ModelResult) -> ModelResult:
         places = [place for place, index in enumerate(each.indices) if index in common]
-        metrics = {
-            name: Metric(one.values[places], one.percent) for name, one in each.metrics.items()
-        }
         return attrs.evolve(
-            each, indices=tuple(each.indices[place] for place in places), metrics=metrics
+            each,
+            indices=tuple(each.indices[place] for place in places),
+            metrics={
+                name: Metric(one.values[places], one.percent) for name, one in each.metrics.items()
+            },
         )
 
     return [cut(each) for each in measured]
@@ -134,8 +136,8 @@ def comparison_table(measured: Sequence[ModelResult]) -> str:
         numbers = [each.metrics[name] for each in measured]
         cells = [_cell(each.mean, each.interval, each.percent) for each in numbers]
         if two:
-            found = difference(*numbers)
-            cells.append(_cell(found.mean, found.interval, metric.percent, "+"))
+            change = difference(metric, numbers[1])
+            cells.append(_cell(change.mean, change.interval, metric.percent, "+"))
         lines.add_row(name, *cells)
     stream = io.StringIO()
     Console(file=stream, width=TABLE_WIDTH, color_system=None).print(lines, markup=False)

@@ -3,6 +3,7 @@ with the same prompts as in training."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -43,7 +44,7 @@ class EvalResult:
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log; those that are not known are left out."""
-        rows, names = self.completions, self.completions[0].rewards if self.completions else ()
+        rows = self.completions
         rewards = [each.reward for each in rows if each.reward is not None]
         found: dict[str, Any] = {
             "em": self.score,
@@ -51,17 +52,14 @@ class EvalResult:
             "eval/reward": self.reward,
             "eval/reward_std": statistics.pstdev(rewards) if rewards else None,
             "eval/truncated": _mean([each.cut for each in rows]),
-            **{
-                f"eval/rewards/{name}": _mean([each.rewards[name] for each in rows])
-                for name in names
-            },
         }
+        for name in rows[0].rewards if rows else ():
+            found[f"eval/rewards/{name}"] = _mean([each.rewards[name] for each in rows])
         if any(each.turns for each in rows):
-            fields = {"tool_calls": "calls", "failed_calls": "failures"}
-            for name in ("success", "turns", *fields):
-                found[f"eval/{name}"] = _mean(
-                    [getattr(each, fields.get(name, name)) for each in rows]
-                )
+            found["eval/success"] = _mean([each.success for each in rows])
+            found["eval/turns"] = _mean([each.turns for each in rows])
+            found["eval/tool_calls"] = _mean([each.calls for each in rows])
+            found["eval/failed_calls"] = _mean([each.failures for each in rows])
         found["time/eval"] = self.seconds
         return {name: value for name, value in found.items() if value is not None}
 
@@ -78,9 +76,11 @@ def evaluate(evaluator: Evaluator, examples: Sequence[Example], sampling: g.Samp
     """Greedy completions of all examples; `sampling` says where they end."""
     started = time.perf_counter()
     greedy = attrs.evolve(sampling, num_generations=1, temperature=0, with_entropy=False)
-    parts = evaluator.complete(examples, greedy, mx.random.key(0))  # greedy: nothing is drawn
-    found = tuple(one for part, _ in parts for one in part)
-    return EvalResult(time.perf_counter() - started, found, tuple(evaluator.problems))
+    completions: list[Completion] = []
+    for part, _ in evaluator.complete(examples, greedy, mx.random.key(0)):  # nothing is drawn
+        completions += part
+    seconds = time.perf_counter() - started
+    return EvalResult(seconds, tuple(completions), tuple(evaluator.problems))
 
 
 def evaluate_on_ranks(
@@ -104,7 +104,7 @@ def of_ranks(parts: Sequence[dict[str, Any]]) -> EvalResult:
     return EvalResult(
         max(part["seconds"] for part in parts),
         tuple(rows[number % len(rows)][number // len(rows)] for number in range(count)),
-        tuple(dict.fromkeys(problem for part in parts for problem in part["problems"])),
+        tuple(dict.fromkeys(itertools.chain.from_iterable(part["problems"] for part in parts))),
     )
 
 
