@@ -5,6 +5,7 @@ The pieces are deflated JSON: completions in parts, numbers and texts apart, and
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import zlib
@@ -30,7 +31,9 @@ def run_data(
     If completions.jsonl has more than `most_bytes`, only those of evenly spread updates are used.
     UserError if the folder holds no run, or if a file cannot be read.
     """
-    record, pieces, left_out = RunRecord(folder), dict[str, bytes](), set[int]()
+    record = RunRecord(folder)
+    pieces: dict[str, bytes] = {}
+    left_out: set[int] = set()
     path = record.folder / COMPLETIONS
     size = path.stat().st_size if path.is_file() else 0
     stride = max(-(-size // most_bytes), 1)  # of the updates that are used
@@ -50,14 +53,16 @@ def run_data(
         pieces[at] = piece
         return at
 
-    group_size, parts = record.config.get("rollout", {}).get("num_generations"), []
+    group_size = record.config.get("rollout", {}).get("num_generations")
+    parts = []
     for rows in completion_parts(filter(used, read_lines(path)), group_size):
         name = f"part/{len(parts)}"
-        numbers, texts = (
-            placed(f"{name}/numbers", _numbers(rows)),
-            placed(f"{name}/texts", _texts(rows)),
-        )
-        parts.append({"rows": len(rows), "numbers": numbers, "texts": texts})
+        part = {
+            "rows": len(rows),
+            "numbers": placed(f"{name}/numbers", _numbers(rows)),
+            "texts": placed(f"{name}/texts", _texts(rows)),
+        }
+        parts.append(part)
     evaluations = sorted(_evaluations(read_lines(record.folder / EVALUATIONS)).items())
     content = {
         **record.facts(),
@@ -92,15 +97,20 @@ def completion_parts(
     """
     prompts: dict[str, int] = {}
     rows: list[dict[str, Any]] = []
-    last, group, count = (None, None), -1, 0
+    last: tuple[Any, Any] = (None, None)
+    group = -1
+    count = 0  # of the group's completions
     for record in records:
-        step, prompt = record.get("batch_step"), _text(record.get("prompt"))
+        step = record.get("batch_step")
+        prompt = _text(record.get("prompt"))
         if len(rows) >= ROWS and step != last[0]:
             yield rows
             rows = []
         if (step, prompt) != last or count == group_size:
-            group, count = group + 1, 0
-        last, count = (step, prompt), count + 1
+            group += 1
+            count = 0
+        last = (step, prompt)
+        count += 1
         rows.append(record | {"_group": group, "_prompt": prompts.setdefault(prompt, len(prompts))})
     if rows:
         yield rows
@@ -119,7 +129,7 @@ def packed(value: Any) -> bytes:
 def _numbers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Columns for filters and sorting."""
     rewards = [_table(record.get("rewards")) for record in records]
-    names = dict.fromkeys(name for given in rewards for name in given)
+    names = dict.fromkeys(itertools.chain.from_iterable(rewards))
     columns = {name: _column(records, name) for name in ("update", "reward", "advantage", "tokens")}
     if any("length_penalty" in record for record in records):
         columns["penalty"] = _column(records, "length_penalty")
@@ -151,7 +161,8 @@ def _evaluations(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[s
     """The records of evaluations.jsonl by update."""
     known: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
-        if isinstance(update := line.get("update"), int):
+        update = line.get("update")
+        if isinstance(update, int):
             known.setdefault(update, []).append(line)
     return known
 
@@ -175,9 +186,10 @@ def _evaluation(rows: Sequence[Mapping[str, Any]], *, first: bool) -> dict[str, 
 def _asked(record: Mapping[str, Any]) -> tuple[str, ...]:
     """Prompt, gold answer, and the prompt's other messages: a role and a text each."""
     context = record.get("context")
-    messages = [_table(message) for message in context] if isinstance(context, list) else []
-    others = [_text(message.get(name)) for message in messages for name in ("role", "content")]
-    return (_text(record.get("prompt")), _text(record.get("answer")), *others)
+    asked = [_text(record.get("prompt")), _text(record.get("answer"))]
+    for message in map(_table, context if isinstance(context, list) else []):
+        asked += [_text(message.get("role")), _text(message.get("content"))]
+    return tuple(asked)
 
 
 def _column(records: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
@@ -192,5 +204,7 @@ def _table(value: Any) -> Mapping[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """A text as it is; anything else as JSON."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+    """A text as it is, nothing for None, and anything else as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)

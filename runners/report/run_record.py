@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,27 +30,26 @@ class RunRecord:
         self.config: Mapping[str, Mapping[str, Any]] = recorded_in(self.folder)
         lines = list(read_lines(self.folder / METRICS))
         self.lines = len(lines)
-        names = dict.fromkeys(name for line in lines for name in line)
+        names = dict.fromkeys(itertools.chain.from_iterable(lines))
         columns = {name: [plain_number(line.get(name)) for line in lines] for name in names}
         self.columns = {name: column for name, column in columns.items() if {*column} != {None}}
-        broken = [(number, line.get("nonfinite")) for number, line in enumerate(lines)]
-        self.nonfinite = [
-            (n, str(each)) for n, given in broken if isinstance(given, list) for each in given
-        ]
+        self.nonfinite: list[tuple[int, str]] = []
+        for number, line in enumerate(lines):
+            given = line.get("nonfinite")
+            if isinstance(given, list):
+                self.nonfinite += [(number, str(each)) for each in given]
         self.events = list(read_lines(self.folder / EVENTS))
 
     def last(self, name: str) -> float | None:
         """The last value of a metric; None: it was never logged."""
-        return next(
-            (value for value in reversed(self.columns.get(name, [])) if value is not None), None
-        )
+        known = (value for value in reversed(self.columns.get(name, [])) if value is not None)
+        return next(known, None)
 
     def state(self) -> str:
         """ "running", "finished", "stopped", "failed", "interrupted" (it ended without an event),
         "empty"."""
-        last = next(
-            (each for each in reversed(self.events) if each.get("event") in ("start", "end")), {}
-        )
+        marks = [each for each in self.events if each.get("event") in ("start", "end")]
+        last = marks[-1] if marks else {}
         if last.get("event") == "end":
             state = last.get("state")
             return state if state in ("finished", "stopped", "failed") else "interrupted"
@@ -138,11 +138,11 @@ def different_keys(flat: Mapping[str, Any], given: Any) -> list[str]:
     defaults = flattened(load_config(None, ["model.path=none"]).to_dict())
     asked = given if isinstance(given, list) else []
     by_preset = {key for key in flat if key.startswith("loss.") and defaults.get(key) is None}
-    return [
-        key
-        for key, value in flat.items()
-        if (key in asked if key in by_preset else defaults.get(key, {}) != value)
-    ]
+
+    def differs(key: str) -> bool:
+        return key in asked if key in by_preset else defaults.get(key, {}) != flat[key]
+
+    return list(filter(differs, flat))
 
 
 def _texts(value: Any) -> dict[str, str]:

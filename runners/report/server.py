@@ -24,7 +24,8 @@ from runners.report.page import base64_text, page
 from runners.report.run_data import packed, run_data
 from runners.report.run_record import find_run, is_running
 
-HOST, PORT = "127.0.0.1", 8517
+HOST = "127.0.0.1"
+PORT = 8517
 REST = 40  # times as long as the files' last reading took, before a page gets new data
 # of completions.jsonl in the page, which gets all of its data after each update
 MOST_BYTES = 16_000_000
@@ -87,11 +88,15 @@ class LivePage:
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, rest: float = REST) -> None:
         """UserError if the folder holds no run."""
-        self.folder, self._most_bytes, self._rest = find_run(folder), most_bytes, rest
+        self.folder = find_run(folder)
+        self._most_bytes = most_bytes
+        self._rest = rest
         text = page(self.folder.name, {}, {"mode": "live", "at": "data"})
         self._page = text.encode("utf-8", "backslashreplace")
         self._guard = threading.Lock()
-        self._seen, self._data, self._next = "", b"", 0.0  # by time.monotonic
+        self._seen = ""
+        self._data = b""
+        self._next = 0.0  # by time.monotonic
 
     def answer(self, target: str, host: str) -> Answer:
         """The answer to a request for `target` with this Host: the page,
@@ -123,11 +128,13 @@ class LivePage:
         """The run's data, compressed, with its pieces in `blobs`;
         read again only after a change."""
         with self._guard:
-            seen, begun = self.signature(), time.monotonic()
+            seen = self.signature()
+            begun = time.monotonic()
             if seen != self._seen:
                 content, pieces = run_data(self.folder, self._most_bytes)
                 blobs = {name: base64_text(piece) for name, piece in pieces.items()}
-                self._seen, self._data = seen, packed({"seen": seen, **content, "blobs": blobs})
+                self._data = packed({"seen": seen, **content, "blobs": blobs})
+                self._seen = seen
                 self._next = time.monotonic() + self._rest * (time.monotonic() - begun)
             return self._data
 

@@ -43,12 +43,9 @@ def _wandb(folder: Path, config: Config, resumed_at: int | None) -> Dashboard:
     import wandb  # pyright: ignore[reportMissingImports]
 
     file = folder / _ID_FILE  # a resume finds W&B's id of the run there
-    known = resumed_at is not None and file.is_file()
-    run_id = (
-        file.read_text(encoding="ascii", errors="replace").strip()
-        if known
-        else secrets.token_hex(4)
-    )
+    run_id = secrets.token_hex(4)
+    if resumed_at is not None and file.is_file():
+        run_id = file.read_text(encoding="ascii", errors="replace").strip()
     file.write_text(f"{run_id}\n", encoding="ascii")
     run = wandb.init(
         project=config.log.project,
@@ -92,21 +89,21 @@ class MetricsLog:
         `keep` is what `positions` gave: the files continue from there, and dashboards from the
         run's `update`. Events are appended, including interruptions. None: all start over.
         """
+        resumed_at = None if keep is None else update
         self._dashboards: list[Dashboard] = []
         for key, (package, opened) in _DASHBOARDS.items():
             if getattr(config.log, key):
                 try:
-                    self._dashboards.append(
-                        opened(folder, config, None if keep is None else update)
-                    )
+                    self._dashboards.append(opened(folder, config, resumed_at))
                 except Exception as error:  # each has its own errors: no login, no network, no disk
                     line = f"log.{key} = true, but {package} does not start: {first_line(error)}"
                     raise UserError(line) from error
         texts = config.log.completions
         wanted = {METRICS: config.log.jsonl, EVENTS: True, COMPLETIONS: texts, EVALUATIONS: texts}
         self._files: dict[str, JsonLines] = {}
+        kept: Mapping[str, int] = {EVENTS: sys.maxsize, **(keep or {})}
         for file, asked in wanted.items():
-            place = None if keep is None else sys.maxsize if file == EVENTS else keep.get(file, 0)
+            place = None if keep is None else kept.get(file, 0)
             with disk_errors(f"{folder / file}: cannot be written"):
                 if asked:
                     self._files[file] = JsonLines(folder / file, keep=place)
@@ -153,7 +150,8 @@ class MetricsLog:
         yet."""
         for lines in self._files.values():
             lines.push()
-        if fault := self.fault():
+        fault = self.fault()
+        if fault:
             raise UserError(fault)
         return {name: lines.written for name, lines in self._files.items() if name != EVENTS}
 
@@ -169,5 +167,6 @@ class MetricsLog:
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         self.close()
-        if kind is None and (fault := self.fault()):
+        fault = self.fault()
+        if kind is None and fault:
             raise UserError(f"{fault}; its last lines are lost")

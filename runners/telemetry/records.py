@@ -19,11 +19,12 @@ def completion_records(
     """A record for each completion, for completions.jsonl; docs/rewards.md lists the keys."""
     size = experience.rollout.num_generations
     rewards = experience.rewards_pg.reshape(-1).tolist()
-    lengths, played = experience.sampled_lengths.tolist(), experience.played
+    lengths = experience.sampled_lengths.tolist()
+    played = experience.played
     of_turns = _of_turns(experience)
-    advantages = [np.mean(row) for row in of_turns] or np.array(experience.advantages_pg).reshape(
-        -1
-    )
+    advantages = [float(np.mean(row)) for row in of_turns]
+    if not of_turns:
+        advantages = np.array(experience.advantages_pg).reshape(-1).tolist()
     finished = np.array(experience.rollout.finished_b).tolist()
     penalties = None if experience.penalty_b is None else experience.penalty_b.tolist()
     metrics = {name: mean_of(np.array(values)) for name, values in experience.logged.items()}
@@ -42,7 +43,7 @@ def completion_records(
             "reward": rewards[row],
             "rewards": {name: None if math.isnan(value) else value for name, value in values},
             **({"length_penalty": penalties[row]} if penalties else {}),
-            "advantage": float(advantages[row]),
+            "advantage": advantages[row],
             **({"turn_advantages": of_turns[row]} if of_turns else {}),
             "tokens": lengths[row],
             "finished": finished[row],
@@ -54,13 +55,12 @@ def completion_records(
 
 def _of_turns(experience: Experience) -> list[list[float]]:
     """The advantages of each row's turns; empty if they are those of whole completions."""
-    adv_pg, played = experience.advantages_pg, experience.played
-    if adv_pg.ndim == 2 or played is None:
+    played = experience.played
+    if experience.advantages_pg.ndim == 2 or played is None:
         return []
-    rows = np.array(adv_pg).reshape(len(played), -1)
-    return [
-        row[: max(each.counts["turns"], 1)].tolist() for row, each in zip(rows, played, strict=True)
-    ]
+    rows = np.array(experience.advantages_pg).reshape(len(played), -1)
+    turns = [max(each.counts["turns"], 1) for each in played]
+    return [row[:count].tolist() for row, count in zip(rows, turns, strict=True)]
 
 
 def evaluation_records(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,20 +71,16 @@ def rollout_metrics(
     that a reward logged keeps its name, unless one of these has that name.
     """
     steps = [tally.rewards_pg for tally in tallies]
-    rewards_pg, values_kb = (
-        np.concatenate(steps),
-        np.concatenate([t.values_kb for t in tallies], axis=1),
-    )
+    rewards_pg = np.concatenate(steps)
+    values_kb = np.concatenate([tally.values_kb for tally in tallies], axis=1)
     lengths = np.concatenate([tally.lengths_b for tally in tallies])
     finished = np.concatenate([tally.finished_b for tally in tallies])
     penalty_b = length_penalty(config, mx.array(lengths))
-    # a whole step is compared: its groups are as varied as it is
+    varied = is_varied(rewards_pg)
     if config.loss.baseline == "batch_mean":
-        varied = np.concatenate(
-            [np.repeat(is_varied(step.reshape(1, -1)), len(step)) for step in steps]
-        )
-    else:
-        varied = is_varied(rewards_pg)
+        # A whole step is compared: its groups are as varied as it is.
+        of_steps = [is_varied(step.reshape(1, -1)) for step in steps]
+        varied = np.repeat(np.concatenate(of_steps), list(map(len, steps)))
     logged: dict[str, list[float]] = {}
     for tally in tallies:
         for name, values in tally.logged.items():
@@ -115,7 +112,8 @@ def rollout_metrics(
     metrics["groups/taught"] = taught / (len(varied) + resampled)
     if taught:
         metrics["groups/tokens_per_taught"] = drawn / taught
-    return metrics | rate_metrics([each for tally in tallies for each in tally.outcomes])
+    outcomes = itertools.chain.from_iterable(tally.outcomes for tally in tallies)
+    return metrics | rate_metrics(list(outcomes))
 
 
 def _turn_metrics(tallies: Sequence[Tally]) -> dict[str, float]:
@@ -177,9 +175,9 @@ def loss_metrics(
         metrics["update_skipped"] = True
     if stats.num_tokens.item() == 0:
         return metrics
-    fields = ({"kl": "kl"} if has_reference else {}) | (
-        {"teacher/kl": "teacher_kl"} if has_teacher else {}
-    )
+    fields = {"kl": "kl"} if has_reference else {}
+    if has_teacher:
+        fields["teacher/kl"] = "teacher_kl"
     fields |= _OF_TOKENS | _OF_CLIPS.get(SURROGATES[spec.surrogate].clipped_sides, {})
     return metrics | {name: getattr(stats, field).item() for name, field in fields.items()}
 
@@ -227,12 +225,12 @@ class PartTimes:
         """`step_time`, `time/PART` of each part and `time/rest` in seconds;
         counting restarts at 0."""
         now = self._clock()
-        whole, self._started = now - self._started, now
-        parts: dict[str, float] = self._seconds
+        whole = now - self._started
+        parts = self._seconds
+        self._started = now
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        rest = whole - sum(parts.values())
         return {
             "step_time": whole,
-            **{f"time/{part}": s for part, s in parts.items()},
-            "time/rest": rest,
+            **{f"time/{part}": seconds for part, seconds in parts.items()},
+            "time/rest": whole - sum(parts.values()),
         }
