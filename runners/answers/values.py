@@ -140,8 +140,8 @@ def parse_quantity(text: str, unit: str | None = "") -> Quantity | None:
     no unit (``5 tenths``, ``2 pi``), more than 400 characters.
 
     Args:
-        unit: one that is accepted besides the known ones; None:
-            up to four plain words are one too, as in a reference answer.
+        unit: one that is accepted besides the known ones; if it is None, up to four plain words are
+            one too, as in a reference answer.
     """
     if len(text) > _MAX_NUMBER_CHARACTERS:
         return None

@@ -63,7 +63,8 @@ class _Server:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self.connection: Connection = ours
-        folder, shut = _SCRATCH, list[str]()
+        folder = _SCRATCH
+        shut: list[str] = []
         if sys.platform == "darwin":
             self.folder = tempfile.TemporaryDirectory(prefix="grpo-sandbox-")
             folder = os.path.realpath(self.folder.name)
@@ -88,9 +89,9 @@ class _Server:
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(json.dumps(filters).encode(), 60.0)
-        self.missing: list[str] = (
-            json.loads(greeting) if greeting else ["a Python that starts alone"]
-        )
+        self.missing: list[str] = ["a Python that starts alone"]
+        if greeting is not None:
+            self.missing = json.loads(greeting)
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """The answer to a message; None: the process has ended, or has been ended."""
@@ -160,11 +161,12 @@ def end_programs() -> None:
 def check_sandbox(*, partial: bool = False) -> list[str]:
     """The protections that are missing here; raises UserError if there are any,
     unless `partial`."""
-    if (missing := _missing()) and not partial:
+    missing = _missing()
+    if missing and not partial:
         raise UserError(
             "a model's programs run only in a whole sandbox, and this machine lacks "
-            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, or accept what is "
-            "missing (SECURITY.md) with answer.partial_sandbox = true"
+            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, "
+            "or accept what is missing (SECURITY.md) with answer.partial_sandbox = true"
         )
     return missing
 
@@ -183,10 +185,11 @@ def _seatbelt(folder: str) -> str:
     def paths(places: list[str]) -> str:
         return " ".join(f'(subpath "{place}")' for place in places)
 
+    private = ["/Users", "/Volumes", "/private/var", "/private/tmp", "/private/etc"]
     return (
         "(version 1)(allow default)(deny network*)(deny file-write*)"
         f'(allow file-write* {paths([folder])} (literal "/dev/null"))'
-        f"(deny file-read* {paths(['/Users', '/Volumes', '/private/var', '/private/tmp', '/private/etc'])})"
+        f"(deny file-read* {paths(private)})"
         f"(allow file-read* {paths([folder, os.path.realpath(sys.base_prefix)])})"
         "(deny process-info*)(deny signal)(allow signal (target self))"
         "(deny mach-lookup)(deny appleevent-send)"

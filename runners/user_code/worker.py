@@ -225,8 +225,8 @@ class Calls:
         self._waiting: deque[tuple[Any, tuple[Any, ...], float]] = deque()
 
     def submit(self, key: Any, *operation: Any, timeout: float, mode: str = THREAD) -> None:
-        """Starts an operation (its name and arguments: see `Worker`) for a key; `timeout` 0:
-        no limit."""
+        """Starts an operation (its name and arguments: see `Worker`) for a key;
+        `timeout` 0: no limit."""
         if mode == THREAD and self._workers:
             self._waiting.append((key, operation, timeout))
             self._start_waiting()
