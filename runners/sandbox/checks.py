@@ -1,7 +1,7 @@
 """The checks of a program's tests, made outside of its process, where it can change nothing.
 
-Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a claim of
-the program, which is read as plain data.
+Inside, `assert f(1) == 2` becomes a report of the value of `f(1)`; the 2 stays here. A report is a
+claim of the program, which is read as plain data.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def read_test(text: str) -> Test:
 
 
 def read_reports(output: bytes, mark: str) -> dict[int, list[list[Any]]]:
-    """The reports in a program's output by test, (check, values…) each; what is no plain data is left out."""
+    """The reports in a program's output by test, (check, values…) each;
+    what is no plain data is left out."""
     reports: dict[int, list[list[Any]]] = {}
     for line in output.decode("ascii", "replace").splitlines():
         if line.startswith(mark):
@@ -112,30 +113,27 @@ class _Rewriting(ast.NodeTransformer):
 
 
 def _compared(test: ast.expr) -> tuple[list[ast.expr], Callable[..., Any]] | None:
-    """What a comparison reports, and its verdict on that; None: the truth of this test is found inside."""
-    if not isinstance(test, ast.Compare) or len(test.ops) > 1:
-        return None
-    (kind,), left, (right,) = map(type, test.ops), test.left, test.comparators
-    holds = _COMPARISONS[kind]
-    known, wanted = _literal(left), _literal(right)
+    """What a comparison reports, and its verdict on that;
+    None: the truth of this test is found inside."""
+    match test:
+        case ast.Compare(left, [kind], [right]):
+            holds = _COMPARISONS[type(kind)]
+        case _:
+            return None
+    wanted = _literal(right)
     if wanted:
-        value, known = _distance(left) or (left, [])
-        if known:
-            return [value], lambda found: holds(abs(found - known[0]), wanted[0])
+        match left:
+            case ast.Call(ast.Name("abs"), [ast.BinOp(value, ast.Sub(), number)], []):
+                near = _literal(number)
+                if near:
+                    return [value], lambda found: holds(abs(found - near[0]), wanted[0])
         return [left], lambda found: holds(found, wanted[0])
-    if known and kind not in (ast.In, ast.NotIn):
+    known = _literal(left)
+    if known and not isinstance(kind, ast.In | ast.NotIn):
         return [right], lambda found: holds(known[0], found)
-    if kind in (ast.Eq, ast.NotEq):
+    if isinstance(kind, ast.Eq | ast.NotEq):
         # One report: they are no plain data, and it says whether their classes call them equal.
         return [left, right], lambda found, *other: holds(found, *(other or [True]))
-    return None
-
-
-def _distance(test: ast.expr) -> tuple[ast.expr, list[Any]] | None:
-    """Of `abs(f(1) - 0.5)` the `f(1)` and, in a list, the number."""
-    match test:
-        case ast.Call(ast.Name("abs"), [ast.BinOp(value, ast.Sub(), number)], []):
-            return (value, found) if (found := _literal(number)) else None
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import json
 import os
 import re
@@ -29,33 +30,37 @@ _BLOCK = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)^[ \t]*```", re.MULTILINE | re.DO
 
 # What a program has that looks into its own process, or says itself what equals what.
 _FORGES = re.compile(
-    r"\b(__eq__|__ne__|builtins|__builtins__|_getframe|currentframe|f_back|f_locals|f_globals|tb_frame"
-    r"|settrace|setprofile|ctypes|get_objects|get_referrers|__check__)\b"
+    r"\b(__eq__|__ne__|builtins|__builtins__|_getframe|currentframe|f_back|f_locals|f_globals"
+    r"|tb_frame|settrace|setprofile|ctypes|get_objects|get_referrers|__check__)\b"
 )
 
 
 def extract_code(text: str) -> str | None:
-    """The program in a model's text: its last whole block of Python between ``` lines, or all of it.
+    """The program in a model's text: its last whole block of Python between ``` lines,
+    or all of it.
 
-    A block without a language counts where none is called Python. None: there is no block, and the text as a
-    whole is no Python.
+    A block without a language counts where none is called Python. None: there is no block,
+    and the text as a whole is no Python.
     """
     blocks = [(language.strip("` \t\r").lower(), code) for language, code in _BLOCK.findall(text)]
     for languages in (_PYTHON, ("",)):
-        if found := [code for language, code in blocks if language in languages]:
-            return textwrap.dedent(found[-1])
+        programs = [code for language, code in blocks if language in languages]
+        if programs:
+            return textwrap.dedent(programs[-1])
     return text if _is_python(text) else None
 
 
 def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
-    """A problem's tests as its column has them: Python statements, or inputs with the output that each wants.
+    """A problem's tests as its column has them: Python statements,
+    or inputs with the output that each wants.
 
     Accepted: a list of statements (``assert f(1) == 2``), one text of statements, a list of
     ``{"input": …, "output": …}``, or these as JSON or Python. Raises ValueError for anything else.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         for read in (json.loads, ast.literal_eval):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # it may be a statement
+            # it may be a statement
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 value = read(value)
                 break
     if isinstance(value, str | dict):
@@ -63,26 +68,38 @@ def read_tests(value: Any) -> list[str] | list[dict[str, str]]:
     tests = list(value) if isinstance(value, list | tuple) else []
     if tests and all(isinstance(test, str) and test.strip() for test in tests):
         return tests
-    if tests and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests):
+    if tests and all(
+        isinstance(test, dict) and {"input", "output"} <= test.keys() for test in tests
+    ):
         return [{name: str(test[name]) for name in ("input", "output")} for test in tests]
     wanted = 'Python statements, or a list of {"input": …, "output": …}'
     raise ValueError(f"expected {wanted}, found {show(value)}")
 
 
 def passed_tests(text: str, tests: Any, limits: Limits = DEFAULT) -> list[bool]:
-    """Which tests the program in a model's text passes, in order; `limits` are for all of them together.
+    """Which tests the program in a model's text passes, in order;
+    `limits` are for all of them together.
 
-    With inputs the program runs once for each, and what it prints is compared without white space at the ends
-    of lines and of the text. Raises ValueError as `read_tests`, UserError where there is no sandbox.
+    With inputs the program runs once for each, and what it prints is compared without white space
+    at the ends of lines and of the text. Raises ValueError as `read_tests`, UserError where there
+    is no sandbox.
     """
-    code, cases = (extract_code(text) or "") if "```" in text else text, read_tests(tests)
+    code = text
+    if "```" in text:
+        code = extract_code(text) or ""
+    cases = read_tests(tests)
     inputs = [case for case in cases if isinstance(case, dict)]
     if inputs:
         return _printed(code, inputs, limits)
     wanted = [read_test(case) for case in cases if isinstance(case, str)]
-    mark, sources = secrets.token_hex(8), [test.source for test in wanted]
-    limits = attrs.evolve(limits, output=_REPORTS * limits.output)
-    reports = read_reports(run_program(code, tests=sources, mark=mark, limits=limits).output, mark)
+    mark = secrets.token_hex(8)
+    outcome = run_program(
+        code,
+        tests=[test.source for test in wanted],
+        mark=mark,
+        limits=attrs.evolve(limits, output=_REPORTS * limits.output),
+    )
+    reports = read_reports(outcome.output, mark)
     return [test.passed(reports.get(number, [])) for number, test in enumerate(wanted)]
 
 
@@ -91,15 +108,18 @@ def looks_forged(text: str) -> list[str]:
     return sorted(set(_FORGES.findall(text)))
 
 
-def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT) -> list[float]:
-    """The share of its tests that each text's program passes, as many at a time as there are processors.
+def score_programs(
+    texts: Sequence[str], tests: Sequence[str], limits: Limits = DEFAULT
+) -> list[float]:
+    """The share of its tests that each text's program passes,
+    as many at a time as there are processors.
 
     Raises UserError where there is no sandbox, ValueError as `read_tests`.
     """
     check_sandbox(partial=limits.partial)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            results = list(pool.map(lambda text, wanted: _known(text, wanted, limits), texts, tests))
+            results = list(pool.map(_known, texts, tests, itertools.repeat(limits)))
         except BaseException:  # an interrupt: nobody waits for what still runs
             pool.shutdown(wait=False, cancel_futures=True)
             end_programs()
@@ -107,10 +127,8 @@ def score_programs(texts: Sequence[str], tests: Sequence[str], limits: Limits = 
     return [sum(passed) / len(passed) for passed in results]
 
 
-@functools.lru_cache(maxsize=4096)
-def _known(text: str, tests: str, limits: Limits) -> list[bool]:
-    """`passed_tests`, once for a program that rewards and evaluation both ask about."""
-    return passed_tests(text, tests, limits)
+# Once for a program that rewards and evaluation both ask about.
+_known = functools.lru_cache(maxsize=4096)(passed_tests)
 
 
 def _is_python(text: str) -> bool:
@@ -129,9 +147,8 @@ def _printed(code: str, cases: Sequence[dict[str, str]], limits: Limits) -> list
         outcome = run_program(code, stdin=case["input"], limits=limits)
         if outcome.code == -signal.SIGKILL:
             break
-        passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(
-            case["output"].encode("utf-8", "replace")
-        )
+        wanted = case["output"].encode("utf-8", "replace")
+        passed[number] = outcome.code == 0 and _lines(outcome.output) == _lines(wanted)
         left = limits.processor_seconds - outcome.processor_seconds
         limits = attrs.evolve(limits, seconds=end - time.monotonic(), processor_seconds=left)
         if min(limits.seconds, left) <= 0:

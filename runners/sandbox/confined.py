@@ -1,9 +1,10 @@
 """A process that shuts itself off from its machine and then runs programs; `sandbox.py` starts it.
 
-It is a script that needs the standard library alone. It answers the first message with the protections that
-are missing, and each task with the program's exit code, processor time and output. For each task it forks a
-guard, which enforces the time limit, and the guard forks the program. A program therefore starts with its
-modules loaded, and needs nothing of the machine but the files of the standard library.
+It is a script that needs the standard library alone. It answers the first message with the
+protections that are missing, and each task with the program's exit code, processor time and output.
+For each task it forks a guard, which enforces the time limit, and the guard forks the program. A
+program therefore starts with its modules loaded, and needs nothing of the machine but the files of
+the standard library.
 """
 
 # pyright: basic
@@ -26,19 +27,40 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-# Loaded before the root is changed: what programs import often, and what needs libraries of the system.
-MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions functools hashlib
-heapq itertools lzma math operator random re sqlite3 ssl statistics string typing uuid zlib"""
+# Loaded before the root is changed: what programs import often,
+# and what needs libraries of the system.
+MODULES = """asyncio bisect bz2 collections copy dataclasses datetime decimal enum fractions
+functools hashlib heapq itertools lzma math operator random re sqlite3 ssl statistics string typing
+uuid zlib"""
 LINUX = sys.platform == "linux"
-# ROOT is any folder that every system has.
-ROOT, SCRATCH, ZONES = "/sys", "/scratch", "/usr/share/zoneinfo"
-# Flags of unshare and of mount; numbers of prctl's options, of keyctl, and of Landlock's first call.
-NEW_MOUNTS, NEW_PROCESSES, NEW_USERS, NEW_OTHERS = 0x20000, 0x20000000, 0x10000000, 0x4C000000
-READ_ONLY, BARE, NO_PROGRAMS, REMOUNT, BIND, PRIVATE = 1, 2 | 4, 8, 32, 4096, 1 << 14 | 1 << 18
-DEATH_SIGNAL, FILTER, NO_NEW_RIGHTS = 1, 22, 38
-KEYRING, LANDLOCK = {"x86_64": 250, "aarch64": 219}, 444
-LIBRARY, ALL_RIGHTS = 1 | 4 | 8, 0x1FFF  # reading and mapping files, reading folders; everything
-REPORT, LEASH = 3, 4  # descriptors of a program: for reports, and one that is open while it lives
+ROOT = "/sys"  # of the programs; any folder that every system has
+SCRATCH = "/scratch"
+LIBRARY = list(filter(os.path.isdir, (*sys.path, "/usr/share/zoneinfo")))
+# Flags of unshare.
+NEW_MOUNTS = 0x20000
+NEW_PROCESSES = 0x20000000
+NEW_USERS = 0x10000000
+NEW_OTHERS = 0x4C000000
+# Flags of mount.
+READ_ONLY = 1
+BARE = 2 | 4
+NO_PROGRAMS = 8
+REMOUNT = 32
+BIND = 4096
+PRIVATE = 1 << 14 | 1 << 18
+# Options of prctl.
+DEATH_SIGNAL = 1
+FILTER = 22
+NO_NEW_RIGHTS = 38
+# System calls: keyctl, and the first of Landlock's three.
+KEYCTL = {"x86_64": 250, "aarch64": 219}
+LANDLOCK = 444
+# Rights of Landlock: reading and mapping files, reading folders; everything.
+READING = 1 | 4 | 8
+ALL_RIGHTS = 0x1FFF
+# Descriptors of a program: for reports, and one that is open while it lives.
+REPORT = 3
+LEASH = 4
 LONGEST = 100_000  # characters of a report
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,10 +80,12 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 class Sandbox:
-    """What shuts off the programs of this process; `missing` says what does not, with the reason."""
+    """What shuts off the programs of this process; `missing` says what does not,
+    with the reason."""
 
     def __init__(self, filters):
-        """Shuts this process off; `filters` of system calls: with and without files of the program's own."""
+        """Shuts this process off; `filters` of system calls:
+        with and without files of the program's own."""
         self.missing = []
         self.user = 0  # of a program's own; 0: that of this process
         self.namespaces = False
@@ -72,11 +96,14 @@ class Sandbox:
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go where memory ends
         with suppress(OSError, KeyError):  # without the call there are no keys
-            call("syscall", KEYRING[os.uname().machine], 1, None)
+            call("syscall", KEYCTL[os.uname().machine], 1, None)
         first, _, count = map(int, Path("/proc/self/uid_map").read_text().splitlines()[-1].split())
         library = Path(os.__file__)
         is_open = all(place.stat().st_mode & 1 for place in library.parents)
-        for name, protect in ("namespaces", self.enter_namespaces), ("Landlock", self.restrict_files):
+        for name, protect in (
+            ("namespaces", self.enter_namespaces),
+            ("Landlock", self.restrict_files),
+        ):
             try:
                 protect()
                 break  # Landlock is for machines without namespaces
@@ -84,12 +111,14 @@ class Sandbox:
                 self.missing.append(f"{name} ({error.strerror})")
         self.namespaces = not self.missing
         if os.geteuid() == 0 and count > 60_000:  # root has no bound on its threads
-            self.user = first + count - 3 - int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
-            if not (library.stat().st_mode & 4 and (self.namespaces or is_open)):
+            if library.stat().st_mode & 4 and (self.namespaces or is_open):
+                drawn = int.from_bytes(os.urandom(4)) % min(count // 2, 10**9)
+                self.user = first + count - 3 - drawn
+            else:
                 self.missing.append("a user of its own (only root can read its Python)")
-                self.user = 0
         self.filter = bytes.fromhex(filters[not self.namespaces])
-        self.missing += [] if self.filter else [f"seccomp (not for {os.uname().machine})"]
+        if not self.filter:
+            self.missing.append(f"seccomp (not for {os.uname().machine})")
 
     def enter_namespaces(self):
         """A root of nothing but the standard library, read-only, a null device and a folder."""
@@ -103,7 +132,7 @@ class Sandbox:
                 Path(f"/proc/self/{name}").write_text(f"{number} {number} 1")
         mount(None, "/", flags=PRIVATE)
         mount("none", ROOT, "tmpfs", BARE, "mode=755,size=1m")
-        for place in filter(os.path.isdir, (*sys.path, ZONES)):
+        for place in LIBRARY:
             os.makedirs(ROOT + place, exist_ok=True)
             mount(os.path.realpath(place), ROOT + place, flags=BIND)
             kept = os.statvfs(place).f_flag & NO_PROGRAMS
@@ -122,8 +151,8 @@ class Sandbox:
     def restrict_files(self):
         """No file can be read but the standard library's, and none written."""
         rules = call("syscall", LANDLOCK, struct.pack("Q", ALL_RIGHTS), 8, 0)
-        for place in filter(os.path.isdir, (*sys.path, ZONES)):
-            rule = struct.pack("=Qi", LIBRARY, os.open(place, os.O_PATH | os.O_CLOEXEC))
+        for place in LIBRARY:
+            rule = struct.pack("=Qi", READING, os.open(place, os.O_PATH | os.O_CLOEXEC))
             call("syscall", LANDLOCK + 1, rules, 1, rule, 0)
         call("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
         call("syscall", LANDLOCK + 2, rules, 0)
@@ -134,16 +163,22 @@ class Sandbox:
             call("unshare", NEW_MOUNTS | NEW_PROCESSES)
             options = f"mode=1777,size={limits['disk']},nr_inodes=10000"
             mount("none", SCRATCH, "tmpfs", BARE | NO_PROGRAMS, options)
-        os.chdir(SCRATCH if self.namespaces else "/" if LINUX else os.environ["HOME"])
+            os.chdir(SCRATCH)
+        elif not LINUX:
+            os.chdir(os.environ["HOME"])
 
     def drop_rights(self, limits):
         """In the program: its limits, then a user without rights, then the filter."""
-        # A core of 1 byte: the one limit at which a handler of dumps is not called either.
-        most = {"CORE": 1, "NOFILE": 64, "FSIZE": limits["disk"]}
-        most["CPU"] = limits["processor_seconds"]
+        most = {
+            "CORE": 1,  # byte: the one limit at which a handler of dumps is not called either
+            "CPU": limits["processor_seconds"],
+            "FSIZE": limits["disk"],
+            "NOFILE": 64,
+        }
         if LINUX:
             most |= {"AS": self.memory + limits["memory"], "MEMLOCK": 0, "SIGPENDING": 64}
-        if self.user or self.namespaces or not LINUX:  # else it would count the user's other processes
+        # else it would count the user's other processes
+        if self.user or self.namespaces or not LINUX:
             most["NPROC"] = limits["threads"]
         for name, value in most.items():
             with suppress(ValueError, OSError):  # a lower one holds already; macOS lacks some
@@ -234,7 +269,8 @@ def check(mark, test, number, *values, write=os.write):
 
 
 def plain(value):
-    """A value of Python's own types as JSON has it, whatever its class says; else `{"object": []}`."""
+    """A value of Python's own types as JSON has it, whatever its class says;
+    else `{"object": []}`."""
     for base, told in PLAIN.items():
         if isinstance(value, base):
             return told(value)

@@ -1,7 +1,8 @@
 """Runs a Python program that nobody has read, shut off from network, files, processes and secrets.
 
-Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program sees this
-Python's standard library, read-only, and an empty folder. `confined.py` runs inside, a process a core.
+Linux: namespaces, or Landlock, with a filter of system calls. macOS: `sandbox-exec`. The program
+sees this Python's standard library, read-only, and an empty folder. `confined.py` runs inside, a
+process a core.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class _Server:
     def __init__(self) -> None:
         ours, theirs = Pipe()
         self.connection: Connection = ours
-        folder, shut = _SCRATCH, list[str]()
+        folder = _SCRATCH
+        shut: list[str] = []
         if sys.platform == "darwin":
             self.folder = tempfile.TemporaryDirectory(prefix="grpo-sandbox-")
             folder = os.path.realpath(self.folder.name)
@@ -74,7 +76,12 @@ class _Server:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"},
+                env={
+                    "HOME": folder,
+                    "TMPDIR": folder,
+                    "PATH": "/usr/bin:/bin",
+                    "LC_ALL": "C.UTF-8",
+                },
                 cwd="/",
                 start_new_session=True,
             )
@@ -82,7 +89,9 @@ class _Server:
         machine = platform.machine()
         filters = [system_call_filter(machine, own_files=own).hex() for own in (True, False)]
         greeting = self.ask(json.dumps(filters).encode(), 60.0)
-        self.missing: list[str] = json.loads(greeting) if greeting else ["a Python that starts alone"]
+        self.missing: list[str] = ["a Python that starts alone"]
+        if greeting is not None:
+            self.missing = json.loads(greeting)
 
     def ask(self, message: bytes, seconds: float) -> bytes | None:
         """The answer to a message; None: the process has ended, or has been ended."""
@@ -117,8 +126,9 @@ def run_program(
 ) -> Outcome:
     """Runs a Python program's text to its end or to a limit; nothing of it is left afterwards.
 
-    With `tests`, Python statements, the output is their reports, each a line that begins with `mark`, as
-    `confined.check` writes them. Raises UserError where there is no whole sandbox, unless `limits.partial`.
+    With `tests`, Python statements, the output is their reports, each a line that begins with
+    `mark`, as `confined.check` writes them. Raises UserError where there is no whole sandbox,
+    unless `limits.partial`.
     """
     check_sandbox(partial=limits.partial)
     return _run(program, stdin, tests, mark, limits)
@@ -149,12 +159,14 @@ def end_programs() -> None:
 
 
 def check_sandbox(*, partial: bool = False) -> list[str]:
-    """The protections that are missing here; raises UserError if there are any, unless `partial`."""
-    if (missing := _missing()) and not partial:
+    """The protections that are missing here; raises UserError if there are any,
+    unless `partial`."""
+    missing = _missing()
+    if missing and not partial:
         raise UserError(
             "a model's programs run only in a whole sandbox, and this machine lacks "
-            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, or accept what is "
-            "missing (SECURITY.md) with answer.partial_sandbox = true"
+            f"{', '.join(missing)}; on Linux allow user namespaces, also in a container, "
+            "or accept what is missing (SECURITY.md) with answer.partial_sandbox = true"
         )
     return missing
 
@@ -173,10 +185,11 @@ def _seatbelt(folder: str) -> str:
     def paths(places: list[str]) -> str:
         return " ".join(f'(subpath "{place}")' for place in places)
 
+    private = ["/Users", "/Volumes", "/private/var", "/private/tmp", "/private/etc"]
     return (
         "(version 1)(allow default)(deny network*)(deny file-write*)"
         f'(allow file-write* {paths([folder])} (literal "/dev/null"))'
-        f"(deny file-read* {paths(['/Users', '/Volumes', '/private/var', '/private/tmp', '/private/etc'])})"
+        f"(deny file-read* {paths(private)})"
         f"(allow file-read* {paths([folder, os.path.realpath(sys.base_prefix)])})"
         "(deny process-info*)(deny signal)(allow signal (target self))"
         "(deny mach-lookup)(deny appleevent-send)"

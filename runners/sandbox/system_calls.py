@@ -1,7 +1,9 @@
-"""The system calls that a Python program needs, as a filter for the kernel: every other one does not exist.
+"""The system calls that a Python program needs, as a filter for the kernel:
+every other one does not exist.
 
-Not among them: processes, sockets but a pair of connected ones, memory outside of the address space (files
-in memory, shared segments, rings), keys, namespaces, tracing, and settings of other processes.
+Not among them: processes, sockets but a pair of connected ones, memory outside of the address space
+(files in memory, shared segments, rings), keys, namespaces, tracing, and settings of other
+processes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ renameat:264:38 renameat2:316:276 link:86: linkat:265:37 symlink:88: symlinkat:2
 fchmod:91:52 fchmodat:268:53 truncate:76:45 fallocate:285:47 utimensat:280:88 kill:62:129
 tkill:200:130 tgkill:234:131
 """
-# Allowed if an argument is one of these: families, requests, commands, this process, the flags of a thread.
+# Allowed if an argument is one of these: families, requests, commands, this process,
+# the flags of a thread.
 _IF_EQUAL = {
     "socketpair:53:199": (0, (1,)),
     "prlimit64:302:261": (0, (0,)),
@@ -48,13 +51,23 @@ _IF_EQUAL = {
     "fcntl:72:25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030)),
     "clone:56:220": (0, (0x3D0F00, 0x7D0F00)),  # as glibc and musl make one
 }
-_OPENAT, _WRITING = "openat:257:56", os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_OPENAT = "openat:257:56"
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 # The column above, and the number of the processor in the kernel.
 _ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-_LOAD, _EQUAL, _SHARED, _RETURN = 0x20, 0x15, 0x45, 0x06  # the kernel's instructions
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.ENOSYS
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in what a filter sees
+# The kernel's instructions.
+_LOAD = 0x20
+_EQUAL = 0x15
+_SHARED = 0x45
+_RETURN = 0x06
+# What a filter returns.
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050000 | errno.ENOSYS
+# Offsets in what a filter sees.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_ARGUMENTS = 16
 
 
 def system_call_filter(machine: str, *, own_files: bool) -> bytes:
@@ -66,7 +79,8 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
     if machine not in _ARCHITECTURES:
         return b""
     column, name = _ARCHITECTURES[machine]
-    allow, refuse = _step(_RETURN, _ALLOW), _step(_RETURN, _REFUSE)
+    allow = _step(_RETURN, _ALLOW)
+    refuse = _step(_RETURN, _REFUSE)
     code = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, name, 1),
@@ -75,7 +89,8 @@ def system_call_filter(machine: str, *, own_files: bool) -> bytes:
     ]
 
     def rule(call: str, steps: bytes) -> None:
-        if number := call.split(":")[column]:
+        number = call.split(":")[column]
+        if number:
             code.extend([_step(_EQUAL, int(number), 0, len(steps) // 8), steps])
 
     for call in f"{_CALLS} {_OWN if own_files else ''}".split():
