@@ -65,7 +65,10 @@ def _show(checked: RewardCheck, sample: int) -> None:
     if checked.rewards and checked.knows_right:
         echo("mean rewards")
         named = zip(checked.rewards, checked.values_kan, strict=True)
-        rows = [("", *checked.kinds), *((name, *map(_mean, values_an)) for name, values_an in named)]
+        rows = [
+            ("", *checked.kinds),
+            *((name, *map(_mean, values_an)) for name, values_an in named),
+        ]
         for line in aligned(rows, right=range(1, len(rows[0]))):
             echo(f"  {line}")
     elif checked.rewards:
@@ -74,10 +77,14 @@ def _show(checked: RewardCheck, sample: int) -> None:
         echo(f"warning: {warning}")
 
 
-def _show_sampled(completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]) -> None:
+def _show_sampled(
+    completions: Sequence[tuple[Example, Completion]], warnings: Sequence[str]
+) -> None:
     """Shows real completions: the text, what was read from it as the answer, and each reward."""
     for number, (example, one) in enumerate(completions, 1):
-        echo(f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}")
+        echo(
+            f"completion {number} of {len(completions)}, {one.tokens} tokens, ended by {one.finish}"
+        )
         echo_text(indent(one.text.rstrip("\n"), "  + ", lambda line: True))
         if one.right is not None:
             verdict = "right" if one.right else f"wrong, the gold answer is {example.answer}"
@@ -139,7 +146,9 @@ def difficulty_command(
     kinds = {"never passed": sum(rate == 0 for rate in rates)}
     low = 0.0
     for name, high in BANDS.items():
-        kinds[f"{name}, {low:.0%} to {min(high, 1):.0%}"] = sum(low <= r < high and 0 < r < 1 for r in rates)
+        kinds[f"{name}, {low:.0%} to {min(high, 1):.0%}"] = sum(
+            low <= r < high and 0 < r < 1 for r in rates
+        )
         low = high
     kinds["always passed"] = sum(rate == 1 for rate in rates)
     echo(f"{len(rates):,} prompts; {sum(rates) / len(rates):.1%} of the completions passed")

@@ -46,7 +46,11 @@ def convert_command(source: str, out: Path, dtype: str | None, **values: Any) ->
     startup.prepare()
     from runners.conversion.convert import convert
 
-    how = {"quantization": quantization_of(values), "dtype": dtype or "", "note": partial(echo, err=True)}
+    how = {
+        "quantization": quantization_of(values),
+        "dtype": dtype or "",
+        "note": partial(echo, err=True),
+    }
     named = ("dequantize", "step", "text_only", "force", "trust_remote_code", "column", "calibrate")
     convert(source, out, **how, **{name: values[name] for name in named})
     echo_weights(out)

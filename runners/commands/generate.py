@@ -72,7 +72,13 @@ messages, turns, calls, failures and, if the environment gives one, reward.
 """,
 )
 def generate_command(
-    model: str, prompt: str | None, prompts: str, num: int, out: str, images: tuple[str, ...], **values: Any
+    model: str,
+    prompt: str | None,
+    prompts: str,
+    num: int,
+    out: str,
+    images: tuple[str, ...],
+    **values: Any,
 ) -> None:
     """Let a model answer one prompt, or many.
 
@@ -82,7 +88,9 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]):
+    if images and (
+        prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
+    ):
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
     from runners.data.messages import conversation, read_prompts
 
@@ -109,7 +117,9 @@ def generate_command(
         watched = {"should_stop": lambda: interrupts.stopped, "speed": speed}
         if prompts or num > 1 or out or environments:
             with open(out or os.devnull, "w", encoding="utf-8") as file:
-                write = partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
+                write = (
+                    partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
+                )
                 for row in _rows(loaded, conversations, num, values, environments, **watched):
                     write(json_line(row))
         else:
