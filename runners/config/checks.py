@@ -30,7 +30,9 @@ from runners.files.run_files import COMPLETIONS
 
 EXPECTED_MODEL = f'"{EMBEDDED}", a model folder or a name on the Hugging Face Hub'
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-_EXPECTED_DATA = f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
+_EXPECTED_DATA = (
+    f'"{EMBEDDED}", a file or folder ({", ".join(_DATA_SUFFIXES)}) or a name on the Hub'
+)
 _GSM8K = "openai/gsm8k"
 _BUDGETED = ("affine-3", "affine-4", "affine-6")
 
@@ -63,7 +65,8 @@ def check_sections(built: Mapping[str, Any], found: Settings) -> dict[str, Any]:
 
     Faults go to `found.problems`, one line each.
     """
-    result, paths = dict(built), _Paths(found)
+    result = dict(built)
+    paths = _Paths(found)
     for key, resolved in _RESOLVED.items():
         section, name = key.split(".")
         if built[section] is not None:
@@ -83,9 +86,11 @@ class _Paths:
     found: Settings
 
     def task(self, answer: Any, data: Any, reward: Any) -> dict[str, Any]:
-        """The three sections with what belongs to the form of answers, where the config does not set it.
+        """The three sections with what belongs to the form of answers, where the config does not
+        set it.
 
-        The form's prompt is put only before questions of a chat: other texts and messages are whole prompts.
+        The form's prompt is put only before questions of a chat: other texts and messages are whole
+        prompts.
         """
 
         def given(key: str) -> bool:
@@ -97,7 +102,9 @@ class _Paths:
         if given("data.answer") and data.answer and self.is_example(functions):
             functions = REWARD_NAMES
             chosen = False
-            self.found.notices.append(f"{self.found.label}: data.answer replaces the example reward")
+            self.found.notices.append(
+                f"{self.found.label}: data.answer replaces the example reward"
+            )
         if not given("answer.form"):
             own = bool(functions) and not {*functions} & {*REWARD_NAMES, TASK_SCORE}
             answer = attrs.evolve(answer, form=NONE if own or not data.answer else answer.form)
@@ -119,7 +126,10 @@ class _Paths:
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
-        prompt = {"system_prompt": asks.instruction if asks else "", "nudge": asks.nudge if asks else ""}
+        prompt = {
+            "system_prompt": asks.instruction if asks else "",
+            "nudge": asks.nudge if asks else "",
+        }
         prompt = {key: value for key, value in prompt.items() if not given(f"data.{key}")}
         return {
             "answer": answer,
@@ -131,12 +141,18 @@ class _Paths:
         return name if name == SELF else self.source(name, key, EXPECTED_MODEL, (".safetensors",))
 
     def data(self, name: str, key: str) -> str:
-        return name if name.startswith(TASKS) else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+        return (
+            name
+            if name.startswith(TASKS)
+            else self.source(name, key, _EXPECTED_DATA, _DATA_SUFFIXES)
+        )
 
     def completions(self, name: str, key: str) -> str:
         """A file, or that of a run's folder."""
         place = self.existing(name) if name else None
-        return self.file(os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key)
+        return self.file(
+            os.path.join(place, COMPLETIONS) if place and os.path.isdir(place) else name, key
+        )
 
     def tools(self, names: tuple[str, ...], key: str) -> tuple[str, ...]:
         expected = f"{FUNCTION_FORMS}, or a file whose functions are tools"
@@ -155,12 +171,16 @@ class _Paths:
         return tuple(name if name in REWARD_NAMES else one(name) for name in names)
 
     def function(self, name: str, key: str, expected: str = FUNCTION_FORMS, hint: str = "") -> str:
-        """A custom function as a config names it, with the path of a Python file resolved; empty: none."""
+        """A custom function as a config names it, with the path of a Python file resolved; empty:
+        none.
+        """
         module, _, function = name.rpartition(":")
         is_file = module.endswith(".py")
         if not name:
             return name
-        if not function.isidentifier() or not (is_file or all(map(str.isidentifier, module.split(".")))):
+        if not function.isidentifier() or not (
+            is_file or all(map(str.isidentifier, module.split(".")))
+        ):
             self.found.fault(key, f"expected {expected}, found {show(name)}{hint}")
             return name
         return f"{self.file(module, key)}:{function}" if is_file else name
@@ -175,17 +195,25 @@ class _Paths:
     def file(self, name: str, key: str, kind: str = "file") -> str:
         """The path of a file, or of a folder, that has to exist; empty: none."""
         path = self.existing(name) if name else ""
-        if path is None or (path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)):
+        if path is None or (
+            path and not (os.path.isdir if kind == "folder" else os.path.isfile)(path)
+        ):
             self.found.fault(key, f"no such {kind}: {show(name)}")
         return path or name
 
     def source(self, name: str, key: str, expected: str, suffixes: tuple[str, ...]) -> str:
-        """The path of a model or of data; a shipped name and a possible name on the Hub stay as they are."""
+        """The path of a model or of data; a shipped name and a possible name on the Hub stay as
+        they are.
+        """
         if name in SHIPPED or not name:
             return name
         if (path := self.existing(name)) is not None:
             return path
-        is_path = name.startswith((".", "/", "~")) or name.endswith(("/", *suffixes)) or name.count("/") > 1
+        is_path = (
+            name.startswith((".", "/", "~"))
+            or name.endswith(("/", *suffixes))
+            or name.count("/") > 1
+        )
         if other := other_name(name):
             self.found.fault(key, f"{show(name)} is {other}")
         elif is_path:
@@ -198,7 +226,9 @@ class _Paths:
         """The first that exists: `path` itself, with ~ expanded, or beside the config file."""
         expanded = os.path.expanduser(path)
         beside = os.path.normpath(os.path.join(self.found.folder, expanded))
-        return next((candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None)
+        return next(
+            (candidate for candidate in (expanded, beside) if os.path.exists(candidate)), None
+        )
 
 
 _RESOLVED: dict[str, Callable[[_Paths, Any, str], Any]] = {
@@ -259,7 +289,9 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     or_measured = "or an env.factory whose class has get_reward"
     unread = f' with answer.form = "{NONE}"' if built["answer"].form == NONE else ""
     tuned = f"model.tune = {show(model.tune)}, where the reference is the unchanged base"
-    packed = f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+    packed = (
+        f"loss.ref_quantization = {show(loss.ref_quantization)}, which keeps nothing to mix with"
+    )
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
             f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"),

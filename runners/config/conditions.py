@@ -60,4 +60,6 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
     if condition.metric in known:
         return ""
     hint = did_you_mean(condition.metric, known)
-    return f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"
+    return (
+        f"expected a number of the log such as em, reward, kl or entropy, found {show(text)}{hint}"
+    )

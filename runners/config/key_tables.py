@@ -28,7 +28,8 @@ def explain(name: str) -> str:
 
 def cells(field: attrs.Attribute) -> tuple[str, str, str, str]:
     """Type, default, range and meaning of a key, in Markdown."""
-    choices, within = rules.choices_of(field), field.metadata["range"]
+    choices = rules.choices_of(field)
+    within = field.metadata["range"]
     kind = "choice" if choices else rules.words(field.type).removeprefix("an ").removeprefix("a ")
     limits = ", ".join(f"`{choice}`" for choice in choices) or within
     if within and (within[0] in "<>-0123456789" or within[-1].isdigit()):

@@ -50,7 +50,9 @@ class Config:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders in which custom files and modules are searched: the current one, then the config's."""
+        """The folders in which custom files and modules are searched: the current one, then the
+        config's.
+        """
         return (Path.cwd(), *([self.settings.folder] if self.settings else []))
 
     @property
@@ -104,7 +106,8 @@ class Config:
 
         spec = self.loss_spec()
         recipe = PRESETS[self.loss.preset]
-        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the batch.
+        # GDPO normalises each reward in its group first, so the sum is centred and scaled over the
+        # batch.
         gdpo = self.reward.aggregate == "normalize_then_sum"
         of_batch = self.loss.baseline == "batch_mean" and recipe.scale == "group"
         preset_values = {
@@ -112,9 +115,13 @@ class Config:
             "baseline": "batch_mean" if gdpo else recipe.baseline,
             "scale": "batch" if gdpo or of_batch else recipe.scale,
             "dynamic_sampling": recipe.dynamic_sampling,
-            "overlong": sections.OverlongConfig(buffer=round(recipe.overlong * self.rollout.max_new_tokens)),
+            "overlong": sections.OverlongConfig(
+                buffer=round(recipe.overlong * self.rollout.max_new_tokens)
+            ),
         }
-        absent = {name: value for name, value in preset_values.items() if getattr(self.loss, name) is None}
+        absent = {
+            name: value for name, value in preset_values.items() if getattr(self.loss, name) is None
+        }
         complete = self.having("loss", **absent)
         _check_complete(complete)
         return complete
@@ -125,7 +132,9 @@ class Config:
             name: attrs.asdict(
                 getattr(self, name),
                 filter=lambda _, value: value is not None,
-                value_serializer=lambda _, __, value: list(value) if isinstance(value, tuple) else value,
+                value_serializer=lambda _, __, value: (
+                    list(value) if isinstance(value, tuple) else value
+                ),
             )
             for name in SECTIONS
         }
@@ -136,7 +145,9 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = {
-    field.name: field.type for field in attrs.fields(attrs.resolve_types(Config)) if field.name != "settings"
+    field.name: field.type
+    for field in attrs.fields(attrs.resolve_types(Config))
+    if field.name != "settings"
 }
 
 
@@ -147,17 +158,21 @@ def load_config(
     recorded: Mapping[str, Mapping[str, Any]] | None = None,
     label: str = "--set",
 ) -> Config:
-    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value` overrides.
+    """The config of a TOML file, or of the packaged preset of that name, with `section.key=value`
+    overrides.
 
-    It may also be a run's config.resolved.json. None means the defaults with the overrides; then `recorded`
-    may give values by section and key, which messages call `label`.
+    It may also be a run's config.resolved.json. None means the defaults with the overrides; then
+    `recorded` may give values by section and key, which messages call `label`.
 
     Relative paths in it are looked up in the current folder first, then beside the file.
 
     Raises:
-        ConfigError: one line for every fault: file, key, what was expected and found, the nearest spelling.
+        ConfigError: one line for every fault: file, key, what was expected and found, the nearest
+            spelling.
     """
-    found = Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
+    found = (
+        Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
+    )
     for section, table in (recorded or {}).items():
         found.put((section,), table, label)
     for override in overrides:
@@ -175,7 +190,8 @@ def load_config(
 def write_resolved(config: Config) -> Path:
     """Writes output_dir/name/config.resolved.json, sections only, and returns its path.
 
-    A crash leaves either the old or the new file. Raises UserError if the folder cannot be written to.
+    A crash leaves either the old or the new file. Raises UserError if the folder cannot be written
+    to.
     """
     path = Path(config.run.output_dir) / config.run.name / RESOLVED
     content = json.dumps(config.to_dict(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -184,12 +200,15 @@ def write_resolved(config: Config) -> Path:
 
 
 def _check_complete(config: Config) -> None:
-    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups without
-    variance divided by their own deviation, and unknown mechanisms."""
+    """Raises ConfigError for what only the core knows: keys without a reference or turns, groups
+    without variance divided by their own deviation, and unknown mechanisms."""
     from grpo_fn.backends import check_mechanism
 
-    loss, turns, faults = config.loss, config.env.answers, []
-    of_batch, of_turn = loss.baseline == "batch_mean", loss.baseline == "turn"
+    loss = config.loss
+    turns = config.env.answers
+    faults = []
+    of_batch = loss.baseline == "batch_mean"
+    of_turn = loss.baseline == "turn"
     about_turns = "[env], whose turns it is about"
     for key, wrong, expected in (
         ("loss.ref_sync_every", loss.ref_sync_every and not loss.beta,
@@ -243,7 +262,8 @@ def _build(name: str, raw: Any, found: Settings) -> Any:
     """A section from its raw table; None if it has faults, which are added to `found.problems`."""
     before = len(found.problems)
     values = known_values((name,), raw, found)
-    if name == "model" and isinstance(raw, Mapping) and "path" not in raw:  # the one key without a default
+    # the one key without a default
+    if name == "model" and isinstance(raw, Mapping) and "path" not in raw:
         found.fault((name, "path"), f"expected a string: {checks.EXPECTED_MODEL}, found nothing")
     return None if len(found.problems) > before else rules.structure(values, SECTIONS[name])
 
