@@ -44,7 +44,10 @@ COMMANDS = {
     "watch": "runners.commands.report:watch_command",
     "doctor": "runners.commands.doctor:doctor_command",
 }
-"""The commands of `grpo`: name → module:attribute. A module imports only click until its command runs."""
+"""The commands of `grpo`: name → module:attribute.
+
+A module imports only click until its command runs.
+"""
 
 _LAST = "the last one"  # --resume without a value
 VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
@@ -109,7 +112,9 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
     CONFIG is a TOML file, or the name of a packaged preset such as quickstart. MLX-GRPO's TOML files work as
     they are.
     """
-    overwrite, allowed, dry_run = (flags[name] for name in ("overwrite", "allow_config_change", "dry_run"))
+    overwrite, allowed, dry_run = (
+        flags[name] for name in ("overwrite", "allow_config_change", "dry_run")
+    )
     if resume is not None and overwrite:
         raise click.UsageError("--resume continues a run, --overwrite starts over: found both.")
     if resume is None and allowed:
@@ -132,7 +137,10 @@ def run_command(config: str, overrides: Sequence[str], resume: str | None, **fla
         return
     command = _command()
     try:
-        with StopSignals(to_stderr if leads else lambda text: None) as signals, ExitStack() as stack:
+        with (
+            StopSignals(to_stderr if leads else lambda text: None) as signals,
+            ExitStack() as stack,
+        ):
             if place:
                 stack.callback(signals.ignore_launcher)
             _run(config, overrides, place, signals, how)
@@ -186,7 +194,8 @@ def main() -> None:
 
 def _command() -> str:
     """The command of this run without its other options, spelled as it was called."""
-    context, called = click.get_current_context(), sys.argv[0]
+    context = click.get_current_context()
+    called = sys.argv[0]
     program = context.command_path
     if Path(called).name == program.split()[0] and shutil.which(program.split()[0]) is None:
         program = called + program.removeprefix(Path(called).name)  # as in .venv/bin/grpo-run
@@ -197,7 +206,11 @@ def _command() -> str:
 
 
 def _run(
-    name: str, overrides: Sequence[str], place: RankPlace | None, signals: StopSignals, how: dict[str, Any]
+    name: str,
+    overrides: Sequence[str],
+    place: RankPlace | None,
+    signals: StopSignals,
+    how: dict[str, Any],
 ) -> None:
     from runners.config.loading import load_config
     from runners.machine import startup
