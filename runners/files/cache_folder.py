@@ -32,8 +32,8 @@ def kept_folder(*names: str) -> Path:
 
 
 def remember(kind: str, digest: str) -> None:
-    """Notes a digest, such as one of a content that was checked; in a cache that others can write to, or
-    without room, nothing is noted."""
+    """Notes a digest, such as one of a content that was checked; in a cache that others can write
+    to, or without room, nothing is noted."""
     with suppress(OSError, UserError):
         (kept_folder(kind) / digest).touch()
 
