@@ -35,9 +35,12 @@ def make_plan(
     longest, held_out = data_shape(config)
     prompt = longest or config.data.max_prompt_length
     source = "the longest prompt of the data" if longest else "data.max_prompt_length"
-    sizes, total = model_sizes(config, platform, ranks), _all_memory(config)
+    sizes = model_sizes(config, platform, ranks)
+    total = _all_memory(config)
     found = forecast(config, platform, total, prompt=prompt, sizes=sizes, held_out=held_out)
-    best, phases, (peak, nbytes) = largest_batch(found), found.phases, found.peak
+    best = largest_batch(found)
+    phases = found.phases
+    peak, nbytes = found.peak
     problem = _too_large(config, sizes) or _over_memory(found)
     if as_json:
         facts = {
@@ -46,7 +49,9 @@ def make_plan(
             "parameters_trained": sizes.trained,
             "prompt_tokens": prompt,
             "prompt_tokens_from": source,
-            "phases": {name: {"total": sum(each), "parts": each._asdict()} for name, each in phases.items()},
+            "phases": {
+                name: {"total": sum(each), "parts": each._asdict()} for name, each in phases.items()
+            },
             "peak": {"phase": peak, "bytes": nbytes},
             "floor": sizes.floor,
             "memory": total,
@@ -74,8 +79,8 @@ def make_plan(
 def data_shape(config: Config) -> tuple[int, int]:
     """Tokens of the longest training prompt, and how many problems are held out.
 
-    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a tokenizer that
-    cannot be used.
+    Both are 0 unless data and tokenizer are on this machine. Raises UserError for data or a
+    tokenizer that cannot be used.
     """
     named = (config.model.path, config.data.source)
     if not all(path in SHIPPED or Path(path).expanduser().exists() for path in named):
@@ -117,8 +122,11 @@ def memory_outlook(
     import mlx.core as mx
 
     limit = config.system.memory_limit_gb
-    found = forecast(config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out)
-    line, config = _over_memory(found), found.config
+    found = forecast(
+        config, platform, usable_memory(limit), prompt=prompt, sizes=sizes, held_out=held_out
+    )
+    line = _over_memory(found)
+    config = found.config
     notices = [f"memory: {line}"] if line else []
     if not config.rollout.max_batch:
         rows = rows_that_fit(attrs.evolve(found, total=mx.get_active_memory() + free_memory(limit)))
@@ -136,9 +144,9 @@ def _too_large(config: Config, sizes: ModelSizes) -> str | None:
         return None
     advice = 'model.tune = "lora", or ' if config.model.tune == "full" else ""
     return (
-        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for weights, "
-        f"moments and gradients alone, but there is only {_spelled(config, total)}; take {advice}a "
-        "smaller or a quantized model"
+        f"{config.where('model.path')}: {config.model.path} needs {gigabytes(sizes.floor)} for "
+        f"weights, moments and gradients alone, but there is only {_spelled(config, total)}; take "
+        f"{advice}a smaller or a quantized model"
     )
 
 
