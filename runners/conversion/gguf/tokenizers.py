@@ -14,8 +14,14 @@ from runners.data.rendering import has_template
 from runners.errors import UserError, listed, show
 from runners.files.json_files import write_json
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
+_BYTE = 6
+# ByteLevel's own
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGIT = r"\p{N}"
 _LIKE_GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -36,7 +42,8 @@ _CUTS = {  # llama.cpp's names of cuttings into words -> their expressions, one 
     "gpt-4o": (_LETTERS % (_SUFFIX, _SUFFIX, "{1,3}"),),
     "tekken": (_LETTERS % ("", "", ""),),
 }
-_WHOLE_WORDS = "llama-bpe"  # a word that is a token needs no merges (tokenizer.json's ignore_merges)
+# a word that is a token needs no merges (tokenizer.json's ignore_merges)
+_WHOLE_WORDS = "llama-bpe"
 _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2",
     "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "llama4": "gpt-4o",
@@ -63,11 +70,16 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     Raises UserError for kinds that llama.cpp does not have.
     """
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
-        raise UserError("the tokenizer is not one of transformers' fast ones: GGUF has no form for it")
+        raise UserError(
+            "the tokenizer is not one of transformers' fast ones: GGUF has no form for it"
+        )
     stated = json.loads(backend.to_str())
-    model, added = stated["model"], {token["id"]: token for token in stated["added_tokens"]}
+    model = stated["model"]
+    added = {token["id"]: token for token in stated["added_tokens"]}
     if model["type"] != "BPE":
-        raise UserError(f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}")
+        raise UserError(
+            f"tokenizer.json: expected a model of the type BPE, found {show(model['type'])}"
+        )
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     bytewise = not model.get("byte_fallback")
     names = {number: name for name, number in model["vocab"].items()}
@@ -76,7 +88,10 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     types |= {i: _CONTROL if token["special"] else _USER_DEFINED for i, token in added.items()}
     found: dict[str, Any] = {}
     if bytewise:
-        found = {"ggml.model": "gpt2", "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges")))}
+        found = {
+            "ggml.model": "gpt2",
+            "ggml.pre": _cut_of(stated, bool(model.get("ignore_merges"))),
+        }
         found["ggml.merges"] = merges
     else:
         ranks: dict[str, int] = {}
@@ -95,7 +110,9 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
     others = [i for i in end_ids if i != eos and names[i] not in _ENDS]
     numbers = {"eos": eos} | dict(zip(("eot", "eom"), others, strict=False))
     numbers |= {"bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
-    found |= {f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None}
+    found |= {
+        f"ggml.{name}_token_id": number for name, number in numbers.items() if number is not None
+    }
     bos = tokenizer.bos_token_id
     found["ggml.add_bos_token"] = bos is not None and tokenizer.encode("a")[:1] == [bos]
     template = tokenizer.chat_template if has_template(tokenizer) else None
@@ -132,7 +149,10 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
         name, begin = tokens[ids["bos"]], ids["bos"]
         # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
-        text = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        text = [
+            {"SpecialToken": {"id": name, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
         stated["post_processor"] = {
             "type": "TemplateProcessing", "single": text,
             "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
@@ -151,7 +171,9 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
 
 
 def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
-    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their names."""
+    """The tokens that end a generation in llama.cpp: by their keys in the metadata, then by their
+    names.
+    """
     names = set(_ENDS)
     for key, texts in _FILE_ENDS.items():
         if ids[key] < 0:
@@ -186,11 +208,18 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
 
 
 def _prefixed(stated: Mapping[str, Any]) -> bool:
-    steps = [*_steps(stated, "normalizer", "normalizers"), *_steps(stated, "pre_tokenizer", "pretokenizers")]
-    return any(s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps)
+    steps = [
+        *_steps(stated, "normalizer", "normalizers"),
+        *_steps(stated, "pre_tokenizer", "pretokenizers"),
+    ]
+    return any(
+        s["type"] == "Prepend" or s.get("prepend_scheme") in ("first", "always") for s in steps
+    )
 
 
-def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
+def _bytewise(
+    header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
+) -> dict:
     stated = header.get("tokenizer.ggml.pre", str, "gpt-2")
     name = _ALIASES.get(stated, stated)
     if name not in _CUTS:
@@ -198,7 +227,12 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
     merges = [merge.split(" ") for merge in header.get("tokenizer.ggml.merges", list)]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError("tokenizer.ggml.merges: expected two parts in each")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
     cuts = [
         {**byte_level, "use_regex": True} if cut == _GPT2
         else {"type": "Digits", "individual_digits": True} if cut == _DIGIT
@@ -211,14 +245,27 @@ def _bytewise(header: GGUF, tokens: list[str], types: list[int], vocabulary: dic
              "ignore_merges": name == _WHOLE_WORDS}  # fmt: skip
     before = {"type": "Sequence", "pretokenizers": cuts}
     normalizer = {"type": "NFC"} if stated in _COMPOSED else None
-    return {"normalizer": normalizer, "pre_tokenizer": before, "model": model, "decoder": byte_level}
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": before,
+        "model": model,
+        "decoder": byte_level,
+    }
 
 
-def _sentences(header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict:
-    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that order."""
+def _sentences(
+    header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
+) -> dict:
+    """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that
+    order.
+    """
     if (scores := header.numbers("tokenizer.ggml.scores", len(tokens))) is None:
         raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
-    plain = {tokens[i] for i in range(len(tokens)) if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN}
+    plain = {
+        tokens[i]
+        for i in range(len(tokens))
+        if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN
+    }
     merges = [
         (token[:cut], token[cut:])
         for token in sorted(plain, key=lambda token: -scores[vocabulary[token]])
