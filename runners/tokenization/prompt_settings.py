@@ -1,7 +1,8 @@
-"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm reads.
+"""How a trained model was asked: `grpo_prompt.json` in its folder, beside the files that mlx-lm
+reads.
 
-A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the model card
-read it. It contains nothing about the machine.
+A run writes the file into `final/` and into each checkpoint. generate, chat, eval, export and the
+model card read it. It contains nothing about the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _FORMAT = {"format": "grpo_fn.prompt", "version": 3}
 
 @attrs.frozen(kw_only=True)
 class PromptSettings:
-    """How a run asked every question, ended its completions, and drew them: keys of [data] and [rollout]."""
+    """How a run asked every question, ended its completions, and drew them: keys of [data] and
+    [rollout].
+    """
 
     system_prompt: str
     nudge: str
@@ -40,7 +43,9 @@ class PromptSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Mapping[str, Any]]) -> PromptSettings:
-        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks a key."""
+        """From a resolved config's sections, as `Config.to_dict` gives them; KeyError if one lacks
+        a key.
+        """
         values = {name: config[section][name] for name, (section, _) in _KEYS.items()}
         return cls(**{**values, "stop": tuple(values["stop"])})
 
@@ -69,8 +74,8 @@ def write_prompt(folder: Path, settings: PromptSettings) -> None:
 def read_prompt(folder: Path) -> PromptSettings | None:
     """The settings in a model's folder, or in a folder of adapters; None if there are none.
 
-    Raises UserError for a file of another format or version, a missing or unknown key, and a value that is
-    impossible in a run.
+    Raises UserError for a file of another format or version, a missing or unknown key, and a value
+    that is impossible in a run.
     """
     file = folder / PROMPT_FILE
     if not os.path.lexists(file):
