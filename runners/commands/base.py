@@ -1,4 +1,5 @@
-"""Shared by all commands: imported only when needed, and errors shown as a line with an exit code.
+"""Shared by all commands: imported only when needed, and errors shown as a line with an
+exit code.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ def difficulty_command(
     )
     echo_all(notices)
     lines = [line for line in measured if line["samples"]]
-    if not (rates := [line["passes"] / line["samples"] for line in lines]):
+    rates = [line["passes"] / line["samples"] for line in lines]
+    if not rates:
         raise UserError(f"{path}: no completion has a reward")
     kinds = {"never passed": sum(rate == 0 for rate in rates)}
     low = 0.0

@@ -1,4 +1,5 @@
-"""`grpo doctor`: what this machine offers a run, what will be slow, and the command that mends it.
+"""`grpo doctor`: what this machine offers a run, what will be slow, and the command that
+mends it.
 """
 
 from __future__ import annotations

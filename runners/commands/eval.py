@@ -111,7 +111,8 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
         return load_config(values["config"], overrides)
     # The Hub's configuration that a run names belongs to its own source.
     other = ['data.name=""'] if values["data"] else []
-    if found := config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"])):
+    found = config_of_runs(models, [*other, *overrides], note, has_data=bool(values["data"]))
+    if found:
         return found
     preset = SHIPPED_PRESETS.get(models[0]) if len({*models}) == 1 else None
     if preset:

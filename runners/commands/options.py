@@ -151,7 +151,8 @@ def resolve_prompt(values: Mapping[str, Any], prompt: PromptSettings | None) -> 
 
 
 def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments | None:
-    """The environments of the resolved options of TOOLS and TOOLS_OF; None if there are no tools.
+    """The environments of the resolved options of TOOLS and TOOLS_OF; None if there are no
+    tools.
     """
     import attrs
 
@@ -188,7 +189,8 @@ def open_config(name: str, overrides: Sequence[str]) -> tuple[Config, Platform]:
 
 
 def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) -> InferenceModel:
-    """The model of a command, with the options of MODEL, and its vision part; notices go to stderr.
+    """The model of a command, with the options of MODEL, and its vision part; notices go to
+    stderr.
     """
     from runners.machine import startup
 

@@ -1,4 +1,5 @@
-"""`grpo report`: one HTML page of a run, or of several in the same curves; `grpo watch`: it, live.
+"""`grpo report`: one HTML page of a run, or of several in the same curves; `grpo watch`:
+it, live.
 """
 
 from __future__ import annotations
