@@ -207,14 +207,16 @@ class _Paths:
         """
         if name in SHIPPED or not name:
             return name
-        if (path := self.existing(name)) is not None:
+        path = self.existing(name)
+        if path is not None:
             return path
         is_path = (
             name.startswith((".", "/", "~"))
             or name.endswith(("/", *suffixes))
             or name.count("/") > 1
         )
-        if other := other_name(name):
+        other = other_name(name)
+        if other:
             self.found.fault(key, f"{show(name)} is {other}")
         elif is_path:
             self.found.fault(key, f"no such file or folder: {show(name)}")
@@ -328,5 +330,6 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
         if wrong:
             expect(key, expected)
     for text in built["stop"].when:
-        if fault := condition_fault(text, rewards):
+        fault = condition_fault(text, rewards)
+        if fault:
             found.fault("stop.when", fault)

@@ -28,7 +28,8 @@ class Condition:
     @classmethod
     def parse(cls, text: str) -> Condition | None:
         """The condition in a text such as "kl > 0.5 for 20"; None if it cannot be read."""
-        if not (found := _CONDITION.fullmatch(text)):
+        found = _CONDITION.fullmatch(text)
+        if not found:
             return None
         metric, sign, limit, readings = found.groups(default="1")
         try:
@@ -50,7 +51,8 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
 
     `rewards` are the config's reward.functions.
     """
-    if (condition := Condition.parse(text)) is None:
+    condition = Condition.parse(text)
+    if condition is None:
         return f"expected {_FORM}, found {show(text)}"
     known = [*COMPARABLE]
     for name in rewards:

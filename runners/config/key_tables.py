@@ -16,7 +16,8 @@ def explain(name: str) -> str:
     Raises ConfigError for an unknown one, with the nearest spelling.
     """
     asked = tuple(name.split("."))
-    if not (found := {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}):
+    found = {path: field for path, field in KEYS.items() if path[: len(asked)] == asked}
+    if not found:
         raise ConfigError([f"{name}: unknown key{key_hint(asked, KEYS)}"])
     parts = []
     for path, field in found.items():

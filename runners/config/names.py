@@ -73,6 +73,7 @@ def other_name(text: str) -> str:
     known.
     """
     for pattern, meaning in _OTHER_NAMES.items():
-        if match := re.fullmatch(pattern, text, re.IGNORECASE):
+        match = re.fullmatch(pattern, text, re.IGNORECASE)
+        if match:
             return meaning.format(*match.groups())
     return ""

@@ -147,7 +147,8 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     if not inside:
         names |= {key: flat.target for key, flat in flat_keys.FLAT_KEYS.items()}
         names |= {section: section for section in sections}
-    if near := nearest(path[-1], names) or nearest(path[0], [] if inside else sections):
+    near = nearest(path[-1], names) or nearest(path[0], [] if inside else sections)
+    if near:
         return f"; did you mean {names[near]}?"
     takes = f"{path[0]} takes {', '.join('.'.join(known[1:]) for known in inside)}"
     return f"; {takes}" if inside else f"; the sections are {', '.join(sections)}"

@@ -17,7 +17,9 @@ from runners.files.run_files import RESOLVED
 
 
 def run_of(model: str) -> Path | None:
-    """The config.resolved.json of the run that a folder is or belongs to; None if there is no run."""
+    """The config.resolved.json of the run that a folder is or belongs to; None if there is
+    no run.
+    """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None

@@ -94,7 +94,9 @@ def public_functions(
 
 
 def function_file(name: str, base_dirs: Iterable[str | Path] = ()) -> Path | None:
-    """The file of the module in which `resolve_function` found a function; None if it has no file."""
+    """The file of the module in which `resolve_function` found a function; None if it has
+    no file.
+    """
     place = name.rpartition(":")[0]
     if _is_file(place):
         candidates = (folder / Path(place).expanduser() for folder in _folders(base_dirs))
@@ -125,7 +127,8 @@ def _folders(base_dirs: Iterable[str | Path]) -> list[Path]:
 
 def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     candidates = [folder / Path(place).expanduser() for folder in dirs]
-    if (path := next(filter(Path.is_file, candidates), None)) is None:
+    path = next(filter(Path.is_file, candidates), None)
+    if path is None:
         raise UserError(f"{what}: no file at {' or '.join(map(str, candidates))}")
     if path.suffix != ".py":
         raise UserError(f"{what}: {path.name} is not a Python file; its name must end in .py")
