@@ -93,7 +93,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def system_fault(error: BaseException) -> str | None:
-    """What the system has refused, such as a file, space or a thread; None for any other exception."""
+    """What the system has refused, such as a file, space or a thread; None for any other
+    exception.
+    """
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
