@@ -1,4 +1,6 @@
-"""`grpo init`: what a model and a data set are, and the config that a person would write for them."""
+"""`grpo init`: what a model and a data set are, and the config that a person would write
+for them.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,8 @@ def survey_data(source: str, question: str = "", answer: str = "") -> DataSurvey
     questions or answers.
     """
     eval_split, train = _rows(source)
-    if not (rows := [row for row in train[:LOOKED] if not row.fault]):
+    rows = [row for row in train[:LOOKED] if not row.fault]
+    if not rows:
         raise UserError(f"{source}: expected rows with a question, found none that can be read")
     columns = {name: [row[name] for row in rows if row.get(name) is not None] for name in rows[0]}
     columns = {name: values for name, values in columns.items() if len(values) * 2 > len(rows)}
