@@ -12,8 +12,11 @@ from runners.files.own_folder import foreign, own_folder
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names another one."""
-    if wish := os.environ.get("GRPO_FN_CACHE", ""):
+    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names
+    another one.
+    """
+    wish = os.environ.get("GRPO_FN_CACHE", "")
+    if wish:
         return Path(wish)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "grpo_fn"

@@ -23,7 +23,8 @@ def own_folder(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if found := foreign(path):
+    found = foreign(path)
+    if found:
         raise UserError(
             f"{path}: expected a folder of yours that nobody else can write to, found {found}"
         )
@@ -40,6 +41,7 @@ def foreign(path: Path) -> str:
     facts = os.stat(path)
     if not stat.S_ISDIR(facts.st_mode):
         return "a file"
-    if others := {owner, facts.st_uid} - {os.geteuid()}:
+    others = {owner, facts.st_uid} - {os.geteuid()}
+    if others:
         return f"one of user {others.pop()}"
     return f"one of mode {stat.S_IMODE(facts.st_mode):o}" if facts.st_mode & _OTHERS else ""

@@ -54,7 +54,8 @@ def weight_files(folder: Path) -> list[Path]:
     holders: dict[str, str] = {}
     for file in files:
         names = check_header(file)
-        if shared := sorted(holders.keys() & names):
+        shared = sorted(holders.keys() & names)
+        if shared:
             raise UserError(
                 f"{folder}: expected each tensor once, found {show(shared[0])} in "
                 f"{holders[shared[0]]} and in {file.name}; move the file of the older model away"

@@ -32,7 +32,8 @@ def toml_text(
             if value is None:  # TOML has no such value: the key is left out
                 continue
             item = _item(value)
-            if note := notes.get((name, key)):
+            note = notes.get((name, key))
+            if note:
                 item.comment(printable(note))
                 item.trivia.comment_ws = "  "
             table.add(key, item)
