@@ -21,7 +21,8 @@ def total_memory() -> int:
     import mlx.core as mx
 
     info = mx.device_info()
-    if total := int(info.get("memory_size", 0) or info.get("total_memory", 0)):
+    total = int(info.get("memory_size", 0) or info.get("total_memory", 0))
+    if total:
         return total
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(physical, memory_limit() or physical)

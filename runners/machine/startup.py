@@ -110,7 +110,8 @@ def prepare(memory_limit_gb: float = 0.0, config: Config | None = None) -> Platf
         from grpo_fn.process_check import fork_problem
     except ImportError as error:
         raise UserError(_explain_import(error)) from error
-    if problem := fork_problem():
+    problem = fork_problem()
+    if problem:
         raise UserError(problem)
     if memory_limit_gb > 0:
         mx.set_memory_limit(int(memory_limit_gb * 1e9))

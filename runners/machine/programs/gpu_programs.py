@@ -127,7 +127,9 @@ class Compilation:
             )
 
     def wait(self) -> None:
-        """Waits until the programs are in the folder; MLX compiles missing ones when it needs them."""
+        """Waits until the programs are in the folder; MLX compiles missing ones when it
+        needs them.
+        """
         for part, process in self._running.items():
             with suppress(OSError, subprocess.TimeoutExpired):  # no space, or too long
                 if process.wait(max(self._until - time.monotonic(), 0.0)) == 0:
