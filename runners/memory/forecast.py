@@ -219,7 +219,9 @@ def saved(shape: ModelShape) -> tuple[float, ...]:
 def block_bytes(
     shape: ModelShape, counts: Sequence[float], itemsize: int, rows: int, length: int, attended: int
 ) -> float:
-    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to `attended`."""
+    """Bytes of these arrays in one block, for `rows` of `length` tokens that attend to
+    `attended`.
+    """
     *counted, precise = counts
     scores = shape.heads * length * attended if itemsize == FLOAT or number("keeps_scores") else 0
     own = [length * width for width in (shape.hidden, shape.intermediate, shape.queries)]
@@ -246,7 +248,8 @@ def forecast(
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
     new, backend = config.rollout.max_new_tokens, platform.backend
-    if tokens := config.system.micro_batch_tokens:
+    tokens = config.system.micro_batch_tokens
+    if tokens:
         return found
     tokens = usual_tokens(sizes.shape, sizes.compute, prompt, new, backend)
     while True:

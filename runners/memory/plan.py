@@ -103,7 +103,8 @@ def sizes_if_it_can_fit(config: Config, platform: Platform, ranks: int = 1) -> M
         sizes = model_sizes(config, platform, ranks)
     except UserError as error:  # faults of the model itself are reported when it is loaded
         return f"memory: not predicted: {error}"
-    if line := _too_large(config, sizes):
+    line = _too_large(config, sizes)
+    if line:
         raise UserError(line)
     return sizes
 

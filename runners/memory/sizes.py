@@ -95,7 +95,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     heads = first("num_attention_heads", "n_head", "n_heads")
     width = first("head_dim", default=hidden // heads)
     wide = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-    if chosen := first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0):
+    chosen = first("num_experts_per_tok", "num_experts_per_token", "moe_top_k", default=0)
+    if chosen:
         expert = first("moe_intermediate_size", default=wide)
         shared = first("n_shared_experts", default=0) * expert
         wide = chosen * expert + first("shared_expert_intermediate_size", default=shared)
@@ -278,7 +279,8 @@ def _from_config(stated: dict[str, Any]) -> nn.Module:
         mx, str(stated.get("torch_dtype") or stated.get("dtype") or "bfloat16"), mx.bfloat16
     )
     module.set_dtype(dtype)
-    if packed := stated.get("quantization"):
+    packed = stated.get("quantization")
+    if packed:
         plain = {key: packed[key] for key in ("group_size", "bits", "mode") if key in packed}
 
         def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
