@@ -87,7 +87,8 @@ def check_adapters(folder: Path) -> None:
     model.
     """
     config, weights = adapter_files(folder)
-    if missing := next((file.name for file in (config, weights) if not file.is_file()), None):
+    missing = next((file.name for file in (config, weights) if not file.is_file()), None)
+    if missing:
         raise UserError(
             f"{folder}: {missing} is missing; expected a folder of adapters as mlx-lm or PEFT "
             f"writes them{final_of(folder)}"

@@ -1,4 +1,6 @@
-"""Model folders as files: finds a folder, checks it before loading, and copies its companion files."""
+"""Model folders as files: finds a folder, checks it before loading, and copies its
+companion files.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +182,8 @@ def _check_weights(folder: Path, names: set[str]) -> None:
     file = folder / "model.safetensors.index.json"
     weight_map = read_json(file).get("weight_map") if file.name in names else None
     listed = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
-    if missing := sorted(listed - names):
+    missing = sorted(listed - names)
+    if missing:
         raise UserError(
             f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}"
         )

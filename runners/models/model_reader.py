@@ -156,7 +156,8 @@ def check_vocabulary_size(tokenizer: TokenizerWrapper, rows: int, path: Path) ->
         return (
             f"{path}: no end-of-text token is known, so every completion runs to its full length",
         )
-    if beyond := sorted(i for i in added if i >= rows):
+    beyond = sorted(i for i in added if i >= rows)
+    if beyond:
         return (f"{len(beyond)} added tokens lie beyond the model's embedding and cannot be used",)
     return ()
 

@@ -90,7 +90,9 @@ def merge_adapters(params: Any, loaded: LoadedModel) -> tuple[dict[str, mx.array
 
 
 def trained(params: Any, loaded: LoadedModel) -> dict[str, mx.array]:
-    """The content of a weights file for the trained parameters: only adapters, or the whole model."""
+    """The content of a weights file for the trained parameters: only adapters, or the whole
+    model.
+    """
     return (
         named_leaves(params) if loaded.adapter is not None else named_leaves(params) | loaded.frozen
     )

@@ -48,7 +48,8 @@ def make_quantized_role(
         role = quantized_role(policy, name, storage, group_size=group_size, head=head)
     except ValueError as error:
         raise UserError(f"{config.where(key)}: {error}") from error
-    if count := len(role.unfit):
+    count = len(role.unfit)
+    if count:
         notices.append(
             f"{key}: {count} of {count + len(role.names)} weights keep full precision, as their "
             f"rows are no multiple of the group (the first: {role.unfit[0]}); a smaller "

@@ -134,8 +134,11 @@ def _reader(config: Mapping[str, Any]) -> _Reader | None:
 
 
 def _other_names(config: Mapping[str, Any], reader: _Reader) -> dict[str, Any]:
-    """Required keys that transformers writes under another name: `num_local_experts` of qwen3_moe."""
-    if not (missing := [name for name in reader.required if name not in config]):
+    """Required keys that transformers writes under another name: `num_local_experts` of
+    qwen3_moe.
+    """
+    missing = [name for name in reader.required if name not in config]
+    if not missing:
         return {}
     from transformers import CONFIG_MAPPING
 
@@ -180,7 +183,8 @@ def _by_layer(
     stated: Mapping[str, Any], config: Mapping[str, Any], reader: _Reader
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The keys of sliding layers, and the remaining table for all others."""
-    if others := sorted(stated.keys() - {_FULL, _SLIDING}):
+    others = sorted(stated.keys() - {_FULL, _SLIDING})
+    if others:
         raise reader.refuse(f"layers of type {others[0]}")
     full = stated.get(_FULL) or {}
     sliding = stated.get(_SLIDING) or {}
