@@ -85,7 +85,9 @@ def shareable(config: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 
 def _name(text: str) -> str:
-    """The last part of a path, with a file's function; a Hub name or a module's function as it is."""
+    """The last part of a path, with a file's function; a Hub name or a module's function as
+    it is.
+    """
     place, colon, function = text.rpartition(":")
     if colon and place.endswith(".py"):
         return f"{PurePath(place).name}:{function}"
@@ -161,9 +163,8 @@ def model_card(
 def _results(facts: RunFacts) -> list[str]:
     lines = ["## Results", "", "| | before | after |", "|---|---|---|"]
     for key, name in _MEASURED.items():
-        if measured := [
-            line for line in facts.evaluations if finite_number(line.get(key)) is not None
-        ]:
+        measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
+        if measured:
             first, last = measured[0], measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
             count = whole_number(last.get("em_subset")) or ""
@@ -171,7 +172,8 @@ def _results(facts: RunFacts) -> list[str]:
     many = max(len(facts.updates) // _SHARE, 1)
     for key, name in _TRAINED.items():
         found = (finite_number(line.get(key)) for line in facts.updates)
-        if values := [value for value in found if value is not None]:
+        values = [value for value in found if value is not None]
+        if values:
             lines.append(f"| {name} | {_mean(values[:many]):.4g} | {_mean(values[-many:]):.4g} |")
     if facts.updates:
         updates = whole_number(facts.updates[-1].get("update"))

@@ -98,7 +98,9 @@ def _between(
 
 
 def _literal(text: str) -> str:
-    """A text inside a template: what Go or the Modelfile would read otherwise is a string of Go's."""
+    """A text inside a template: what Go or the Modelfile would read otherwise is a string
+    of Go's.
+    """
     return "".join(map(_shown, text))
 
 
@@ -115,13 +117,15 @@ def _is_kept(character: str) -> bool:
 
 def _fault(text: str) -> str:
     """Why a Modelfile cannot hold a text as a value, which has no escapes; "" if it can."""
-    if lost := [character for character in text if not _is_kept(character)]:
+    lost = [character for character in text if not _is_kept(character)]
+    if lost:
         return f"Ollama drops the character {lost[0]!a}"
     return 'a line that ends with """ ends the value' if re.search(r'"""\s*[\r\n]', text) else ""
 
 
 def _value(what: str, text: str) -> str:
     """A value as Ollama reads it: one word, or in quotes that end where a line does."""
-    if fault := _fault(text):
+    fault = _fault(text)
+    if fault:
         raise UserError(f"{what}: a Modelfile cannot hold it: {fault}; found {one_line(text, {})}")
     return text if re.fullmatch(r'[^\s"]+', text) else f'"""{text}"""'

@@ -78,7 +78,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]
-    if (found := next((file for place in places if (file := find_pickle(place))), None)) is None:
+    found = next((file for place in places if (file := find_pickle(place))), None)
+    if found is None:
         raise UserError(
             f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}"
         )
@@ -131,7 +132,8 @@ def _sizes(meta: Path) -> dict[str, int]:
             )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
     plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
-    if others := found.keys() - {*_SIZES} - plain:
+    others = found.keys() - {*_SIZES} - plain
+    if others:
         raise UserError(
             f"{meta}: model_config has {listed(sorted(others))}, which mlx-lm's nanochat does not "
             "have"
@@ -154,7 +156,9 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def find_pickle(folder: Path) -> Path | None:
-    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout); or None."""
+    """The tokenizer.pkl of a folder, or of its subfolder `tokenizer` (nanochat's layout);
+    or None.
+    """
     places = (folder / PICKLE_NAME, folder / "tokenizer" / PICKLE_NAME)
     return next((place for place in places if place.is_file()), None)
 

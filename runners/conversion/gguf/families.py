@@ -162,9 +162,8 @@ def config_of(
 
     Raises UserError for an architecture without a family, and for missing sizes.
     """
-    if (
-        family := next((family for family in FAMILIES.values() if family.arch == arch), None)
-    ) is None:
+    family = next((family for family in FAMILIES.values() if family.arch == arch), None)
+    if family is None:
         known = listed(sorted({family.arch for family in FAMILIES.values()}))
         raise UserError(f"general.architecture: expected {known}, found {show(arch)}")
     config: dict[str, Any] = {
@@ -173,9 +172,8 @@ def config_of(
     }
     defaults = _DEFAULTS.get(arch, {})
     for name, (key, kind, needed) in _KEYS.items():
-        if (
-            found := metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
-        ) is None:
+        found = metadata(f"{arch}.{key}", kind, ... if needed else defaults.get(name))
+        if found is None:
             continue
         if not np.isfinite(found):
             raise UserError(f"{arch}.{key}: expected a finite number, found {found}")
@@ -190,9 +188,8 @@ def config_of(
     config["tie_word_embeddings"] = not has_head
     if family.wide:
         config["query_pre_attn_scalar"] = _query_size(family, config)
-    if (turned := metadata(f"{arch}.rope.dimension_count", int, config["head_dim"])) != config[
-        "head_dim"
-    ]:
+    turned = metadata(f"{arch}.rope.dimension_count", int, config["head_dim"])
+    if turned != config["head_dim"]:
         config["partial_rotary_factor"] = turned / config["head_dim"]
     if arch == "phi3":
         config.pop("sliding_window", None)
@@ -206,7 +203,8 @@ def _scaling(
 ) -> dict[str, Any] | None:
     kind = metadata(f"{arch}.rope.scaling.type", str, "none")
     # made from numbers that the file does not have
-    if (found := factors.get(ROPE_FACTORS[0])) is not None:
+    found = factors.get(ROPE_FACTORS[0])
+    if found is not None:
         scaling = {"rope_type": "llama3", "factor": float(found.max()), "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
         if not np.allclose(_llama3_factors(config, scaling), found, rtol=1e-4):

@@ -63,7 +63,8 @@ class GGUF:
 
         UserError for others.
         """
-        if (found := self.metadata.get(key)) is None:
+        found = self.metadata.get(key)
+        if found is None:
             return None
         if not isinstance(found, np.ndarray) or len(found) != count or not np.isfinite(found).all():
             raise UserError(f"{key}: expected {count} finite numbers, found {show(found)}")

@@ -68,7 +68,8 @@ def _convert(header: GGUF, folder: Path, dequantize: bool) -> None:
         if name in ROPE_FACTORS:
             continue
         part, _, leaf = name.rpartition(".")
-        if (stem := names.get(part)) is None:
+        stem = names.get(part)
+        if stem is None:
             raise UserError(f"{config['model_type']} has no tensor {show(name)}")
         if stays_packed and tensor.kind in _PACKED and len(tensor.shape) == 2:
             packed[stem] = _PACKED[tensor.kind]

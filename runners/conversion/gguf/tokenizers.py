@@ -69,7 +69,8 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
 
     Raises UserError for kinds that llama.cpp does not have.
     """
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
         raise UserError(
             "the tokenizer is not one of transformers' fast ones: GGUF has no form for it"
         )
@@ -101,7 +102,8 @@ def tokenizer_metadata(tokenizer: Any, rows: int, end_ids: Sequence[int]) -> dic
         found = {"ggml.model": "llama", "ggml.pre": "default", "ggml.scores": scores}
         found["ggml.add_space_prefix"] = _prefixed(stated)
         types |= {i: _BYTE for i, name in names.items() if re.fullmatch("<0x..>", name)}
-        if (unknown := model["vocab"].get(model.get("unk_token"))) is not None:
+        unknown = model["vocab"].get(model.get("unk_token"))
+        if unknown is not None:
             types[unknown] = _UNKNOWN
             found["ggml.unknown_token_id"] = unknown
     found["ggml.tokens"] = [names.get(i, f"[PAD{i}]") for i in range(rows)]
@@ -131,13 +133,15 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     kinds = header.numbers("tokenizer.ggml.token_type", len(tokens))
     types = [_NORMAL] * len(tokens) if kinds is None else [int(each) for each in kinds]
     vocabulary = {token: i for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    if (parts := {"gpt2": _bytewise, "llama": _sentences}.get(kind)) is None:
+    parts = {"gpt2": _bytewise, "llama": _sentences}.get(kind)
+    if parts is None:
         raise UserError(f"tokenizer.ggml.model: expected gpt2 or llama, found {show(kind)}")
     ids = {
         name: header.get(f"tokenizer.ggml.{name}_token_id", int, -1)
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding", *_FILE_ENDS)
     }
-    if beyond := [i for i in ids.values() if i >= len(tokens)]:
+    beyond = [i for i in ids.values() if i >= len(tokens)]
+    if beyond:
         raise UserError(f"tokenizer.ggml: the token {beyond[0]} is none of {len(tokens)}")
     stated = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None}
     stated["added_tokens"] = [
@@ -200,7 +204,8 @@ def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
             found += [step["type"]]
         elif step.get("use_regex", True):
             found += [_GPT2]
-    if not (names := [name for name, cut in _CUTS.items() if cut == tuple(found)]):
+    names = [name for name, cut in _CUTS.items() if cut == tuple(found)]
+    if not names:
         raise UserError(
             f"tokenizer.json: llama.cpp has no pre-tokenizer {show(found)}; --out writes a folder"
         )
@@ -259,7 +264,8 @@ def _sentences(
     """SentencePiece's BPE joins the two neighbours whose whole has the best score: merges in that
     order.
     """
-    if (scores := header.numbers("tokenizer.ggml.scores", len(tokens))) is None:
+    scores = header.numbers("tokenizer.ggml.scores", len(tokens))
+    if scores is None:
         raise UserError("tokenizer.ggml.scores: expected a score a token, found none")
     plain = {
         tokens[i]

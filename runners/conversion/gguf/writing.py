@@ -64,7 +64,8 @@ def write_gguf(
     a model that llama.cpp does not have, or computes otherwise, and if the disk refuses.
     """
     gguf = check_gguf(kind)
-    if (family := FAMILIES.get(str(config["model_type"]))) is None:
+    family = FAMILIES.get(str(config["model_type"]))
+    if family is None:
         raise UserError(
             f"model_type: expected {listed([*FAMILIES])} for GGUF, found "
             f"{show(config['model_type'])}"
