@@ -84,7 +84,8 @@ def read_prompt(folder: Path) -> PromptSettings | None:
     stated = {key: content.pop(key, None) for key in _FORMAT}
     if stated != _FORMAT:
         raise UserError(f"{file}: expected {show(_FORMAT)}, found {show(stated)}")
-    if unknown := sorted(content.keys() - _KEYS.keys()):
+    unknown = sorted(content.keys() - _KEYS.keys())
+    if unknown:
         raise UserError(f"{file}: unknown key {show(unknown[0])}{did_you_mean(unknown[0], _KEYS)}")
     for name, (_, known) in _KEYS.items():
         try:

@@ -78,7 +78,8 @@ def write_tokenizer(encoding: tiktoken.Encoding | str, folder: Path) -> None:
             f"{_BOS} $A", special_tokens=[begin]
         )
         config["bos_token"] = _BOS
-    if end := next((name for name in _ENDS if name in special), None):
+    end = next((name for name in _ENDS if name in special), None)
+    if end:
         config["eos_token"] = end
         config["pad_token"] = next((name for name in _PADS if name in special), end)
     if special.keys() >= _TURNS:
