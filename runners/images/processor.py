@@ -68,7 +68,8 @@ def with_text_keys(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Without a separate text part it is unchanged. UserError without `mrope_section`.
     """
-    if not (text := config.get("text_config")):
+    text = config.get("text_config")
+    if not text:
         return dict(config)
     theta = text.get("rope_theta") or (text.get("rope_parameters") or {}).get("rope_theta")
     return {

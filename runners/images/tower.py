@@ -109,7 +109,8 @@ def prepare_vision(
     processor = load_processor(path, config, max_pixels)
     tower = _new_tower(kind, config, path)
     weights = read_tower(path, tower)
-    if packed := {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}:
+    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    if packed:
         stated = config.get("quantization") or {}
         options = {key: stated[key] for key in ("group_size", "bits", "mode") if key in stated}
         nn.quantize(tower, **options, class_predicate=lambda name, layer: name in packed)
@@ -151,7 +152,8 @@ def read_tower(path: Path, module: Any) -> dict[str, mx.array]:
     found: dict[str, mx.array] = {}
     for file in weight_files(path):
         for name, leaf in cast("dict[str, mx.array]", mx.load(str(file))).items():
-            if prefix := next((each for each in _PREFIXES if name.startswith(each)), None):
+            prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
+            if prefix:
                 found[name.removeprefix(prefix)] = leaf
     if not found:
         raise UserError(
