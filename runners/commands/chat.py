@@ -92,9 +92,14 @@ def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversa
     """A new conversation with the resolved options."""
     from runners.inference.text_generation import Conversation, generation_key
 
-    how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
     return Conversation(
-        model, sampling_of(values, model), key=generation_key(values["seed"]), **how
+        model,
+        sampling_of(values, model),
+        key=generation_key(values["seed"]),
+        system=values["system"],
+        nudge=values["nudge"],
+        template_kwargs=values["template_kwargs"],
+        raw=values["raw"],
     )
 
 

@@ -49,11 +49,13 @@ def check_command(config: str, overrides: Sequence[str], problems: int, sample: 
     if sample:
         from runners.evaluation.training_prompts import sample_completions
 
-        _show_sampled(*sample_completions(loaded, machine, sample))
+        completions, warnings = sample_completions(loaded, machine, sample)
+        _show_sampled(completions, warnings)
 
 
 def _show(checked: RewardCheck, sample: int) -> None:
-    low, high = checked.lengths[0], checked.lengths[-1]
+    low = checked.lengths[0]
+    high = checked.lengths[-1]
     part = f" of {checked.held_out:,}" if checked.evaluation < checked.held_out else ""
     measured = f"{checked.evaluation:,}{part} held out"
     echo(f"data           {checked.train:,} problems to train on, {measured}")

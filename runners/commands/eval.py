@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,7 @@ def eval_command(model: str, other: str | None, out: str, json_file: str, **valu
     from runners.files.json_files import json_line
 
     if out:
-        rows = (row for each in measured for row in each.completions)
+        rows = chain.from_iterable(each.completions for each in measured)
         Path(out).expanduser().write_text(
             "".join(json_line(row) + "\n" for row in rows), encoding="utf-8"
         )
@@ -122,8 +123,12 @@ def _config(models: Sequence[str], values: dict[str, Any]) -> Config:
         )
     config = load_config(preset, overrides)
     own = bool(config.model.loader)
-    prompts = {name: prompt_settings_of(*find_model(name, custom_loader=own)) for name in models}
-    asked = {name: prompt for name, prompt in prompts.items() if prompt}
+    asked = {}
+    for name in models:
+        path, adapters = find_model(name, custom_loader=own)
+        prompt = prompt_settings_of(path, adapters)
+        if prompt:
+            asked[name] = prompt
     if len(set(asked.values())) > 1:
         raise UserError(
             f"{' and '.join(asked)} were asked in different ways in training (grpo_prompt.json); "
@@ -184,8 +189,18 @@ def _measure_all(
         tools = environments.chat.schemas if environments else ()
         chosen, too_long = choose_problems(rows, loaded, config, tools)
         echo_all(rows.notices(f"{name}, eval", too_long, config.data.max_prompt_length))
-        how = {"num": num, "ks": ks, "rows": values["batch"] or 0, "environments": environments}
-        result = measure(loaded, name, chosen, config, every, note=partial(echo, err=True), **how)
+        result = measure(
+            loaded,
+            name,
+            chosen,
+            config,
+            every,
+            num=num,
+            ks=ks,
+            rows=values["batch"] or 0,
+            environments=environments,
+            note=partial(echo, err=True),
+        )
         measured.append(result)
         echo_all(result.problems)
         del loaded

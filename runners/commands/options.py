@@ -96,12 +96,15 @@ def sampling_of(values: Mapping[str, Any], model: InferenceModel) -> Sampling:
     """The resolved options of SAMPLING and PROMPT as a value."""
     from grpo_fn import Sampling
 
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return Sampling(
         max_new_tokens=values["max_tokens"],
         eos_ids=model.eos_ids,
         stop=tuple(values["stop"]),
-        **{name: values[name] for name in names},
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=values["top_k"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
     )
 
 
@@ -165,7 +168,8 @@ def open_tools(model: InferenceModel, values: Mapping[str, Any]) -> Environments
     folders = (Path.cwd(),)
     if values["config"]:
         config = load_config(values["config"])
-        env, folders = config.env, config.folders
+        env = config.env
+        folders = config.folders
     if values["tools"] or values["factory"]:
         env = attrs.evolve(env, tools=tuple(values["tools"]), factory=values["factory"])
         folders = (Path.cwd(),)
@@ -197,9 +201,15 @@ def open_model(name: str, values: Mapping[str, Any], *, images: bool = False) ->
     machine = startup.prepare()  # before anything imports MLX
     from runners.inference.inference_model import load_inference
 
-    how = {key: values[key] for key in ("adapter", "loader", "trust_remote_code")}
-    how |= {"with_prompt": not values["no_prompt_file"], "images": images}
-    loaded = load_inference(name, machine, **how)
+    loaded = load_inference(
+        name,
+        machine,
+        adapter=values["adapter"],
+        loader=values["loader"],
+        trust_remote_code=values["trust_remote_code"],
+        with_prompt=not values["no_prompt_file"],
+        images=images,
+    )
     echo_all((*machine.notices, *loaded.notices))
     return loaded
 
