@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def _rows(source: str) -> tuple[str, Sequence[Row]]:
     def read(split: str) -> Sequence[Row]:
         if not place.exists() and not source.startswith((".", "/", "~")):
             return hub_rows(DataConfig(source=source), split, "data.split")
-        return [row for path in find_split(place, split, "data.split") for row in read_file(path)]
+        return [*chain.from_iterable(map(read_file, find_split(place, split, "data.split")))]
 
     rows = read("train")
     for split in ("test", "valid", "validation"):
@@ -249,15 +250,19 @@ def draft(
         adapters = "weights of few bits stay as they are, adapters learn"
     elif 2 * needed > memory:
         adapters = f"all weights would take {gigabytes(needed)} of {gigabytes(memory)}"
-    rate, rated = (
-        (1e-5, "adapters take ten times the rate of full weights") if adapters else (1e-6, "")
-    )
+    rate = 1e-6
+    rated = ""
+    if adapters:
+        rate = 1e-5
+        rated = "adapters take ten times the rate of full weights"
     if shipped and form not in ("none", "code"):
         form = "xml"
         why = "the shipped model answers in tags"
         rate = 3e-4
         rated = "it is small"
-    tokens = 40 if shipped else 16 if found.labels else _TOKENS.get(form, 512)
+    tokens = 16 if found.labels else _TOKENS.get(form, 512)
+    if shipped:
+        tokens = 40
     base = not templated
     continued = not (templated or found.prompt)
     system = nudge = None
@@ -305,18 +310,18 @@ def draft(
         ("eval", "samples", 100, "held-out problems"),
     ]
     usual = attrs.asdict(DataConfig())
-    kept = [
-        row for row in rows if row[2] is not None and (row[0] != "data" or row[2] != usual[row[1]])
-    ]
     tables: dict[str, dict[str, Any]] = {}
-    for section, key, value, _ in kept:
+    notes: dict[tuple[str, str], str] = {}
+    for section, key, value, note in rows:
+        if value is None or (section == "data" and value == usual[key]):
+            continue
         tables.setdefault(section, {})[key] = value
+        notes[section, key] = note
     checked = Settings(label="grpo init", folder=Path())
     for section, table in tables.items():
         known_values((section,), table, checked)
     if checked.problems:  # a name or a text of the model or the data that no config may have
         raise ConfigError(checked.problems)
-    notes = {(section, key): note for section, key, _, note in kept}
     return toml_text(tables, notes, _HEADING)
 
 

@@ -15,7 +15,8 @@ import attrs
 
 # Messages of MLX's allocators (Metal, CUDA), of Metal's command buffers, of CUDA and of C++.
 _OUT_OF_MEMORY = re.compile(
-    r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]|(insufficient|out of) memory|bad_alloc"
+    r"(?i)\[malloc\] unable|\[(metal::malloc|malloc_or_wait)\]"
+    r"|(insufficient|out of) memory|bad_alloc"
 )
 # What MLX, its compiler and Python's threads quote of the system.
 _OF_THE_SYSTEM = (
@@ -99,9 +100,9 @@ def system_fault(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return error_line(error)
     lines = text_of(error).splitlines() if isinstance(error, RuntimeError) else []
-    return next(
-        (line[-_QUOTED:] for line in lines for sign in _OF_THE_SYSTEM if sign in line), None
-    )
+    quoted = (line for line in lines if any(sign in line for sign in _OF_THE_SYSTEM))
+    line = next(quoted, None)
+    return None if line is None else line[-_QUOTED:]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -126,14 +126,14 @@ class _Paths:
         # The Hub has two configurations of GSM8K and no default.
         usual = "main" if data.source == _GSM8K and not os.path.exists(_GSM8K) else ""
         asks = form if form is not None and not data.prompt and data.prompt_form != "raw" else None
-        prompt = {
-            "system_prompt": asks.instruction if asks else "",
-            "nudge": asks.nudge if asks else "",
-        }
-        prompt = {key: value for key, value in prompt.items() if not given(f"data.{key}")}
+        data = attrs.evolve(data, name=data.name or usual)
+        if not given("data.system_prompt"):
+            data = attrs.evolve(data, system_prompt=asks.instruction if asks else "")
+        if not given("data.nudge"):
+            data = attrs.evolve(data, nudge=asks.nudge if asks else "")
         return {
             "answer": answer,
-            "data": attrs.evolve(data, name=data.name or usual, **prompt),
+            "data": data,
             "reward": attrs.evolve(reward, functions=functions),
         }
 
@@ -281,8 +281,10 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     model, data, rollout, loss, optim = (
         built[name] for name in ("model", "data", "rollout", "loss", "optim")
     )
-    rewards, weights = built["reward"].functions, built["reward"].weights
-    teacher, hint = built["teacher"].path, built["teacher"].hint
+    rewards = built["reward"].functions
+    weights = built["reward"].weights
+    teacher = built["teacher"].path
+    hint = built["teacher"].hint
     rows = optim.batch_size * rollout.num_generations
     calibrated = rollout.calibration != "none" and not data.image
     mixes = loss.ref_sync_every and loss.ref_mixup < 1
@@ -297,7 +299,8 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
     for key, wrong, expected in (
         ("loss.overlong.buffer", loss.overlong and loss.overlong.buffer > rollout.max_new_tokens,
             f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"),
-        ("optim.minibatches", optim.minibatches > rows, f"at most {rows}, the completions of a batch step"),
+        ("optim.minibatches", optim.minibatches > rows,
+            f"at most {rows}, the completions of a batch step"),
         ("rollout.first_stage", rollout.first_stage >= rollout.num_generations,
             "less than rollout.num_generations"),
         ("rollout.first_stage", rollout.first_stage and built["env"].answers, "0 with [env]"),
@@ -305,20 +308,23 @@ def _relations(built: Mapping[str, Any], found: Settings) -> None:
             f"1.0 with {REWARD_NAMES[0]}, by which right answers pass"),
         ("data.difficulty", data.curriculum == "static" and not data.difficulty,
             'a file of `grpo difficulty` with data.curriculum = "static"'),
-        ("rollout.group_size", rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
+        ("rollout.group_size",
+            rollout.group_size and modes and not any(map(rollout.group_size_of, modes)),
             f"0 with {' and '.join(sorted(modes))}, whose groups have a fixed size"),
         ("rollout.bits_budget",
             rollout.bits_budget and not (rollout.quantization in _BUDGETED and calibrated),
-            '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = "activations", '
-            "without images"),
+            '0, or "affine-4" (or -3, -6) in rollout.quantization and rollout.calibration = '
+            '"activations", without images'),
         ("loss.ref_quantization", loss.ref_quantization != "none" and model.tune != "full",
             f'"none" with {tuned}'),
         ("loss.ref_mixup", mixes and loss.ref_quantization != "none",
             f"1.0, or loss.ref_sync_every = 0, with {packed}"),
-        ("model.tune", model.adapters and model.tune == "full", '"lora" or "dora" with model.adapters'),
+        ("model.tune", model.adapters and model.tune == "full",
+            '"lora" or "dora" with model.adapters'),
         ("data.answer", not measures and not data.answer,
             f"a column, your own reward in reward.functions, {or_measured}"),
-        ("reward.functions", not measures and data.answer, f"at least one entry{unread}, {or_measured}"),
+        ("reward.functions", not measures and data.answer,
+            f"at least one entry{unread}, {or_measured}"),
         ("reward.weights", weights and len(weights) != len(rewards),
             f"a list of {len(rewards)}, one for each of reward.functions"),
         ("reward.weights", weights and not any(weights), "one that is not 0"),

@@ -57,7 +57,8 @@ def condition_fault(text: str, rewards: Iterable[str]) -> str:
     known = [*COMPARABLE]
     for name in rewards:
         names = dict.fromkeys((name, name.rpartition(":")[2]))
-        known += [f"rewards/{spelling}/{part}" for spelling in names for part in ("mean", "std")]
+        for spelling in names:
+            known += [f"rewards/{spelling}/mean", f"rewards/{spelling}/std"]
         known += [f"eval/rewards/{spelling}" for spelling in names]
     if condition.metric in known:
         return ""

@@ -34,7 +34,9 @@ def _updates(value: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _quantization(value: Any, table: Mapping[str, Any]) -> Any:
-    return ("none", "affine-4")[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "affine-4" if value else "none"
+    return value
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -71,13 +72,13 @@ class Config:
     @property
     def answer_form(self) -> AnswerForm | None:
         """The form of answers; None: no answer is read."""
-        answer, data = self.answer, self.data
+        answer = self.answer
         return answer_form(
             answer.form,
             ignore_case=answer.ignore_case,
             ignore_spaces=answer.ignore_spaces,
-            given=data.nudge,
-            thoughts=data.thoughts,
+            given=self.data.nudge,
+            thoughts=self.data.thoughts,
             partial_sandbox=answer.partial_sandbox,
         )
 
@@ -88,8 +89,8 @@ class Config:
         """
         from grpo_fn import LossSpec, preset
 
-        changes = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        fields = {name: getattr(self.loss, name) for name in attrs.fields_dict(LossSpec)}
+        changes = {name: value for name, value in fields.items() if value is not None}
         try:
             return preset(self.loss.preset, **changes)
         except ValueError as error:
@@ -170,9 +171,10 @@ def load_config(
         ConfigError: one line for every fault: file, key, what was expected and found, the nearest
             spelling.
     """
-    found = (
-        Settings(label=label, folder=Path()) if config is None else read_settings(str(config), KEYS)
-    )
+    if config is None:
+        found = Settings(label=label, folder=Path())
+    else:
+        found = read_settings(str(config), KEYS)
     for section, table in (recorded or {}).items():
         found.put((section,), table, label)
     for override in overrides:
@@ -216,9 +218,10 @@ def _check_complete(config: Config) -> None:
         ("loss.ref_quantization", loss.ref_quantization != "none" and not loss.beta,
             '"none", or loss.beta > 0 (without a reference there is nothing to quantize)'),
         ("loss.scale", of_batch and loss.scale == "group",
-            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all equal has a '
-            "deviation of 0)"),
-        ("loss.scale", of_turn and loss.scale == "batch", '"group" or "none" with loss.baseline = "turn"'),
+            '"batch" or "none" with loss.baseline = "batch_mean" (a group whose rewards are all '
+            "equal has a deviation of 0)"),
+        ("loss.scale", of_turn and loss.scale == "batch",
+            '"group" or "none" with loss.baseline = "turn"'),
         ("loss.baseline", of_turn and not turns, about_turns),
         ("loss.discount", loss.discount < 1 and not turns, about_turns),
         ("rollout.first_stage", of_batch and config.rollout.first_stage,
@@ -277,7 +280,7 @@ def _leaves(kind: Any, path: KeyPath) -> dict[KeyPath, attrs.Attribute]:
     return found
 
 
-KEYS: dict[KeyPath, attrs.Attribute] = {
-    path: field for name, cls in SECTIONS.items() for path, field in _leaves(cls, (name,)).items()
-}
+KEYS: dict[KeyPath, attrs.Attribute] = dict(
+    chain.from_iterable(_leaves(cls, (name,)).items() for name, cls in SECTIONS.items())
+)
 """The field of every key, by its path."""

@@ -142,8 +142,10 @@ def key_hint(path: KeyPath, keys: Collection[KeyPath]) -> str:
     """
     sections = dict.fromkeys(known[0] for known in keys)
     inside = [known for known in keys if known[0] == path[0]]
-    ranked = [*reversed(list(keys)), *reversed(inside)]
-    names = {part: ".".join(known) for known in ranked for part in known[-1 if path[1:] else 1 :]}
+    names = {}
+    for known in [*reversed(list(keys)), *reversed(inside)]:
+        parts = known[-1:] if path[1:] else known[1:]
+        names |= dict.fromkeys(parts, ".".join(known))
     if not inside:
         names |= {key: flat.target for key, flat in flat_keys.FLAT_KEYS.items()}
         names |= {section: section for section in sections}

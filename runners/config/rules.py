@@ -51,7 +51,8 @@ class Mismatch(ValueError):
     """
 
     def __init__(self, value: object, expected: str, name: str = "", hint: str = ""):
-        self.expected, self.hint = expected, hint
+        self.expected = expected
+        self.hint = hint
         super().__init__(f"{name}: {self.reason(value)}" if name else self.reason(value))
 
     def reason(self, value: object) -> str:
@@ -90,7 +91,9 @@ def _validate(_: Any, field: attrs.Attribute, value: Any) -> None:
     if type(value) is int and field.type is int and "<= x" not in within and value > INT_MAX:
         raise Mismatch(value, "an integer of at most 31 bits", field.name)
     if within and not is_within(value, within):
-        joint = " " if within[0] in "<>" else ", " if within.startswith("each: ") else ": "
+        joint = ", " if within.startswith("each: ") else ": "
+        if within[0] in "<>":
+            joint = " "
         raise Mismatch(value, f"{words(field.type)}{joint}{within}", field.name)
 
 

@@ -48,22 +48,21 @@ def resolve_function(
     what = f"{key} {show(name)}"
     module = (_load_file if _is_file(place) else _load_module)(what, place, _folders(base_dirs))
     if not hasattr(module, attribute):
-        known = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
+        public = [key for key in vars(module) if not key.startswith("_")]
+        known = [key for key in public if callable(getattr(module, key))]
         raise UserError(f"{what}: {place} has no {attribute}{did_you_mean(attribute, known)}")
     function = getattr(module, attribute)
     if not callable(function) or (inspect.isclass(function) and not classes):
         expected = (
             "one class, whose reset(**row) can choose by a column" if classes else "a function"
         )
-        found = f"the class {attribute}" if inspect.isclass(function) else type(function).__name__
+        is_class = inspect.isclass(function)
+        found = f"the class {attribute}" if is_class else type(function).__name__
         raise UserError(f"{what}: expected {expected}, found {found}")
     try:
         signature = inspect.signature(function)
-        signature.bind(*takes) if takes is not None else None
+        if takes is not None:
+            signature.bind(*takes)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{what}: expected {attribute}({', '.join(takes or ())}): {error}"
@@ -139,9 +138,10 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     # it.
     name = path.stem
     known = sys.modules.get(name)
-    spec = (
-        known.__spec__ if known else importlib.util.find_spec(name) if name.isidentifier() else None
-    )
+    if known is not None:
+        spec = known.__spec__
+    else:
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
         name = re.sub(r"\W", "_", str(path))
     if name in sys.modules:
