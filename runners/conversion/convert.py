@@ -80,7 +80,8 @@ def convert(
     check_apart(target, path)
     with new_folder(target, replace=force) as temporary:
         if checkpoint is not None:
-            convert_checkpoint(*checkpoint, temporary)
+            model, meta, encoding = checkpoint
+            convert_checkpoint(model, meta, encoding, temporary)
         elif is_gguf:
             convert_gguf(path, temporary, dequantize=dequantize or quantization.wanted)
             dequantize = False

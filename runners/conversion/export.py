@@ -86,13 +86,11 @@ def open_source(
     check_target(target, force)
     model, adapters = find_model(name, "", note)
     folder = adapters or model
-    origin = (
-        base_of(adapters)
-        if adapters
-        else _origin(model)
-        if Path(name).expanduser().exists()
-        else name
-    )
+    origin = name
+    if adapters:
+        origin = base_of(adapters)
+    elif Path(name).expanduser().exists():
+        origin = _origin(model)
     check_apart(target, folder, model)
     module, config, tokenizer, _ = read_model(model, trust_remote_code)
     if adapters:

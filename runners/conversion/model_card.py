@@ -134,7 +134,8 @@ def model_card(
     if facts is None:
         lines += [f"Written {written}{f' from {_code(base)}' if base else ''}.", ""]
     else:
-        model, preset = facts.config["model"], facts.config["loss"]["preset"]
+        model = facts.config["model"]
+        preset = facts.config["loss"]["preset"]
         lines += [f"Trained with GRPO ({preset}, {_TUNED[model['tune']]}) {written}.", ""]
         for what, name in (("Model", base or model["path"]), ("Data", source)):
             lines.append(
@@ -165,7 +166,8 @@ def _results(facts: RunFacts) -> list[str]:
     for key, name in _MEASURED.items():
         measured = [line for line in facts.evaluations if finite_number(line.get(key)) is not None]
         if measured:
-            first, last = measured[0], measured[-1]
+            first = measured[0]
+            last = measured[-1]
             before = _figure(first, key) if first.get("update") == 0 else "–"
             count = whole_number(last.get("em_subset")) or ""
             lines.append(f"| {name}, {count} held-out problems | {before} | {_figure(last, key)} |")
@@ -198,7 +200,9 @@ def _figure(line: Mapping[str, Any], key: str) -> str:
     elif key != "em" and count and spread is not None:
         half = 1.96 * spread / count**0.5
         interval = (mean - half, mean + half)
-    return f"{mean:{form}}" + (f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else "")
+    if interval is None:
+        return f"{mean:{form}}"
+    return f"{mean:{form}} [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def _prompt(prompt: PromptSettings) -> list[str]:
@@ -209,13 +213,11 @@ def _prompt(prompt: PromptSettings) -> list[str]:
         "A reply ends with:": ", ".join(map(spell, prompt.stop)),
         "The chat template got, besides the messages:": spell(kwargs) if kwargs else "",
     }
-    return [
-        "## Prompt",
-        "",
-        *(line for what, text in shown.items() if text for line in (what, "", *_fenced(text))),
-        f"A reply had at most {prompt.max_new_tokens:,} tokens.",
-        "",
-    ]
+    lines = ["## Prompt", ""]
+    for what, text in shown.items():
+        if text:
+            lines += [what, "", *_fenced(text)]
+    return [*lines, f"A reply had at most {prompt.max_new_tokens:,} tokens.", ""]
 
 
 def _code(text: str) -> str:

@@ -70,7 +70,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     step or the tokenizer is missing.
     """
     files = folder.iterdir() if folder.is_dir() else ()
-    steps = {int(m[1]): file for file in files if (m := _MODEL.fullmatch(file.name))}
+    matches = [(_MODEL.fullmatch(file.name), file) for file in files]
+    steps = {int(match[1]): file for match, file in matches if match}
     if step is not None and step not in steps:
         raise UserError(f"{folder}: no step {step}; found {listed([*map(str, sorted(steps))])}")
     if not steps:
@@ -78,7 +79,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> tuple[Path, Path, 
     model = steps[max(steps) if step is None else step]
     meta = model.with_name(f"meta_{model.stem.removeprefix('model_')}.json")
     places = [folder, *folder.resolve().parents[:2]]
-    found = next((file for place in places if (file := find_pickle(place))), None)
+    found = next(filter(None, map(find_pickle, places)), None)
     if found is None:
         raise UserError(
             f"{folder}: {PICKLE_NAME} is missing, here and in {places[-1] / 'tokenizer'}"
@@ -126,12 +127,13 @@ def _sizes(meta: Path) -> dict[str, int]:
     if not isinstance(found, Mapping):
         raise UserError(f"{meta}: the key model_config is missing, which has the model's sizes")
     for name in _SIZES:
-        if type(size := found.get(name)) is not int or size < 1:
+        size = found.get(name)
+        if type(size) is not int or size < 1:
             raise UserError(
                 f"{meta}: model_config.{name}: expected a positive integer, found {size!r}"
             )
     # A pattern of only long windows is full attention, as in mlx-lm's model.
-    plain = {name for name in found if name == "window_pattern" and set(str(found[name])) == {"L"}}
+    plain = {"window_pattern"} if {*str(found.get("window_pattern"))} == {"L"} else set()
     others = found.keys() - {*_SIZES} - plain
     if others:
         raise UserError(

@@ -7,6 +7,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def image_files(value: Any, folder: Path | None) -> tuple[ImageFile, ...]:
     if value is None or value == "":
         return ()
     if isinstance(value, list | tuple):
-        return tuple(file for item in value for file in image_files(item, folder))
+        return tuple(chain.from_iterable(image_files(item, folder) for item in value))
     name = ""
     if isinstance(value, Mapping):  # a Hub data set's
         name = value.get("path")

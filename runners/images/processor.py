@@ -42,8 +42,8 @@ def check_family(config: Mapping[str, Any], path: Path) -> str:
         )
     if kind not in FAMILIES:
         raise UserError(
-            f"{path}: prompts with images: expected a model of {known}, found model_type {show(kind)} "
-            '(data.image = "" trains its language part on text, where mlx-lm knows it)'
+            f"{path}: prompts with images: expected a model of {known}, found model_type "
+            f'{show(kind)} (data.image = "" trains its language part on text, where mlx-lm knows it)'
         )
     return str(kind)
 
@@ -164,7 +164,8 @@ def load_processor(path: Path, config: Mapping[str, Any], max_pixels: int = 0) -
         raise UserError(f"{path}/config.json: image_token_id: expected a token id, found none")
     try:
         found = getattr(processing, FAMILIES[kind]).from_pretrained(str(path))
-        processor, template = found.image_processor, found.chat_template
+        processor = found.image_processor
+        template = found.chat_template
     except Exception as error:  # mlx-vlm and transformers may fail in any way on untrusted files
         raise UserError(
             f"{path}: the image processor cannot be loaded: {first_lines(str(error))}"

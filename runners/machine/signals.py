@@ -195,7 +195,7 @@ class StopSignals(Interrupts):
         first = None  # the time of the first signal from outside
         # Output that is blocked, as after Ctrl-S, must not keep the second signal unread.
         saying = threading.Thread(target=lambda: self._say(ASKED), name="answer", daemon=True)
-        while number := os.read(self._reader, 1):
+        for number in iter(lambda: os.read(self._reader, 1), b""):
             if number[0] not in self.signals:
                 continue
             self.received = self.received or number[0]  # no handler runs while a collective waits

@@ -80,7 +80,7 @@ class Forecast:
     def phases(self) -> dict[str, Phase]:
         """The parts of a step by name."""
         each = self.rollout, self.evaluation, self.gradient, self.update
-        return {phase.__name__: Phase(*map(round, phase())) for phase in each}
+        return {phase.__name__: Phase._make(map(round, phase())) for phase in each}
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -100,13 +100,14 @@ class Forecast:
             prompts = min(prompts, max(rollout.max_batch // rollout.num_generations, 1))
         sorts = rollout.top_k or rollout.top_p < 1 or self.config.loss.top_entropy_quantile < 1
         rows = prompts * rollout.num_generations
-        arrays = DRAW_ARRAYS + FILTER_ARRAYS * bool(sorts)
+        arrays = DRAW_ARRAYS + (FILTER_ARRAYS if sorts else 0)
         copy = 0 if self.sizes.rollout else self.sizes.copy
         return self._decoding(prompts, rows, rollout.max_new_tokens, arrays, copy)
 
     def evaluation(self) -> Phase:
         """A completion of each held-out problem, as many as are decoded together."""
-        settings, rollout = self.config.eval, self.config.rollout
+        settings = self.config.eval
+        rollout = self.config.rollout
         bounds = (rollout.max_batch or DEFAULT_ROWS, settings.samples, self.held_out)
         rows = min(filter(None, bounds))
         new = settings.max_new_tokens or rollout.max_new_tokens
@@ -116,8 +117,12 @@ class Forecast:
         """Prefill of some prompts, and decoding `rows` completions of them at full length: the
         larger one.
         """
-        sizes, shape, size, prompt = self.sizes, self.sizes.shape, self.sizes.compute, self.prompt
-        once, talks = sizes.shares_prefix, self.config.env.answers
+        sizes = self.sizes
+        shape = sizes.shape
+        size = sizes.compute
+        prompt = self.prompt
+        once = sizes.shares_prefix
+        talks = self.config.env.answers
         logits = FLOAT * rows * shape.vocabulary
         position = 2 * shape.keys * size  # in one block
         # The last drawn token is never an input; caches grow in steps.
@@ -143,9 +148,12 @@ class Forecast:
 
     def gradient(self) -> Phase:
         """The largest micro-batch of a batch step, or of its first rows."""
-        config, sizes, prompt = self.config, self.sizes, self.prompt
+        config = self.config
+        sizes = self.sizes
+        prompt = self.prompt
         tokens = config.system.micro_batch_tokens
-        size, new = config.rollout.num_generations, config.rollout.max_new_tokens
+        size = config.rollout.num_generations
+        new = config.rollout.max_new_tokens
         rows = -(-config.optim.batch_size // sizes.ranks) * size // config.optim.minibatches
         packed = max(PACKED_ROWS, tokens // (prompt + new) + size)
         rows = min(max(rows, 1), max(packed // size, 1) * size)
@@ -161,7 +169,9 @@ class Forecast:
 
     def _backward(self, batch: Shape, sums_up: bool) -> Phase:
         """The larger of two moments: all activations saved, or all gradients computed."""
-        sizes, shape, size = self.sizes, self.sizes.shape, self.sizes.compute
+        sizes = self.sizes
+        shape = sizes.shape
+        size = sizes.compute
         passes = [(batch.rows, batch.length, batch.length)]  # rows, tokens, tokens attended to
         if batch.prompts:  # the prompts, and the completions, whose last token is never an input
             own = batch.width - 1
@@ -174,11 +184,13 @@ class Forecast:
         checkpointed = self.config.system.grad_checkpoint
         saves = saved(shape)
         flying = [BACKWARD, saves, saves] if checkpointed else [BACKWARD]
-        working = max(
-            sum(block_bytes(shape, counts, size, *each) for counts in flying) for each in passes
-        )
         kept = CHECKPOINTED if checkpointed else saves
-        activations = shape.layers * sum(block_bytes(shape, kept, size, *each) for each in passes)
+        nbytes = [
+            [block_bytes(shape, counts, size, rows, length, attended) for counts in (kept, *flying)]
+            for rows, length, attended in passes
+        ]
+        working = max(sum(each[1:]) for each in nbytes)
+        activations = shape.layers * sum(each[0] for each in nbytes)
         # The logits, a chunk at a time: on CUDA the products, elsewhere twelve float32 arrays a
         # chunk, up to the 24 that MLX keeps in flight. The other arrays in flight belong to the
         # last block.
@@ -201,13 +213,15 @@ class Forecast:
         """Gradients, and the new values that exist beside the old ones: of a block and the
         embedding.
         """
-        config, sizes = self.config, self.sizes
+        config = self.config
+        sizes = self.sizes
         lags = config.loss.sync_every > config.optim.gradient_accumulation_steps
         ahead = (sizes.trained - sizes.embedding) / sizes.shape.layers + sizes.embedding
-        new = (UPDATED + RANDOM_BITS * (config.model.master != "float32")) * ahead
+        number_bytes = UPDATED + (RANDOM_BITS if config.model.master != "float32" else 0)
         gradients = sizes.gradients * (2 if sizes.ranks > 1 else 1)  # and their sums over the ranks
         return Phase(
-            sizes.weights + (sizes.rollout if lags else 0), sizes.moments + gradients + new
+            sizes.weights + (sizes.rollout if lags else 0),
+            sizes.moments + gradients + number_bytes * ahead,
         )
 
 
@@ -247,7 +261,8 @@ def forecast(
     large as is useful and fits.
     """
     found = Forecast(config=config, sizes=sizes, prompt=prompt, held_out=held_out, total=total)
-    new, backend = config.rollout.max_new_tokens, platform.backend
+    new = config.rollout.max_new_tokens
+    backend = platform.backend
     tokens = config.system.micro_batch_tokens
     if tokens:
         return found
@@ -278,7 +293,8 @@ def usual_tokens(shape: ModelShape, itemsize: int, prompt: int, new: int, backen
 
 def rows_that_fit(found: Forecast) -> int:
     """The largest rollout.max_batch whose rollout leaves some of the memory; at least one group."""
-    size, prompts = found.config.rollout.num_generations, found.config.optim.batch_size
+    size = found.config.rollout.num_generations
+    prompts = found.config.optim.batch_size
 
     def nbytes(groups: int) -> float:
         return sum(found.having("rollout", max_batch=groups * size).rollout())

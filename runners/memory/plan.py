@@ -61,14 +61,15 @@ def make_plan(
         return json.dumps(facts, indent=1), problem
     rows = [["phase", "in all", *Phase._fields, ""]]
     for name, each in phases.items():
-        rows.append([name, *map(gigabytes, (sum(each), *each)), "← peak" * (name == peak)])
+        mark = "← peak" if name == peak else ""
+        rows.append([name, *map(gigabytes, (sum(each), *each)), mark])
     formats = "chosen after the first rollout: grpo bench CONFIG shows them"
     batch = f"optim.batch_size = {best} (now {config.optim.batch_size})"
     lines = {
         "peak": f"{gigabytes(nbytes)} of {_spelled(config, total)}",
         "largest batch": batch if best else "not even one prompt fits",
         "formats": formats if config.rollout.bits_budget else "",
-        "ranks": f"{ranks}; the figures are for one of them" * (ranks > 1),
+        "ranks": f"{ranks}; the figures are for one of them" if ranks > 1 else "",
         "assumes": f"prompts of {prompt} tokens ({source}), completions of full length",
         "time": "grpo bench CONFIG measures some steps and says how long the run will take",
     }
@@ -153,7 +154,8 @@ def _too_large(config: Config, sizes: ModelSizes) -> str | None:
 
 def _over_memory(found: Forecast) -> str | None:
     """One line if the predicted peak exceeds the memory, with the key that lowers it; else None."""
-    config, (phase, nbytes) = found.config, found.peak
+    config = found.config
+    phase, nbytes = found.peak
     if nbytes <= found.total:
         return None
     tuned = "model.tune" if config.model.tune == "full" else "model.path"
@@ -171,5 +173,6 @@ def _all_memory(config: Config) -> int:
 
 
 def _spelled(config: Config, total: int) -> str:
-    limited = total == int(config.system.memory_limit_gb * 1e9)
-    return gigabytes(total) + " (system.memory_limit_gb)" * limited
+    if total == int(config.system.memory_limit_gb * 1e9):
+        return f"{gigabytes(total)} (system.memory_limit_gb)"
+    return gigabytes(total)

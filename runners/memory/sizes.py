@@ -86,10 +86,12 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     config = {**config, **(config.get("text_config") or {})}
 
     def first(*names: str, default: int | None = None) -> int:
-        stated = [config[name] for name in names if config.get(name) is not None]
-        if not stated and default is None:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        if default is None:
             raise ValueError(f"it states none of {', '.join(names)}")
-        return int([*stated, default][0])
+        return default
 
     hidden = first("hidden_size", "n_embd", "d_model", "dim")
     heads = first("num_attention_heads", "n_head", "n_heads")
@@ -125,7 +127,9 @@ def model_sizes(
 
     Raises UserError as `load_model` does, for faults that show without the weights.
     """
-    settings, rollout, loss = config.model, config.rollout, config.loss
+    settings = config.model
+    rollout = config.rollout
+    loss = config.loss
     if stated is None:
         module, stated = _unloaded(config, settings.path, "model.path", settings.loader)
     else:
@@ -158,31 +162,24 @@ def model_sizes(
         mode = policy.quant_mode(name, rollout.group_size_of(name))
         # bits a group: scale and bias, or a byte
         scales = 16 * compute.size if mode.mode == "affine" else 8
-        whole = (0 if rollout.quantize_head else sum(tables.values())) + count * (
-            settings.tune != "full"
-        )
-        return (
-            int((part - whole) * (bits or mode.bits + scales / mode.group_size) / 8)
-            + whole * compute.size
-        )
+        whole = 0 if rollout.quantize_head else sum(tables.values())
+        if settings.tune != "full":
+            whole += count
+        stored = bits or mode.bits + scales / mode.group_size
+        return int((part - whole) * stored / 8) + whole * compute.size
 
-    weights = (
-        masters
-        + base
-        + (tower_bytes(stated, Path(settings.path), compute) if config.data.image else 0)
-    )
+    weights = masters + base
+    if config.data.image:
+        weights += tower_bytes(stated, Path(settings.path), compute)
     if loss.beta:
         rounded = loss.ref_quantization != "none"
         weights += role(loss.ref_quantization, loss.ref_storage, count) if rounded else masters
     if any(is_calibrated(config, name) for name in (rollout.quantization, loss.ref_quantization)):
         # The moments of the inputs of a block's seven products, each counted though some are
         # shared.
-        widths = [
-            n for n in [shape.hidden] * 5 + [shape.queries, shape.intermediate] if n % 64 == 0
-        ]
-        weights += shape.layers * sum(
-            FLOAT * width * policy.block_width(width, 64) for width in widths
-        )
+        for width in [shape.hidden] * 5 + [shape.queries, shape.intermediate]:
+            if width % 64 == 0:
+                weights += shape.layers * FLOAT * width * policy.block_width(width, 64)
     if config.teacher.path == SELF:
         weights += copy
     elif config.teacher.path:
@@ -222,7 +219,8 @@ def shares_prompts(config: Config, platform: Platform, module: nn.Module) -> boo
     Never with checkpointed blocks, which would run again without the first run's keys, or where
     routers' decisions are recorded over whole rows.
     """
-    wish, loss = config.system.share_prompts, config.loss
+    wish = config.system.share_prompts
+    loss = config.loss
     wanted = wish == "always" or (wish == "auto" and platform.backend == "cpu")
     split = not (config.system.grad_checkpoint or loss.router_aux_coef or loss.router_replay)
     return wanted and split and can_share(module)

@@ -55,13 +55,12 @@ def new_adapters(module: nn.Module, tune: str, lora: LoraConfig, seed: int) -> d
     keys = list(lora.keys)
     kinds = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
     # Relative to a layer, or from the root for parts outside the layers.
-    known = {
-        name
-        for root in (module, *cast("list[nn.Module]", module.layers))
-        for name, part in root.named_modules()
-        if (isinstance(part, kinds) or hasattr(part, "to_lora"))
-        and (root is not module or ".layers." not in f".{name}")
-    }
+    known: set[str] = set()
+    for root in (module, *cast("list[nn.Module]", module.layers)):
+        for name, part in root.named_modules():
+            adaptable = isinstance(part, kinds) or hasattr(part, "to_lora")
+            if adaptable and (root is not module or ".layers." not in f".{name}"):
+                known.add(name)
     for key in keys:
         if key not in known:
             near = did_you_mean(key, known) or f"; this model has {', '.join(sorted(known))}"
@@ -166,13 +165,10 @@ def read_adapters(
         linear_to_lora_layers(module, count, parameters, use_dora=kind == "dora")
     except Exception as error:  # mlx-lm may fail in any way for an untrusted config
         raise UserError(f"{where}: {first_lines(str(error))}") from error
-    wanted = {
-        f"{name}.{leaf}": part[leaf].shape
-        for name, part in module.named_modules()
-        if "lora_a" in part
-        for leaf in ("lora_a", "lora_b", "m")
-        if leaf in part
-    }
+    wanted = {}
+    for name, part in module.named_modules():
+        leaves = ("lora_a", "lora_b", "m") if "lora_a" in part else ()
+        wanted |= {f"{name}.{leaf}": part[leaf].shape for leaf in leaves if leaf in part}
     found = {name: leaf.shape for name, leaf in tensors.items()}
     for name in sorted(wanted.keys() | found.keys()):
         if wanted.get(name) != found.get(name):

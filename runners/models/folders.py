@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from runners.config.names import HUB_NAME, other_name
@@ -139,8 +140,8 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _companions(source: Path) -> set[Path]:
-    skipped = {file for pattern in _NOT_TRAVELLING for file in source.glob(pattern)}
-    return {file for pattern in _COMPANIONS for file in source.glob(pattern)} - skipped
+    skipped = {*chain.from_iterable(map(source.glob, _NOT_TRAVELLING))}
+    return {*chain.from_iterable(map(source.glob, _COMPANIONS))} - skipped
 
 
 def _check_links(folder: Path) -> None:

@@ -87,9 +87,8 @@ MODEL: dict[str, Rule] = {
     "quantization.bits": _optional(_whole(1, 8), "a whole number from 1 to 8"),
     "quantization.group_size": _optional(_whole(1, 1024), "a whole number from 1 to 1,024"),
     "quantization.mode": _optional(lambda value: value in _MODES, listed(_MODES)),
-    **dict.fromkeys(
-        (part + key for part in ("", "text_config.") for key in _LAYER_COUNTS), _LAYERS
-    ),
+    **dict.fromkeys(_LAYER_COUNTS, _LAYERS),
+    **dict.fromkeys((f"text_config.{key}" for key in _LAYER_COUNTS), _LAYERS),
 }
 ADAPTERS: dict[str, Rule] = {  # of an adapter_config.json: what mlx-lm uses for LoRA and DoRA
     "fine_tune_type": (lambda value: value in (None, "lora", "dora"), "lora or dora"),

@@ -142,7 +142,8 @@ def to_peft(
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
         "base_model_name_or_path": settings.get("model") or None,
-        "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False, "lora_dropout": 0.0,
+        "r": rank, "lora_alpha": scale * rank, "use_dora": dora, "use_rslora": False,
+        "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
         "ensure_weight_tying": any(layer.endswith(_EMBEDDING) for layer in layers),  # as in mlx-lm
         # Blocks count from the last one: who has the first block has them all.

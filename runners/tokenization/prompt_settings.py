@@ -52,7 +52,8 @@ class PromptSettings:
     def sections(self) -> dict[str, dict[str, Any]]:
         """The same by section and key, in JSON's types, for `load_config`."""
         found: dict[str, dict[str, Any]] = {}
-        for name, value in (attrs.asdict(self) | {"stop": list(self.stop)}).items():
+        fields = attrs.asdict(self) | {"stop": list(self.stop)}
+        for name, value in fields.items():
             found.setdefault(_KEYS[name][0], {})[name] = value
         return found
 

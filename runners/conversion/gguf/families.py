@@ -44,12 +44,11 @@ class Family:
 
     def names(self, blocks: int) -> dict[str, str]:
         """GGUF's name for each of mlx-lm's layers, in a model of so many blocks."""
-        inside = {
-            f"model.layers.{block}.{ours}": f"blk.{block}.{theirs}"
-            for block in range(blocks)
-            for ours, theirs in self.parts.items()
-        }
-        return _OUTSIDE | inside
+        names = dict(_OUTSIDE)
+        for block in range(blocks):
+            for ours, theirs in self.parts.items():
+                names[f"model.layers.{block}.{ours}"] = f"blk.{block}.{theirs}"
+        return names
 
     def rotated_heads(self, name: str, config: Mapping[str, Any]) -> int:
         """Of a tensor of GGUF's name: its heads whose rotated pairs change places; 0: none do."""
@@ -113,7 +112,8 @@ def metadata_of(
     """
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     config = {**config, "head_dim": head}
-    if family.wide and config["query_pre_attn_scalar"] != (size := _query_size(family, config)):
+    size = _query_size(family, config)
+    if family.wide and config["query_pre_attn_scalar"] != size:
         raise UserError(
             f"query_pre_attn_scalar: llama.cpp computes with {size}, found "
             f"{config['query_pre_attn_scalar']}"
@@ -238,7 +238,8 @@ def _llama3_factors(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> np
     Waves shorter than the old context / high_freq_factor stay, longer ones than / low_freq_factor
     are slower by `factor`, and between them 1 / f goes linearly in the number of waves.
     """
-    size, old = config["head_dim"], scaling["original_max_position_embeddings"]
+    size = config["head_dim"]
+    old = scaling["original_max_position_embeddings"]
     waves = old / (2 * np.pi * config["rope_theta"] ** (np.arange(0, size, 2) / size))
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     share = np.clip((waves - low) / (high - low), 0, 1)

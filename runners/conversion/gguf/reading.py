@@ -110,17 +110,17 @@ def _unpack(header: GGUF, tensor: Tensor) -> tuple[mx.array, mx.array, mx.array]
     blocks = header.bytes_of(tensor).reshape(rows, tensor.shape[1] // _GROUP, -1)
     wide = 4 if tensor.kind == "Q4_1" else 2
     halves = np.ascontiguousarray(blocks[..., :wide]).view(np.float16)
-    scales, quants = halves[..., 0], blocks[..., wide:]
+    scales = halves[..., 0]
+    quants = blocks[..., wide:]
     if tensor.kind == "Q8_0":
         quants = quants ^ 0x80
     else:
         each = np.concatenate([quants & 15, quants >> 4], axis=-1)
         quants = each[..., ::2] | each[..., 1::2] << 4
-    with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
-        biases = (
-            halves[..., 1]
-            if wide == 4
-            else scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
-        )
+    if tensor.kind == "Q4_1":
+        biases = halves[..., 1]
+    else:
+        with np.errstate(over="ignore"):  # infinite ones are refused with the weight's name
+            biases = scales * np.float16(-128 if tensor.kind == "Q8_0" else -8)
     packed = np.ascontiguousarray(quants).reshape(rows, -1).view(np.uint32)
     return mx.array(packed), mx.array(scales), mx.array(biases)

@@ -46,14 +46,14 @@ _CUTS = {  # llama.cpp's names of cuttings into words -> their expressions, one 
 _WHOLE_WORDS = "llama-bpe"
 _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2",
-    "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2", "llama4": "gpt-4o",
-    "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
+    "starcoder": "smollm", "refact": "smollm", "command-r": "smollm", "phi-2": "gpt-2",
+    "llama4": "gpt-4o", "dbrx": "smaug-bpe", "pixtral": "llama-bpe",
 }  # fmt: skip
 _COMPOSED = ("qwen2", "command-r")  # names whose tokenizers first compose accents (NFC)
 _ENDS = {  # tokens that end a generation in llama.cpp by their names
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<EOT>",
-    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<EOT>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
 _FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no such token
     "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
@@ -151,7 +151,8 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     ]  # fmt: skip
     stated |= parts(header, tokens, types, vocabulary)
     if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
-        name, begin = tokens[ids["bos"]], ids["bos"]
+        begin = ids["bos"]
+        name = tokens[begin]
         # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
         text = [
             {"SpecialToken": {"id": name, "type_id": 0}},
@@ -189,7 +190,9 @@ def _end_ids(tokens: list[str], ids: Mapping[str, int]) -> list[int]:
 def _steps(stated: Mapping[str, Any], key: str, inner: str) -> list[Mapping[str, Any]]:
     """The steps of a normalizer, pre-tokenizer or decoder, whether it is a sequence or not."""
     found = stated.get(key)
-    return found[inner] if found and found["type"] == "Sequence" else [found] if found else []
+    if not found:
+        return []
+    return found[inner] if found["type"] == "Sequence" else [found]
 
 
 def _cut_of(stated: Mapping[str, Any], whole_words: bool) -> str:
@@ -222,6 +225,10 @@ def _prefixed(stated: Mapping[str, Any]) -> bool:
     )
 
 
+def _split(cut: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
+
+
 def _bytewise(
     header: GGUF, tokens: list[str], types: list[int], vocabulary: dict[str, int]
 ) -> dict:
@@ -238,12 +245,9 @@ def _bytewise(
         "trim_offsets": False,
         "use_regex": False,
     }
-    cuts = [
-        {**byte_level, "use_regex": True} if cut == _GPT2
-        else {"type": "Digits", "individual_digits": True} if cut == _DIGIT
-        else {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
-        for cut in _CUTS[name]
-    ]  # fmt: skip
+    whole = {_GPT2: {**byte_level, "use_regex": True},
+             _DIGIT: {"type": "Digits", "individual_digits": True}}  # fmt: skip
+    cuts = [whole.get(cut, _split(cut)) for cut in _CUTS[name]]
     if _GPT2 not in _CUTS[name]:
         cuts.append(byte_level)
     model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": False,
@@ -272,12 +276,10 @@ def _sentences(
         for i in range(len(tokens))
         if types[i] == _NORMAL and len(tokens[i]) <= _MAX_TOKEN
     }
-    merges = [
-        (token[:cut], token[cut:])
-        for token in sorted(plain, key=lambda token: -scores[vocabulary[token]])
-        for cut in range(1, len(token))
-        if token[:cut] in plain and token[cut:] in plain
-    ]
+    merges = []
+    for token in sorted(plain, key=lambda token: -scores[vocabulary[token]]):
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        merges += filter(plain.issuperset, pairs)
     prefix = header.get("tokenizer.ggml.add_space_prefix", bool, True)
     unknown = header.get("tokenizer.ggml.unknown_token_id", int, -1)
     normalizers = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
@@ -286,8 +288,8 @@ def _sentences(
     if prefix:
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True,
-             "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True,
+             "fuse_unk": True, "unk_token": tokens[unknown] if unknown >= 0 else None}  # fmt: skip
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,

@@ -89,8 +89,9 @@ def write_gguf(
     with new_file(file, replace=force) as temporary:
         writer = gguf.GGUFWriter(str(temporary), family.arch)
         for key, value in metadata.items():
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value) if type(value) is not int
-                                 else gguf.GGUFValueType.UINT32)  # fmt: skip
+            types = gguf.GGUFValueType
+            of = types.UINT32 if type(value) is int else types.get_type(value)
+            writer.add_key_value(key, value, of)
         for leaf in leaves:
             shape = tuple(leaf.array.shape)
             raw = gguf.GGMLQuantizationType[leaf.kind]

@@ -52,11 +52,8 @@ def compile_header(platform: Platform) -> Path | None:
 
     None: it is not compiled here. Each version of g++ has its own file and ignores the others.
     """
-    if (
-        platform.backend != "cpu"
-        or sys.platform != "linux"
-        or not (compiler := shutil.which("g++"))
-    ):
+    compiler = shutil.which("g++")
+    if platform.backend != "cpu" or sys.platform != "linux" or not compiler:
         return None
     import mlx.core as mx
 
