@@ -139,10 +139,10 @@ def _load_file(what: str, place: str, dirs: Sequence[Path]) -> ModuleType:
     name = path.stem
     known = sys.modules.get(name)
     if known is not None:
-        spec = known.__spec__
+        namesake = known.__spec__
     else:
-        spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path:
+        namesake = importlib.util.find_spec(name) if name.isidentifier() else None
+    if namesake is None or namesake.origin is None or Path(namesake.origin).resolve() != path:
         name = re.sub(r"\W", "_", str(path))
     if name in sys.modules:
         return sys.modules[name]

@@ -70,12 +70,12 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
     The completions are the model's own, drawn with a fixed key. UserError for the file as
     `read_prompts`.
     """
-    found = read_prompts(file, column, option="--calibrate")
-    prompts = [render(tokenizer, messages)[1] for messages in found[:PROMPTS]]
+    rows = read_prompts(file, column, option="--calibrate")
+    prompts = [render(tokenizer, messages)[1] for messages in rows[:PROMPTS]]
 
     def collect(module: nn.Module, group_size: int) -> Moments:
         policy = g.Policy.for_inference(module)
-        found = {}
+        moments = {}
         names = [
             f"{path}.weight"
             for path, layer in module.named_modules()
@@ -90,10 +90,10 @@ def moments_from(file: str, column: str, tokenizer: Any, note: Callable[[str], N
             rollout = g.generate(policy, {}, some, sampling, key=mx.random.key(start))
             batch = g.make_batch(rollout, mx.zeros((len(some), 1)))
             lengths_b = batch.prompt_lengths_b + rollout.lengths_b
-            found = added(
-                found, input_moments(policy, {}, batch.tokens_bl, lengths_b, names, group_size)
+            moments = added(
+                moments, input_moments(policy, {}, batch.tokens_bl, lengths_b, names, group_size)
             )
-        return found
+        return moments
 
     return collect
 

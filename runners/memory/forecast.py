@@ -137,13 +137,13 @@ class Forecast:
         prefill = block_bytes(shape, PREFILL, size, prompts, min(prompt, PREFILL_TOKENS), prompt)
         # Its cache, and none of the completions' own.
         prefill += shape.layers * (position * prompts * (-prompt % CACHE_STEP) - own)
+        # Conversations: caches of earlier turns, rows that wait for a reply, rows that are extended.
+        turns = 3 * grown if talks else 0
         return Phase(
             weights=sizes.weights + sizes.rollout + sizes.decoding + copy,
             optimizer=sizes.moments,
             activations=max(prefill, growing, arrays * logits),
-            # Conversations: caches of earlier turns, rows that wait for a reply, rows that are
-            # extended.
-            cache=shape.layers * (copies + own + 3 * grown * talks),
+            cache=shape.layers * (copies + own + turns),
         )
 
     def gradient(self) -> Phase:

@@ -58,13 +58,12 @@ class PromptSettings:
         return found
 
 
-_KEYS: dict[str, tuple[str, attrs.Attribute]] = {
-    known.name: (section, known)
-    for section, kind in (("data", DataConfig), ("rollout", RolloutConfig))
-    for known in attrs.fields(kind)
-    if known.name in attrs.fields_dict(PromptSettings)
-}
+_KEYS: dict[str, tuple[str, attrs.Attribute]] = {}
 """The section and the key of the config that each field is."""
+for _section, _kind in (("data", DataConfig), ("rollout", RolloutConfig)):
+    for _field in attrs.fields(_kind):
+        if _field.name in attrs.fields_dict(PromptSettings):
+            _KEYS[_field.name] = (_section, _field)
 
 
 def write_prompt(folder: Path, settings: PromptSettings) -> None:

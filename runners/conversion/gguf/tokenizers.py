@@ -53,7 +53,8 @@ _COMPOSED = ("qwen2", "command-r")  # names whose tokenizers first compose accen
 _ENDS = {  # tokens that end a generation in llama.cpp by their names
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
     "<EOT>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "_<EOT>", "[EOT]", "[EOS]",
-    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
 _FILE_ENDS = {  # and those of files and gaps in code, if the metadata has no such token
     "fim_pad": {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"},
@@ -152,16 +153,16 @@ def write_tokenizer(header: GGUF, folder: Path) -> None:
     stated |= parts(header, tokens, types, vocabulary)
     if ids["bos"] >= 0 and header.get("tokenizer.ggml.add_bos_token", bool, kind == "llama"):
         begin = ids["bos"]
-        name = tokens[begin]
+        token = tokens[begin]
         # Not by TemplateProcessing's own words, which a name with ":" or "$" would be.
         text = [
-            {"SpecialToken": {"id": name, "type_id": 0}},
+            {"SpecialToken": {"id": token, "type_id": 0}},
             {"Sequence": {"id": "A", "type_id": 0}},
         ]
         stated["post_processor"] = {
             "type": "TemplateProcessing", "single": text,
             "pair": [*text, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+            "special_tokens": {token: {"id": token, "ids": [begin], "tokens": [token]}},
         }  # fmt: skip
     words = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
