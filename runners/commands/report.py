@@ -38,10 +38,9 @@ def report_command(runs: Sequence[str], out: str, everything: bool) -> None:
     from runners.report.page import MOST_PAGE_BYTES, REPORT, write_report
 
     folders = [Path(run).expanduser() for run in runs]
+    target = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     if out:
         target = Path(out).expanduser()
-    else:
-        target = folders[0] / REPORT if len(folders) == 1 else Path(REPORT)
     written = write_report(folders, target, most_bytes=1 << 62 if everything else MOST_PAGE_BYTES)
     more = ""
     if written.left_out:

@@ -171,9 +171,8 @@ def load_config(
         ConfigError: one line for every fault: file, key, what was expected and found, the nearest
             spelling.
     """
-    if config is None:
-        found = Settings(label=label, folder=Path())
-    else:
+    found = Settings(label=label, folder=Path())
+    if config is not None:
         found = read_settings(str(config), KEYS)
     for section, table in (recorded or {}).items():
         found.put((section,), table, label)
