@@ -1,4 +1,6 @@
-"""Shared by all commands: imported only when needed, and errors shown as a line with an exit code."""
+"""Shared by all commands: imported only when needed, and errors shown as a line with an
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import Any
 
 import click
 
-from runners.errors import ConfigError, UserError, first_line, is_out_of_memory, one_line, system_fault
+from runners.errors import (
+    ConfigError,
+    UserError,
+    first_line,
+    is_out_of_memory,
+    one_line,
+    system_fault,
+)
 from runners.machine.metal_faults import ADVICE, is_watchdog
 from runners.machine.terminal import OutputLost, drop_output, echo, escape_logs
 
@@ -21,9 +30,11 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class LazyGroup(click.Group):
-    """A group whose `commands` are names of modules' attributes, imported only when they are shown or run.
+    """A group whose `commands` are names of modules' attributes, imported only when they are shown
+    or run.
 
-    A command's module imports nothing heavy at its top, so that the group's help can show its first line.
+    A command's module imports nothing heavy at its top, so that the group's help can show its first
+    line.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -37,11 +48,11 @@ class LazyGroup(click.Group):
 
 
 def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a command show a UserError as lines on stderr and exit with its code (2). After Ctrl-C it exits
-    with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
+    """Makes a command show a UserError as lines on stderr and exit with its code (2). After Ctrl-C
+    it exits with 130 (or with the `exit_code` of the KeyboardInterrupt: 143 after SIGTERM).
 
-    Running out of memory, and what the system refuses, count as user errors. Any other exception is a bug and
-    keeps its traceback.
+    Running out of memory, and what the system refuses, count as user errors. Any other exception is
+    a bug and keeps its traceback.
     """
 
     @functools.wraps(function)
@@ -49,16 +60,20 @@ def ends_with_a_line(function: Callable[..., Any]) -> Callable[..., Any]:
         escape_logs()
         try:
             for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, TextIOWrapper):  # an old terminal's encoding lacks some characters
+                # an old terminal's encoding lacks some characters
+                if isinstance(stream, TextIOWrapper):
                     stream.reconfigure(errors="backslashreplace")
             return function(*args, **kwargs)
         except KeyboardInterrupt as error:
-            fault, lines = error, ["interrupted", getattr(error, "advice", "")]
+            fault = error
+            lines = ["interrupted", getattr(error, "advice", "")]
         except OutputLost as error:
             drop_output(sys.stdout)
-            fault, lines = error, [] if error.is_pipe else [str(error)]  # a pipe's reader may stop reading
+            fault = error
+            lines = [] if error.is_pipe else [str(error)]  # a pipe's reader may stop reading
         except UserError as error:
-            fault, lines = error, error.problems if isinstance(error, ConfigError) else [str(error)]
+            fault = error
+            lines = error.problems if isinstance(error, ConfigError) else [str(error)]
         except (OSError, RuntimeError, MemoryError) as error:
             fault = UserError()
             if is_out_of_memory(error):
@@ -98,8 +113,8 @@ def flag(name: str, meaning: str) -> Part:
 def command(
     name: str, *parts: Part | Sequence[Part], notes: str = ""
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command of a function that `ends_with_a_line`, with arguments, options and groups of options in their
-    order; `notes` stand below its help."""
+    """A command of a function that `ends_with_a_line`, with arguments, options and groups of
+    options in their order; `notes` stand below its help."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
         found = ends_with_a_line(function)

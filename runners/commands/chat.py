@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from runners.commands.base import INTERRUPTED, command
-from runners.commands.options import MODEL, PROMPT, SAMPLING, TRUST, open_model, resolve_prompt, sampling_of
+from runners.commands.options import (
+    MODEL,
+    PROMPT,
+    SAMPLING,
+    TRUST,
+    open_model,
+    resolve_prompt,
+    sampling_of,
+)
 from runners.machine.terminal import echo, echo_output, echo_text
 
 if TYPE_CHECKING:
@@ -27,7 +35,13 @@ _COMMANDS = """\
 
 
 @command(
-    "chat", click.argument("model"), PROMPT, SAMPLING, MODEL, TRUST, notes=f"\b\nWhile chatting:\n{_COMMANDS}"
+    "chat",
+    click.argument("model"),
+    PROMPT,
+    SAMPLING,
+    MODEL,
+    TRUST,
+    notes=f"\b\nWhile chatting:\n{_COMMANDS}",
 )
 def chat_command(model: str, **values: Any) -> None:
     """Talk to a model, turn by turn.
@@ -65,7 +79,9 @@ def chat_command(model: str, **values: Any) -> None:
             conversation.clear()
         elif message:
             with Interrupts() as interrupts:
-                show_reply(conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed))
+                show_reply(
+                    conversation.reply(message, should_stop=lambda: interrupts.stopped, speed=speed)
+                )
             stopped = interrupts.stopped
     echo(speed.line(), err=True)
     if stopped:
@@ -76,8 +92,15 @@ def open_conversation(model: InferenceModel, values: dict[str, Any]) -> Conversa
     """A new conversation with the resolved options."""
     from runners.inference.text_generation import Conversation, generation_key
 
-    how = {key: values[key] for key in ("system", "nudge", "template_kwargs", "raw")}
-    return Conversation(model, sampling_of(values, model), key=generation_key(values["seed"]), **how)
+    return Conversation(
+        model,
+        sampling_of(values, model),
+        key=generation_key(values["seed"]),
+        system=values["system"],
+        nudge=values["nudge"],
+        template_kwargs=values["template_kwargs"],
+        raw=values["raw"],
+    )
 
 
 def show_reply(pieces: Iterable[str]) -> None:

@@ -1,4 +1,6 @@
-"""`grpo doctor`: what this machine offers a run, what will be slow, and the command that mends it."""
+"""`grpo doctor`: what this machine offers a run, what will be slow, and the command that
+mends it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from runners.commands.base import command, flag
 from runners.errors import UserError, gigabytes, listed
 from runners.machine.terminal import aligned, echo, echo_text
 
-PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "datasets", "huggingface_hub", "numpy", "tiktoken")
+PACKAGES = (
+    "mlx",
+    "mlx-lm",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "huggingface_hub",
+    "numpy",
+    "tiktoken",
+)
 
 
 @command(
@@ -47,13 +58,15 @@ def doctor_command(as_json: bool) -> None:
         "sandbox": f"lacks {listed(missing)}" if missing else "whole",
         "free_disk_bytes": shutil.disk_usage(Path.cwd()).free,
     }
-    slow, problem = [], ""
+    slow = []
+    problem = ""
     try:
         machine = startup.prepare()
     except UserError as error:
         problem = str(error)
     else:
-        total, limit = total_memory(), memory_limit() if sys.platform == "linux" else None
+        total = total_memory()
+        limit = memory_limit() if sys.platform == "linux" else None
         slow = list(machine.notices)
         found |= {
             "device": f"{machine.device} ({machine.backend})",
@@ -67,7 +80,10 @@ def doctor_command(as_json: bool) -> None:
     if as_json:
         echo_text(json.dumps({**found, "slow": slow, "problem": problem or None}, indent=2))
     else:
-        names = (name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_") for name in found)
+        names = (
+            name.removesuffix("_bytes").replace("_", " ").replace("grpo ", "grpo_")
+            for name in found
+        )
         for line in [*aligned([*zip(names, map(_text, found.values()), strict=True)]), ""]:
             echo(line)
         for line in slow:

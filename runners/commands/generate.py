@@ -72,7 +72,13 @@ messages, turns, calls, failures and, if the environment gives one, reward.
 """,
 )
 def generate_command(
-    model: str, prompt: str | None, prompts: str, num: int, out: str, images: tuple[str, ...], **values: Any
+    model: str,
+    prompt: str | None,
+    prompts: str,
+    num: int,
+    out: str,
+    images: tuple[str, ...],
+    **values: Any,
 ) -> None:
     """Let a model answer one prompt, or many.
 
@@ -82,7 +88,9 @@ def generate_command(
     """
     if (prompt is None) == (not prompts):
         raise UserError("expected either PROMPT or --prompts FILE")
-    if images and (prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]):
+    if images and (
+        prompts or num > 1 or out or values["tools"] or values["factory"] or values["config"]
+    ):
         raise UserError("--image goes with one PROMPT; leave --prompts, --num, --out and tools out")
     from runners.data.messages import conversation, read_prompts
 
@@ -106,15 +114,30 @@ def generate_command(
 
     speed = Speed()
     with Interrupts() as interrupts:  # Ctrl-C ends the current batch, or the reply
-        watched = {"should_stop": lambda: interrupts.stopped, "speed": speed}
+
+        def should_stop() -> bool:
+            return interrupts.stopped
+
         if prompts or num > 1 or out or environments:
             with open(out or os.devnull, "w", encoding="utf-8") as file:
-                write = partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
-                for row in _rows(loaded, conversations, num, values, environments, **watched):
+                write = (
+                    partial(print, file=file, flush=True) if out else partial(echo_output, nl=True)
+                )
+                rows = _rows(
+                    loaded,
+                    conversations,
+                    num,
+                    values,
+                    environments,
+                    should_stop=should_stop,
+                    speed=speed,
+                )
+                for row in rows:
                     write(json_line(row))
         else:
             shown = [ImageFile(name, path=Path(name).expanduser()) for name in images]
-            show_reply(open_conversation(loaded, values).reply(text, images=shown, **watched))
+            chat = open_conversation(loaded, values)
+            show_reply(chat.reply(text, images=shown, should_stop=should_stop, speed=speed))
     echo(speed.line(), err=True)
     if interrupts.stopped:
         sys.exit(INTERRUPTED)
@@ -137,12 +160,22 @@ def _rows(
     from runners.inference.text_generation import generation_key, sample_batches
 
     tools = environments.chat.schemas if environments else ()
-    how: dict[str, Any] = {name: values[name] for name in ("nudge", "template_kwargs", "raw")}
-    how |= {"tools": tools, "columns": values["row"], "most": values["max_tokens"]}
     system = values["system"]
-    found = sample_batches(
+    examples = [
+        model.example(
+            conversation(each, system),
+            nudge=values["nudge"],
+            template_kwargs=values["template_kwargs"],
+            raw=values["raw"],
+            tools=tools,
+            columns=values["row"],
+            most=values["max_tokens"],
+        )
+        for each in conversations
+    ]
+    batches = sample_batches(
         model.engine,
-        [model.example(conversation(each, system), **how) for each in conversations],
+        examples,
         attrs.evolve(sampling_of(values, model), num_generations=num),
         key=generation_key(values["seed"]),
         decoder=model.decoder,
@@ -151,7 +184,7 @@ def _rows(
         environments=environments,
         should_stop=should_stop,
     )
-    for done in found:
+    for done in batches:
         speed.add(done)
         rewards = None
         if environments is not None and done.played is not None:

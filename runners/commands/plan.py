@@ -1,4 +1,6 @@
-"""What a run needs: `grpo plan CONFIG` predicts its memory, `grpo bench CONFIG` measures its time."""
+"""What a run needs: `grpo plan CONFIG` predicts its memory, `grpo bench CONFIG` measures
+its time.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ def runs_command(folder: str, as_json: bool) -> None:
     for run in runs:
         measured = number_text(run.eval_reward) if run.em is None else percent_text(run.em)
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
-        rows.append((run.folder, run.state, str(run.update), measured, number_text(run.reward), when))
+        rows.append(
+            (run.folder, run.state, str(run.update), measured, number_text(run.reward), when)
+        )
     for line, go_on in zip(aligned(rows), ["", *(run.go_on for run in runs)], strict=True):
         echo(line)
         if go_on:

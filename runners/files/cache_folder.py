@@ -12,8 +12,11 @@ from runners.files.own_folder import foreign, own_folder
 
 
 def cache_folder() -> Path:
-    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names another one."""
-    if wish := os.environ.get("GRPO_FN_CACHE", ""):
+    """This package's folder in the user's cache; the environment's GRPO_FN_CACHE names
+    another one.
+    """
+    wish = os.environ.get("GRPO_FN_CACHE", "")
+    if wish:
         return Path(wish)
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "grpo_fn"
@@ -32,8 +35,8 @@ def kept_folder(*names: str) -> Path:
 
 
 def remember(kind: str, digest: str) -> None:
-    """Notes a digest, such as one of a content that was checked; in a cache that others can write to, or
-    without room, nothing is noted."""
+    """Notes a digest, such as one of a content that was checked; in a cache that others can write
+    to, or without room, nothing is noted."""
     with suppress(OSError, UserError):
         (kept_folder(kind) / digest).touch()
 

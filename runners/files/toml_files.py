@@ -12,8 +12,11 @@ Tables = Mapping[str, Mapping[str, Any]]
 _NO_NOTES: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 
-def toml_text(tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, heading: str = "") -> str:
-    """The tables of values as a TOML document. `notes`, by table and key, and `heading` become comments.
+def toml_text(
+    tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, heading: str = ""
+) -> str:
+    """The tables of values as a TOML document. `notes`, by table and key, and `heading` become
+    comments.
 
     Raises UserError for a text with half of a surrogate pair, which no TOML file can hold.
     """
@@ -29,7 +32,8 @@ def toml_text(tables: Tables, notes: Mapping[tuple[str, str], str] = _NO_NOTES, 
             if value is None:  # TOML has no such value: the key is left out
                 continue
             item = _item(value)
-            if note := notes.get((name, key)):
+            note = notes.get((name, key))
+            if note:
                 item.comment(printable(note))
                 item.trivia.comment_ws = "  "
             table.add(key, item)
@@ -59,4 +63,6 @@ def _check(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{key}: expected text that UTF-8 can hold, found {show(printable(text))}") from error
+        raise UserError(
+            f"{key}: expected text that UTF-8 can hold, found {show(printable(text))}"
+        ) from error

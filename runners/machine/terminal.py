@@ -1,7 +1,9 @@
-"""All text for people goes through here, with control characters spelled out; only replies may keep them.
+"""All text for people goes through here, with control characters spelled out; only replies may keep
+them.
 
-Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence in it could
-hide lines, change the window's title or answer for the user. A log file is read on a terminal later.
+Models, tokenizers, rewards and data sets contain untrusted text: on a terminal an escape sequence
+in it could hide lines, change the window's title or answer for the user. A log file is read on a
+terminal later.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[s
 def echo(line: str = "", *, err: bool = False) -> None:
     """Writes one line to standard output, or to standard error, at once; see `printable`.
 
-    Raises OutputLost if standard output fails. If standard error fails, nothing can be reported, and the work
-    continues.
+    Raises OutputLost if standard output fails. If standard error fails, nothing can be reported,
+    and the work continues.
     """
     _write(printable(line), err, nl=True)
 
@@ -68,7 +70,9 @@ def echo_text(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def echo_output(text: str, *, nl: bool = False) -> None:
-    """As `echo`, for what a command was asked to produce: a pipe gets it as it is, a terminal `visible`."""
+    """As `echo`, for what a command was asked to produce: a pipe gets it as it is, a terminal
+    `visible`.
+    """
     shown = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
     _write(visible(text) if shown else text, False, nl)
 
@@ -85,8 +89,8 @@ def _write(text: str, err: bool, nl: bool) -> None:
 
 
 def escape_logs() -> None:
-    """Makes every log record and warning of a library one escaped line: transformers quotes a model's files
-    in them."""
+    """Makes every log record and warning of a library one escaped line: transformers quotes a
+    model's files in them."""
     if logging.getLogRecordFactory() is logging.LogRecord:
         logging.setLogRecordFactory(_EscapedRecord)
         usual = warnings.formatwarning
@@ -99,7 +103,9 @@ class _EscapedRecord(logging.LogRecord):
 
 
 class Output:
-    """A stream that never raises: after a failed write, `fault` has the error and later text is dropped."""
+    """A stream that never raises: after a failed write, `fault` has the error and later text is
+    dropped.
+    """
 
     def __init__(self, stream: TextIO):
         """Writes to `stream`."""
