@@ -50,7 +50,9 @@ A module imports only click until its command runs.
 """
 
 _LAST = "the last one"  # --resume without a value
-VERSION = click.version_option(package_name="grpo_fn", prog_name="grpo_fn", help="Show the version.")
+VERSION = click.version_option(
+    package_name="grpo_fn", prog_name="grpo_fn", help="Show the version."
+)
 
 
 def _explain(context: click.Context, _: click.Parameter, key: str | None) -> None:
@@ -71,13 +73,17 @@ def _explain(context: click.Context, _: click.Parameter, key: str | None) -> Non
         is_flag=False,
         flag_value=_LAST,
     ),
-    flag("--allow-config-change", "With --resume: continue although config, data, rewards or model differ."),
+    flag(
+        "--allow-config-change",
+        "With --resume: continue although config, data, rewards or model differ.",
+    ),
     flag(
         "--overwrite",
         "Start over if the folder holds a run, even an interrupted one; removes its checkpoints.",
     ),
     flag(
-        "--dry-run", "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop."
+        "--dry-run",
+        "Print the resolved config, write it to OUTPUT_DIR/NAME/config.resolved.json, and stop.",
     ),
     option(
         "--explain=KEY",

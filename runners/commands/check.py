@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     "check",
     click.argument("config"),
     SET,
-    option("--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True),
-    option("--sample", "Load the model, and show a completion of so many problems.", click.IntRange(0), 0),
+    option(
+        "--problems", "Problems whose answers are scored.", click.IntRange(1), 8, show_default=True
+    ),
+    option(
+        "--sample",
+        "Load the model, and show a completion of so many problems.",
+        click.IntRange(0),
+        0,
+    ),
     notes="""\
 \b
 Examples:
@@ -108,7 +115,9 @@ def _mean(values) -> str:
     click.argument("config"),
     SET,
     option("--samples", "Completions of each prompt.", click.IntRange(1), 8, show_default=True),
-    option("--out=FILE", "The result [OUTPUT_DIR/NAME.difficulty.jsonl of the config].", default=""),
+    option(
+        "--out=FILE", "The result [OUTPUT_DIR/NAME.difficulty.jsonl of the config].", default=""
+    ),
     flag("--overwrite", "Start over; the old file stays as FILE.previous.jsonl."),
     notes="""\
 \b

@@ -19,7 +19,11 @@ from runners.machine.terminal import echo
     TARGET,
     QUANTIZE,
     flag("--dequantize", "Unpack a quantized model."),
-    option("--calibrate=FILE", "Prompts on which quantized layers nearly keep their outputs.", default=""),
+    option(
+        "--calibrate=FILE",
+        "Prompts on which quantized layers nearly keep their outputs.",
+        default="",
+    ),
     option("--column", "Column of the prompts in a file of rows [prompt].", default="prompt"),
     option("--step", "Which nanochat checkpoint [the last].", int),
     flag("--text-only", "Take only the language part of a vision-language model."),

@@ -20,11 +20,17 @@ from runners.machine.terminal import echo
     option("--out=DIR", "A new folder for mlx-lm and transformers.", click.Path(path_type=Path)),
     QUANTIZE,
     option(
-        "--gguf=FILE", "A file for llama.cpp, and Ollama's Modelfile beside it.", click.Path(path_type=Path)
+        "--gguf=FILE",
+        "A file for llama.cpp, and Ollama's Modelfile beside it.",
+        click.Path(path_type=Path),
     ),
-    option("--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)),
+    option(
+        "--peft=DIR", "A new folder with the adapters alone, for PEFT.", click.Path(path_type=Path)
+    ),
     option("--type as kind", "Of FILE's weights: f16, bf16, f32, q8_0, q4_0 or q4_1 [f16]."),
-    option("--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""),
+    option(
+        "--push as --upload-repo as push=OWNER/NAME", "Upload DIR to the Hub as well.", default=""
+    ),
     flag("--private", "Make a new repository private."),
     flag("--force", "Replace DIR or FILE if it exists."),
     TRUST,

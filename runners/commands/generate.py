@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     click.argument("model"),
     click.argument("prompt", required=False),
     option("--prompts=FILE", "Many prompts: .txt (one a line), rows, or - (stdin).", default=""),
-    option("--column", "The rows' column: a text, or messages.", default="prompt", show_default=True),
+    option(
+        "--column", "The rows' column: a text, or messages.", default="prompt", show_default=True
+    ),
     option("--num", "Completions of each prompt.", click.IntRange(1), 1, show_default=True),
     option("--batch", "Completions at a time.", click.IntRange(1), 256, show_default=True),
     flag("--raw", "Continue the text as it is, without a chat template: for base models."),

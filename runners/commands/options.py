@@ -44,7 +44,12 @@ SAMPLING = (
     option("--top-p", "The likeliest tokens with this share of the probability.", _TOP, 1.0),
     option("--top-k", "This many tokens; 0: all.", _NUMBER, 0),
     option("--min-p", "Tokens with at least this share of the largest probability.", _SHARE, 0.0),
-    option("--repetition-penalty", "Above 1: tokens that have occurred become less likely.", _FACTOR, 1.0),
+    option(
+        "--repetition-penalty",
+        "Above 1: tokens that have occurred become less likely.",
+        _FACTOR,
+        1.0,
+    ),
     option("--seed", "The same seed gives the same result.", _NUMBER, 0, show_default=True),
     option("--max-tokens", "Length limit of a reply [as in training, else 512].", _COUNT),
 )
@@ -62,20 +67,28 @@ SET = option(
 QUANTIZE = (
     option("--bits", "Quantize to so many bits.", click.Choice([2, 3, 4, 5, 6, 8])),
     option("--group-size", "Weights that share a scale [64; mxfp4, mxfp8: 32; nvfp4: 16].", int),
-    option("--mode", "Quantize in this format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])),
+    option(
+        "--mode", "Quantize in this format.", click.Choice(["affine", "mxfp4", "nvfp4", "mxfp8"])
+    ),
     option(
         "--recipe",
         "Quantize with more bits where they matter most.",
         click.Choice(["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"]),
     ),
-    option("--dtype", "The weights' dtype [the source's].", click.Choice(["float32", "float16", "bfloat16"])),
+    option(
+        "--dtype",
+        "The weights' dtype [the source's].",
+        click.Choice(["float32", "float16", "bfloat16"]),
+    ),
 )
 TARGET = option("--out=DIR", "The new folder.", click.Path(path_type=Path), required=True)
 FORCE = flag("--force", "Replace DIR if it exists.")
 PROMPT = (
     option("--system=TEXT", 'The system message [as in training]; "" for a model without one.'),
     option("--nudge=TEXT", 'First words of every reply [as in training]; "" for none.'),
-    option("--stop=TEXT", 'Ends a reply [as in training]; may be repeated; "" for none.', multiple=True),
+    option(
+        "--stop=TEXT", 'Ends a reply [as in training]; may be repeated; "" for none.', multiple=True
+    ),
     flag("--no-prompt-file", "Ignore the model's grpo_prompt.json: how it was asked in training."),
 )
 TOOLS = (
@@ -84,11 +97,17 @@ TOOLS = (
         "A function that the model may call, or a Python file with such functions. May be repeated.",
         multiple=True,
     ),
-    option("--env as factory=FILE:CLASS", "An environment, whose methods the model may call.", default=""),
+    option(
+        "--env as factory=FILE:CLASS",
+        "An environment, whose methods the model may call.",
+        default="",
+    ),
 )
 TOOLS_OF = (
     option("--config=CONFIG", "A training's config: its [env], with the bounds.", default=""),
-    option("--row=JSON", "What the environment's reset gets: columns.", default="{}", callback=_row),
+    option(
+        "--row=JSON", "What the environment's reset gets: columns.", default="{}", callback=_row
+    ),
 )
 
 

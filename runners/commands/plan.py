@@ -21,7 +21,9 @@ from runners.machine.terminal import echo_text
     click.argument("config"),
     SET,
     flag("--json as as_json", "The same facts as JSON, in bytes."),
-    option("--ranks", "Number of mlx.launch processes; shows the memory of each.", click.IntRange(1), 1),
+    option(
+        "--ranks", "Number of mlx.launch processes; shows the memory of each.", click.IntRange(1), 1
+    ),
     notes="""\
 \b
 Exit codes: 0 the run fits; 2 it does not fit, or something in the config, the data or the model has to
