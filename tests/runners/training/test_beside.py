@@ -2,6 +2,7 @@
 
 import types
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -50,7 +51,8 @@ def trained(folder, executor, steps, *settings):
         stale = found.rollout.version_b
         assert stale is not None and (stale == state.update - 1).all().item()
     mx.eval(arrays_of(state.train))
-    return seen, {name: bytes(memoryview(leaf)) for name, leaf in named_leaves(state.train.params).items()}
+    leaves: dict[str, Any] = named_leaves(state.train.params)
+    return seen, {name: bytes(memoryview(leaf)) for name, leaf in leaves.items()}
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU's sums have no fixed order")

@@ -4,7 +4,7 @@ import itertools
 import json
 import types
 from collections.abc import Mapping
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 import attrs
 import mlx.core as mx
@@ -76,7 +76,7 @@ def alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, mx.array | np.ndarray):
         same = (one.shape, one.dtype) == (other.shape, other.dtype)
-        return same and bytes(memoryview(one)) == bytes(memoryview(other))
+        return same and bytes(memoryview(cast(Any, one))) == bytes(memoryview(other))
     return one == other
 
 
