@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STATE_FILE = "optimizer.safetensors"
 WEIGHT_FILES = ("model.safetensors", "adapters.safetensors")
 _MAY_BE_NAN = ("accum_grads", "loop.")
-VERSION = 5  # before it, moments for calibrated rounding were not saved
+VERSION = 6  # before it, not every field of the run's state was saved
 
 _SCALARS = (bool, int, float, str, type(None))
 _KINDS = [kind for kind in vars(mx).values() if isinstance(kind, mx.Dtype)]
