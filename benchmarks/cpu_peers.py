@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import click
 import mlx.core as mx
 import numpy as np
@@ -33,11 +34,16 @@ from benchmarks.harness.measure import Call, interleaved
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.loading import load_config
 from runners.data.prompts import Example
+from runners.data.stream import drawn
 from runners.errors import UserError
 from runners.inference.inference_model import load_inference
 from runners.inference.text_generation import sample_batches
 from runners.machine.startup import prepare
-from runners.training.setup import SetUp
+from runners.profiling import Stepping
+from runners.telemetry.diary import Diary
+from runners.telemetry.report import Report
+from runners.training.setup import Run, SetUp
+from runners.training.steps import experience, gradients, learn, propose, update
 
 DTYPES = ("float32", "bfloat16")
 RANK, TARGET = 8, 1.5
@@ -103,28 +109,24 @@ def sampling_calls(
     return calls
 
 
-def step_calls(run: Any, path: str) -> dict[str, Call]:
+def step_calls(run: Run, path: str) -> dict[str, Call]:
     """A gradient and an update on the same rows."""
     import torch  # pyright: ignore
     from peft import LoraConfig, get_peft_model  # pyright: ignore
 
-    learner, config = run.learner, run.config
-    examples = run.stream.take(config.optim.batch_size)
-    learner.engine.load(learner.state.old_params, 0)
-    rollout = run.collector.collect(lambda number: examples[:number], learner.state.key).rollout
-    groups, generations = len(examples), config.rollout.num_generations
-    values = np.random.default_rng(0).normal(size=(groups, generations)).astype(np.float32)
+    stepping = Stepping(run, Diary(Report()))
+    plan = stepping.plan
+    found = experience(plan, plan.engine, propose(plan, stepping.state))
+    examples, generations = found.examples, found.rollout.num_generations
+    values = np.random.default_rng(0).normal(size=(len(examples), generations)).astype(np.float32)
+    found = attrs.evolve(found, advantages_pg=mx.array(values))
 
     def mine() -> Any:
-        batch = g.drop_inactive(g.make_batch(rollout, mx.array(values)), learner.spec)
-        most = config.system.micro_batch_tokens
-        pieces = g.split_batch(batch, max_tokens=most, share_prompts=learner.share_prompts)
-        state, _ = learner.grad_step(learner.state, pieces)
-        state, update = learner.update_step(state)
-        return state.params, update
+        state, _ = update(plan, gradients(plan, learn(plan, stepping.state, found)))
+        return state.train.params
 
-    prompts = [list(examples[row // generations].tokens) for row in range(groups * generations)]
-    completions = [list(tokens) for tokens in rollout.completions()]
+    prompts = [list(examples[row // generations].tokens) for row in range(values.size)]
+    completions = [list(tokens) for tokens in found.rollout.completions()]
     ids, mask = padded([p + c for p, c in zip(prompts, completions, strict=True)], left=False)
     counted = torch.zeros(ids.shape)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -187,7 +189,7 @@ def main(quick: bool, repeats: int) -> Iterator[list[Figure]]:
         own = (f"data.source={name}/rows.jsonl", f"run.output_dir={name}/out")
         reward = f'reward.functions=["{name}/letters.py:letters"]'
         run = SetUp(load_config(f"{name}/train.toml", [*LORA, *own, reward]).check(), prepare(), say).build()
-        examples = run.stream.take(8)
+        examples = drawn(run.order, 0, 8).examples
         for title, temperature in (("generate", 1.0), ("eval", 0.0)):
             calls = sampling_calls(path, examples, new, temperature=temperature)
             yield figures(title, calls, repeats, 8 * new, not quick)

@@ -20,11 +20,13 @@ from mlx_lm.sample_utils import make_sampler
 
 import grpo_fn as g
 from benchmarks.harness.command import benchmark, say
+from benchmarks.harness.generators import as_a_run
 from benchmarks.harness.measure import interleaved
 from benchmarks.harness.record import Figure, ratio_figure, time_figure
 from runners.config.sections import DataConfig
 from runners.data.datasets import load_rows
 from runners.data.prompts import build_examples
+from runners.engines.engine import Weights
 from runners.engines.local import LocalEngine
 from runners.inference.inference_model import InferenceModel, load_inference
 from runners.inference.text_generation import generation_key, sample_batches
@@ -49,9 +51,10 @@ def wide_model(like: InferenceModel, dtype: mx.Dtype) -> InferenceModel:
     module = Model(ModelArgs.from_dict(shape))
     module.set_dtype(dtype)
     module.freeze()
-    engine = LocalEngine(g.Policy.for_inference(module), like.engine.decoding)
-    engine.load({}, 0)
-    return attrs.evolve(like, module=module, engine=engine)
+    policy = g.Policy.for_inference(module)
+    engine = LocalEngine(like.decoder, as_a_run())
+    engine.load(Weights(policy, {}, 0))
+    return attrs.evolve(like, module=module, policy=policy, engine=engine)
 
 
 def compare(name: str, model: InferenceModel, sampling: g.Sampling, repeats: int) -> list[Figure]:

@@ -117,8 +117,7 @@ def letters(completions: Sequence[Any], **_: Any) -> list[float]:
 def ours(settings: Settings, out: int) -> None:
     """`grpo-run` with a config, its prompts behind the gate."""
     from runners.config.loading import load_config
-    from runners.data.stream import PromptStream
-    from runners.training import train
+    from runners.training import rollout, train
     from runners.training.setup import SetUp
 
     work = Path(settings.work)
@@ -159,18 +158,17 @@ def ours(settings: Settings, out: int) -> None:
 
     def gated(self: SetUp) -> Any:
         run = build(self)
-        prompts = [list(example.tokens) for example in run.stream.examples]
-        answers = [example.answer for example in run.stream.examples]
+        prompts = [list(example.tokens) for example in run.order.examples]
+        answers = [example.answer for example in run.order.examples]
         gate = Gate(out, {"ready": True, "prompts": prompts, "answers": answers})
-        engine = run.collector.engine
-        engine.generate = gate.timed(engine.generate, lambda rollout: rollout.lengths_b.tolist())
-        taking = PromptStream.taking
+        rollout.generate = gate.timed(rollout.generate, lambda rollout: rollout.lengths_b.tolist())
+        propose = train.propose
 
-        def at_the_gate(self: PromptStream, known: Any, step: int, config: Any) -> Any:
+        def at_the_gate(plan: Any, state: Any) -> Any:
             gate.turn()
-            return taking(self, known, step, config)
+            return propose(plan, state)
 
-        PromptStream.taking = at_the_gate
+        train.propose = at_the_gate
         return run
 
     SetUp.build = gated

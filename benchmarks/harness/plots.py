@@ -38,7 +38,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart(r"(?P<row>\d+ tokens): peak, (?P<series>loop|chunks)", "MB", "peak, MB"),
     ),
     "loss": (Chart(r"loss, (?P<row>\w+)", "ms", "milliseconds"),),
-    "step": (Chart(r"(?P<row>rollout|reward|batch|grad|update|sync)", "ms", "milliseconds"),),
+    "step": (Chart(r"(?P<row>rollout|reward|learner|update|sync|rest)", "ms", "milliseconds"),),
     "rollout": (
         Chart(
             r"(?P<panel>[^:]+): (?P<row>ours|BatchGenerator, .+|finished .+|equal|ragged)",

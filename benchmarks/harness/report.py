@@ -24,7 +24,6 @@ RATES = (  # key, words, scale, digits, unit
 NAMES = (
     "quickstart",
     "first_update",
-    "lengths",
     "rollout",
     "serving",
     "turns",
