@@ -29,25 +29,18 @@ NAMES = (
     "turns",
     "quant",
     "real_quant",
-    "router_replay",
-    "sync",
     "learner",
     "logprobs",
-    "gated_delta",
-    "loss",
     "step",
     "peers",
-    "cpu_peers",
-    "generation",
     "loading",
     "memory",
     "checkpoint",
-    "depth",
     "ranks",
     "run_report",
     "mechanisms",
 )
-GRIDS = ("quant", "real_quant", "router_replay", "sync", "depth", "mechanisms")  # one table for many rows
+GRIDS = ("quant", "real_quant", "mechanisms")  # one table for many rows
 
 
 def rendered(results: Path) -> dict[Path, str]:

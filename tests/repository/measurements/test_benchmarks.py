@@ -9,7 +9,6 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.forecast import PAGE, rendered
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
 from benchmarks.harness.peer_sides import Settings
@@ -67,10 +66,7 @@ def test_a_result_stands_beside_other_backends_and_replaces_its_own(tmp_path):
 
 
 def test_the_pages_show_the_results():
-    """All pages have what benchmarks/results holds as it is; the list is short. The table of docs/gsm8k.md is
-    what `python -m benchmarks.forecast --write` would write."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert rendered(text) == text
+    """All pages have what benchmarks/results holds as it is; the list is short."""
     result = CliRunner().invoke(report_command, ["--check"])
     assert result.exit_code == 0, result.output
     assert len(report.README.read_text(encoding="utf-8").splitlines()) <= 200
@@ -97,7 +93,7 @@ def test_check_turns_a_missed_target_into_an_exit_code(tmp_path):
 
 def test_a_benchmark_runs_and_writes_its_result(tmp_path):
     """The shortest of them, as a process; tests/campaigns/test_benchmark_runs.py runs all."""
-    check_quick_run("loss", tmp_path)
+    check_quick_run("logprobs", tmp_path)
 
 
 SENT = sorted((record.RESULTS / "metal").glob("*/*.json"))
