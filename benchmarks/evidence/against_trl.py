@@ -13,69 +13,18 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.readings import AFTER, REWARD, SECONDS, learning, read_log
 from benchmarks.harness.record import Figure
-from runners.config.loading import Config, load_config
-from runners.quickstart import MODEL_DIR
+from benchmarks.sides import side_settings
+from runners.config.loading import load_config
 
 OURS, THEIRS, LOGITS = "grpo_fn", "TRL", "logits"
 CASES = (LOGITS, OURS, THEIRS)
 QUICK = ("optim.max_steps=2", "optim.batch_size=2", "eval.samples=8", "eval.every=1")
 LARGEST_DIFFERENCE = "largest difference"
 SAME_LOGITS = 1e-4
-
-
-def side_settings(config: Config) -> dict[str, Any]:
-    """What TRL's process needs to know: its prompts as text and tokens, the answers, and the settings."""
-    from transformers import AutoTokenizer
-
-    from runners.data.datasets import load_rows
-    from runners.data.prompts import build_examples
-    from runners.evaluation.evaluation import held_out
-
-    model = MODEL_DIR if config.model.path == "embedded" else config.model.path
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
-    train, test = (build_examples(rows, config.data, tokenizer)[0] for rows in load_rows(config.data))
-    optim, loss = config.optim, config.loss_spec()
-
-    def plain(examples) -> list[dict[str, object]]:
-        return [
-            {"prompt": example.text, "tokens": list(example.tokens), "answer": example.answer}
-            for example in examples
-        ]
-
-    return {
-        "model": str(model),
-        "train": plain(train),
-        "test": plain(held_out(test, config.eval.samples)),
-        "nudge": config.data.nudge,
-        "rewards": list(config.reward.functions),
-        "form": config.answer.form,
-        "eval_every": config.eval.every,
-        "batch_size": optim.batch_size,
-        "trl": {
-            "num_generations": config.rollout.num_generations,
-            "max_completion_length": config.rollout.max_new_tokens,
-            "temperature": config.rollout.temperature,
-            "loss_type": "dapo",  # the mean over the tokens of a batch
-            "epsilon": loss.epsilon_low,
-            "epsilon_high": loss.epsilon_high,
-            "beta": loss.beta,
-            "scale_rewards": "group",
-            "learning_rate": optim.learning_rate,
-            "lr_scheduler_type": optim.schedule,
-            "warmup_steps": round(optim.warmup_ratio * optim.max_steps),
-            "adam_beta1": optim.betas[0],
-            "adam_beta2": optim.betas[1],
-            "adam_epsilon": optim.eps,
-            "weight_decay": optim.weight_decay,
-            "max_grad_norm": optim.max_grad_norm,
-            "max_steps": optim.max_steps,
-        },
-    }
 
 
 def summary(figures: Sequence[Figure]) -> list[Figure]:
@@ -136,7 +85,7 @@ def _ours(work: Path, seed: int, overrides: Sequence[str]) -> Trial:
 
 def side(*words: str) -> list[str]:
     """The command of TRL's process."""
-    return [sys.executable, "-m", "benchmarks.evidence.trl_side", *words]
+    return [sys.executable, "-m", "benchmarks.sides", *words]
 
 
 def _theirs(work: Path, given: Path, seed: int) -> Trial:

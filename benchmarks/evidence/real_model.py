@@ -17,12 +17,13 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.evidence.against_trl import OURS, THEIRS, side, side_settings
+from benchmarks.evidence.against_trl import OURS, THEIRS, side
 from benchmarks.evidence.command import ALL_SEEDS, Plan, Trial, evidence, run_command, run_folder
 from benchmarks.evidence.readings import HELD_OUT_AFTER, HELD_OUT_BEFORE, PEAK, REWARD, STEP, read_log
 from benchmarks.evidence.real_tasks import PROBLEMS, TASKS
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import Curve, Figure
+from benchmarks.sides import side_settings
 from runners.config.loading import load_config
 from runners.errors import UserError
 

@@ -11,9 +11,8 @@ from click.testing import CliRunner
 
 from benchmarks.harness import measure, record, report
 from benchmarks.harness.command import benchmark
-from benchmarks.harness.peer_sides import Settings
 from benchmarks.harness.record import Figure
-from benchmarks.peers import Peer, Side
+from benchmarks.peers import Peer, Side, side_of
 from benchmarks.report import main as report_command
 from tests.support.benchmark_runs import check_quick_run
 
@@ -107,14 +106,11 @@ def test_what_was_sent_in_is_a_result_of_metal(file):
 
 
 def test_a_run_that_is_compared_waits_for_the_word_at_each_step(tmp_path):
-    """It tells its prompts, then takes one batch step at a time; also without the peers' packages."""
+    """It takes one batch step at a time; also without the peers' packages."""
     small = ["optim.batch_size=2", "rollout.num_generations=4", "eval.samples=1", "data.max_samples=8"]
-    sizes = {"batch_size": 2, "generations": 4, "max_new_tokens": 8, "beta": 0.0}
-    how = {"config": "quickstart", "overrides": [*small, f"run.output_dir={tmp_path}"]}
-    how["overrides"].append("loss.dynamic_sampling=true")
-    side = Side(Peer("ours", "ours"), Settings(folder="", work=str(tmp_path), tune="full", **sizes, **how))
+    own = [*small, f"run.output_dir={tmp_path}", "rollout.max_new_tokens=8", "loss.dynamic_sampling=true"]
+    side = Side(Peer("ours", "ours"), side_of(tmp_path, "quickstart", "quickstart", own))
     try:
-        assert len(side.ready["prompts"]) == len(side.ready["answers"]) == 8
         for step in (side.step(), side.step()):
             assert step["rows"] >= 8 and step["tokens"] > 0
             assert 0 < step["rollout"] < step["seconds"]
