@@ -29,10 +29,6 @@ class Chart:
 
 CHARTS: dict[str, tuple[Chart, ...]] = {
     "quickstart": (Chart(r"(?P<row>seed \d+): exact match (?P<series>before|after)", "%", "exact match, %"),),
-    "logprobs": (
-        Chart(r"(?P<row>.+): time, (?P<series>naive|ours)", "s", "seconds"),
-        Chart(r"(?P<row>.+): peak, (?P<series>naive|ours)", "MB", "peak, MB"),
-    ),
     "step": (Chart(r"(?P<row>rollout|reward|learner|update|sync|rest)", "ms", "milliseconds"),),
     "rollout": (
         Chart(

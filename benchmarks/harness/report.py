@@ -30,14 +30,10 @@ NAMES = (
     "quant",
     "real_quant",
     "learner",
-    "logprobs",
     "step",
     "peers",
-    "loading",
     "memory",
-    "checkpoint",
     "ranks",
-    "run_report",
     "mechanisms",
 )
 GRIDS = ("quant", "real_quant", "mechanisms")  # one table for many rows
