@@ -213,11 +213,11 @@ def _ratios(settings: Mapping[str, Any], mine: Side, other: Side, peer: Peer) ->
     ]
 
 
-def write_data(folder: Path, prompts: int) -> None:
-    """Questions of some fifty tokens, all of one length, for our loader."""
+def write_data(folder: Path, prompts: int, *, words: int = 16) -> None:
+    """Questions of some three tokens a word, all of one length, for our loader."""
     for split, number in (("train", prompts), ("test", 1)):
         lines = [
-            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(16)), "answer": "1"}
+            {"question": " ".join(WORDS[(row + 3 * word) % 10] for word in range(words)), "answer": "1"}
             for row in range(number)
         ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

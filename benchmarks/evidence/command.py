@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,13 +18,14 @@ import click
 
 from benchmarks.evidence import page, pictures
 from benchmarks.evidence.pool import Job, Usage, side_by_side
-from benchmarks.evidence.readings import RESIDENT, SECONDS
+from benchmarks.evidence.readings import RESIDENT, SECONDS, read_log
 from benchmarks.harness.command import OTHER_RESULTS, Kind, benchmark, say
 from benchmarks.harness.machine import backend
 from benchmarks.harness.record import RESULTS, Figure
 from runners.errors import UserError
 
 SAME_WORK = ("jobs", "seeds", "cases", "minutes", "models", "teach", "sums", "gsm8k")
+REAL_MODEL = "GRPO_REAL_MODEL"
 ALL_SEEDS = "all seeds"  # begins the names of figures that are taken over the trials
 EVIDENCE = RESULTS / "evidence"
 
@@ -56,6 +58,7 @@ class Plan:
     until: float  # time.monotonic() at which all has to be done
 
 
+Reading = Callable[[Sequence[dict[str, Any]]], Sequence[Figure]]  # of a log's lines
 Prepare = Callable[..., Sequence[Trial]]
 Summary = Callable[[Sequence[Figure]], Sequence[Figure]]
 
@@ -66,7 +69,7 @@ def evidence(
     cases: Sequence[str],
     quick_cases: Sequence[str],
     seeds: str,
-    summary: Summary,
+    summary: Summary = lambda figures: (),
     packages: Sequence[str] = (),
 ) -> Callable[[Prepare], click.Command]:
     """Makes a command of a function `f(plan, **options) -> trials`, whose docstring is its help.
@@ -212,14 +215,38 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> list[int]:
         ) from None
 
 
-def run_command(config: Path | str, work: Path, name: str, settings: Sequence[str]) -> list[str]:
-    """`grpo run` with a config, into work/name; `run_folder` is where its log is."""
+def run_folder(plan: Plan, case: str, seed: int) -> Path:
+    """Where a trial leaves what it writes."""
+    return plan.work / "runs" / re.sub("[ ,]+", "-", f"{case}-{seed}")
+
+
+def run_trial(
+    plan: Plan, case: str, seed: int, config: Path | str, settings: Sequence[str], read: Reading
+) -> Trial:
+    """`grpo run` with a config as a trial."""
     from benchmarks.quickstart import command_line
 
-    all_settings = [f"run.name={name}", f"run.output_dir={work / 'runs'}", "log.report=false", *settings]
-    return [*command_line(), str(config), *(word for s in all_settings for word in ("--set", s))]
+    folder = run_folder(plan, case, seed)
+    place = (f"run.name={folder.name}", f"run.output_dir={folder.parent}", f"run.seed={seed}")
+    words = [word for each in (*place, "log.report=false", *settings) for word in ("--set", each)]
+    return Trial(
+        case=case,
+        seed=seed,
+        command=[*command_line(), str(config), *words],
+        read=lambda: read(read_log(folder)),
+    )
 
 
-def run_folder(work: Path, name: str) -> Path:
-    """Where a run of `run_command` leaves what it writes."""
-    return work / "runs" / name
+def values(figures: Sequence[Figure], case: str, name: str) -> list[float]:
+    """A figure's values for each seed of a case."""
+    found = [figure for figure in figures if figure.name.startswith(f"{case}: seed ")]
+    return [figure.value for figure in found if figure.name.endswith(f": {name}")]
+
+
+def real_settings(plan: Plan) -> list[str]:
+    """Overrides for the model in GRPO_REAL_MODEL; none, after a word, where it names no folder."""
+    folder = os.environ.get(REAL_MODEL, "embedded" if plan.quick else "")
+    if not folder:
+        say(f"skipped, as {REAL_MODEL} names no folder")
+        return []
+    return [f"model.path={folder}", f"model.dtype={'float32' if backend() == 'cpu' else 'bfloat16'}"]
