@@ -73,8 +73,10 @@ def _as(tree: Any, kind: Any, where: str) -> Any:
     """A part of a tree as a value of this type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        one, other = arguments  # T | None
-        return None if tree is None else _as(tree, one if other is type(None) else other, where)
+        if tree is None:
+            return None
+        (one,) = [each for each in arguments if each is not type(None)]  # T | None
+        return _as(tree, one, where)
     if attrs.has(kind):
         return decoded(tree, kind, where)
     if isinstance(origin, type) and issubclass(origin, Mapping):
