@@ -104,7 +104,7 @@ def test_ends(embedded):
         assert (tokens[-1] in embedded.eos_ids) == (finish == "stop" and not stop)
 
 
-PREFILL = 2  # layers, after each of which a stream asks
+PREFILL = 4  # times that a stream asks before its first token: around each of two layers
 
 
 def test_a_reply_stops_when_asked(model):
