@@ -196,7 +196,7 @@ def test_faults_are_lines(runs, tmp_path):
         ([runs["full"], "--gguf", "m", "--bits", "4"], "and --dtype require --out DIR"),
         ([runs["full"], "--gguf", "m", "--type", "q3"], "--type q3: expected"),
         ([runs["full"], "--out", "out", "--private"], "--private requires --push"),
-        ([runs["full"], "--out", "out", "--type", "f16"], "--type for --gguf"),
+        ([runs["full"], "--out", "out", "--type", "f16"], "--type requires --gguf"),
         *(([runs["full"], "--out", place, "--force"], "expected another folder") for place in places),
     ):
         result = export(*arguments, code=2)
