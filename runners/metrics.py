@@ -1,7 +1,7 @@
-"""Every metric that a run logs: the one table that docs/metrics.md, `stop.when` and the report read.
+"""Every metric that a run logs: the table that docs/metrics.md, `stop.when` and the report read.
 
-A new metric is one line here, and the line of code that puts it into an update's dict. The columns are the
-name in training_log.jsonl, the unit, what it is, what is normal, and what to do otherwise. A heading starts
+To add a metric, add a line here and the line of code that puts it into an update's dict. The columns are the
+name in training_log.jsonl, the unit, the meaning, normal values, and what to do about others. Headings start
 with "#".
 """
 
@@ -151,4 +151,4 @@ METRICS = {
 """name -> Metric, in the order of the page."""
 
 COMPARABLE = tuple(m.name for m in METRICS.values() if m.unit not in _NO_NUMBERS and "{" not in m.name)
-"""Names that a condition of `stop.when` may use, besides `rewards/NAME/mean`, `rewards/NAME/std`."""
+"""Names that a condition of `stop.when` can use, in addition to `rewards/NAME/mean` and `rewards/NAME/std`."""

@@ -1,5 +1,5 @@
-"""The config's keys: each class is a table of the TOML file, each line a key with its default, its meaning in
-Markdown, and its range. docs/config.md and `grpo-run --explain` are made from them."""
+"""The config's keys: each class is a table of the TOML file, and each line is a key with its default, its
+meaning in Markdown, and its range. docs/config.md and `grpo-run --explain` are made from them."""
 
 import json
 from pathlib import Path
@@ -22,8 +22,8 @@ ScheduleName = Literal["cosine", "linear", "constant"]
 
 _KINDS = {"string": str, "number": float, "true or false": bool, "list of 2 numbers": tuple[float, float]}
 _LOSS = json.loads((Path(__file__).parent / "loss_keys.json").read_text(encoding="utf-8"))
-"""What grpo_fn.LossSpec and its presets say of themselves: loading a config must not import MLX. `python
-docs/manual/written.py` writes the file, and a test holds that it is current."""
+"""The keys of grpo_fn.LossSpec, as JSON because loading a config must not import MLX. `python
+docs/manual/written.py` writes the file, and a test checks that it is current."""
 _LossKeys: Any = attrs.make_class(
     "_LossKeys",
     {
@@ -44,7 +44,7 @@ _LossKeys: Any = attrs.make_class(
 # fmt: off
 @attrs.frozen(kw_only=True)
 class RunConfig:
-    """[run]: where a run's files are: `output_dir/name`."""
+    """[run]: where a run's files are written: `output_dir/name`."""
 
     name: str = key("grpo", "the run's folder is `output_dir/name`", "a relative folder name, no `..`")
     output_dir: str = key("outputs", "folder that contains all runs", "one line, not empty")
@@ -78,7 +78,7 @@ class ModelConfig:
 
 @attrs.frozen(kw_only=True)
 class DataConfig:
-    """[data]: questions, answers and the prompt around a question."""
+    """[data]: questions, answers and the prompt format."""
 
     source: str = key("openai/gsm8k", '`"embedded"` or `"embedded-tools"`, a file or folder (.jsonl, .json, .csv, .parquet), a Hub name, or `"reasoning-gym:TASK"` ([tasks](tasks.md#reasoning-gym)); an existing path takes precedence', "one line, not empty")
     name: str = key("", "configuration of a Hub data set; empty means `main` for `openai/gsm8k`. For a reasoning-gym task: a JSON object with its settings")
@@ -121,7 +121,7 @@ class AnswerConfig:
 
 @attrs.frozen(kw_only=True)
 class RolloutConfig:
-    """[rollout]: how completions are drawn."""
+    """[rollout]: how completions are sampled."""
 
     num_generations: int = key(8, "completions per prompt, G", ">= 2")
     first_stage: int = key(0, "sample this many completions of each prompt first, and the rest of the group only if their rewards differ; 0: sample the whole group at once. The completions themselves are the same either way: see [curriculum](curriculum.md#two-stages)", "0 or >= 2")
@@ -143,13 +143,13 @@ class RolloutConfig:
     max_batch: int = key(0, "maximum number of completions that are decoded together, in whole groups; 0: as many as fit in memory", ">= 0")
 
     def group_size_of(self, quantization: str) -> int:
-        """The group size for a format: `group_size` where the format leaves the choice, else 0, the format's own."""
+        """The group size for a format: `group_size` if the format leaves the choice, else 0 for the format's own."""
         return self.group_size if quantization.startswith("affine") else 0
 
 
 @attrs.frozen(kw_only=True)
 class RewardConfig:
-    """[reward]: functions (a name, package.module:function, file.py:function), their weights."""
+    """[reward]: functions (a name, package.module:function, file.py:function) and their weights."""
 
     functions: tuple[str, ...] = key(REWARD_NAMES, "reward functions: built-in names, `package.module:function` or `path/to/file.py:function`; see [rewards.md](rewards.md). If not set, they follow `answer.form`: all five built-in ones with `xml`, otherwise the first. `[]` requires an `env.factory` that has `get_reward`", "none twice")
     weights: tuple[float, ...] = key((), "weight of each function, not all 0; empty: 1.0 each")
@@ -161,7 +161,7 @@ class RewardConfig:
 
 @attrs.frozen(kw_only=True)
 class OverlongConfig:
-    """[loss] overlong: DAPO's penalty on completions that come close to the length limit."""
+    """[loss] overlong: DAPO's penalty on completions close to the length limit."""
 
     buffer: int = key(0, "the length penalty starts this many tokens before the limit; 0: no penalty; without a table `overlong`: the preset's value", ">= 0")
     penalty: float = key(1.0, "the length penalty at the limit", ">= 0")
@@ -169,7 +169,7 @@ class OverlongConfig:
 
 @attrs.frozen(kw_only=True)
 class LossConfig(_LossKeys):
-    """[loss]: a preset, what differs from it, and the steps around the loss. None: the preset's value, which `Config.check` fills in."""
+    """[loss]: a preset, overrides of its values, and the steps around the loss. None: the preset's value, which `Config.check` fills in."""
 
     router_aux_coef: float = key(0.0, "for models with experts: coefficient of the load-balancing loss: [models](models.md#experts)", ">= 0")
     router_replay: bool = key(False, "for models with experts: the learner uses the experts that the sampler chose: [models](models.md#router-replay)")
@@ -190,7 +190,7 @@ class LossConfig(_LossKeys):
 
 @attrs.frozen(kw_only=True)
 class TeacherConfig:
-    """[teacher]: a model whose distribution the student approaches on its own completions: see [a teacher](teacher.md)."""
+    """[teacher]: a model that scores each token of the student's completions: see [a teacher](teacher.md)."""
 
     path: str = key("", 'a model folder or Hub name with the student\'s vocabulary, quantized or not; `"self"`: the student as it is at the start of the run, with a `hint`; empty: none')
     form: Literal["reward", "loss"] = key("reward", "`reward`: the reverse KL is an advantage of each sampled token; `loss`: it is a term of each token's loss, exact over the whole vocabulary")
@@ -222,7 +222,7 @@ class OptimConfig:
 
 @attrs.frozen(kw_only=True)
 class SftConfig:
-    """[sft]: supervised updates on gold completions, before GRPO's or alone: see [supervised updates](sft.md)."""
+    """[sft]: supervised updates on reference completions, before GRPO or without it: see [supervised updates](sft.md)."""
 
     updates: int = key(0, "supervised updates before GRPO; 0: determined by `epochs`", ">= 0")
     epochs: int = key(0, "passes over the reference completions before GRPO; 0 with `updates` = 0: none", ">= 0")
@@ -240,7 +240,7 @@ class SftConfig:
 
 @attrs.frozen(kw_only=True)
 class EnvConfig:
-    """[env]: what answers the model's turns; without factory and tools completions have one turn."""
+    """[env]: what replies to the model's turns; without factory and tools, completions have one turn."""
 
     factory: str = key("", "a class with `reset`, `package.module:Class` or `path/to/file.py:Class`, whose public methods are the tools; empty: none")
     tools: tuple[str, ...] = key((), "functions to use as tools, `package.module:function` or `path/to/file.py:function`; a file name alone: all of its public functions", "no empty string")
@@ -254,7 +254,7 @@ class EnvConfig:
 
     @property
     def answers(self) -> bool:
-        """Whether anything answers the model's turns."""
+        """Whether anything replies to the model's turns."""
         return bool(self.factory or self.tools)
 
 
@@ -270,7 +270,7 @@ class EvalConfig:
 
 @attrs.frozen(kw_only=True)
 class CheckpointConfig:
-    """[checkpoint]: how often, and how many stay."""
+    """[checkpoint]: how often checkpoints are written, and how many are kept."""
 
     every: int = key(100, "batch steps between two checkpoints; 0: only `final/`", ">= 0")
     keep_last: int = key(3, "number of most recent checkpoints to keep; 0: all, regardless of `keep_best`", ">= 0")
@@ -280,7 +280,7 @@ class CheckpointConfig:
 
 @attrs.frozen(kw_only=True)
 class LogConfig:
-    """[log]: which logs are written, and which dashboards get them."""
+    """[log]: which logs are written, and to which dashboards."""
 
     every: int = key(1, "updates between two log entries; the last update is always logged", ">= 1")
     jsonl: bool = key(True, "write [`training_log.jsonl`](report.md#the-files)")
@@ -295,7 +295,7 @@ class LogConfig:
 
 @attrs.frozen(kw_only=True)
 class WatchConfig:
-    """[watch]: when a line warns that training goes wrong."""
+    """[watch]: when to warn that training goes wrong."""
 
     patience: int = key(10, "number of consecutive updates that triggers a warning: if rewards are equal within every group, or a limit below is exceeded; 0: no warnings", ">= 0")
     min_entropy: float = key(0.001, "warn if the entropy is below this, in nats per token: completions hardly differ; 0: off", ">= 0")
@@ -311,7 +311,7 @@ class StopConfig:
 
 @attrs.frozen(kw_only=True)
 class SystemConfig:
-    """[system]: how the machine is used."""
+    """[system]: memory and speed on this machine."""
 
     compile: bool = key(True, "compile the learner's steps; `false` makes debugging easier; on CUDA, operations are not fused")
     grad_checkpoint: bool = key(False, "recompute each block in the backward pass: needs less memory, takes more time")
