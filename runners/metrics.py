@@ -67,7 +67,7 @@ eval/failed_calls | calls | mean number of calls per held-out episode that raise
 
 # The learner
 loss | – | the value whose gradient is computed | near 0, positive or negative: with one update per rollout, positive and negative advantages cancel. It does not show progress. In [supervised updates](sft.md) it is the cross-entropy in nats per token, and falls | `null`: see `update_skipped`
-grad_norm | – | norm of the gradient before it is clipped to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if all groups have equal rewards | grows tenfold and does not come back: a lower `optim.learning_rate`
+grad_norm | – | norm of the gradient before it is clipped to `optim.max_grad_norm` | the same order of magnitude for the whole run; 0 if no group has a gradient | grows tenfold and does not come back: a lower `optim.learning_rate`
 learning_rate | – | learning rate of this update | follows `optim.schedule` | –
 entropy | nats per token | mean entropy of the model's next-token distribution over completion tokens | falls slowly. It depends on model and data: below 0.1 for the quickstart | falls quickly to 0: completions become identical; a lower `optim.learning_rate`, a higher `loss.epsilon_high`, `loss.entropy_coef`. Rises quickly: training diverges; a lower learning rate
 kl | nats per token | estimate of the KL from the policy to the starting model; only with `loss.beta` above 0 | rises slowly from 0 | above 1: a lower `optim.learning_rate` or a higher `loss.beta`

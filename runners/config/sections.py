@@ -297,7 +297,7 @@ class LogConfig:
 class WatchConfig:
     """[watch]: when to warn that training goes wrong."""
 
-    patience: int = key(10, "number of consecutive updates that triggers a warning: if rewards are equal within every group, or a limit below is exceeded; 0: no warnings", ">= 0")
+    patience: int = key(10, "warn after this many consecutive updates in which rewards are equal within every group, or one of the two limits below is crossed; 0: no warnings", ">= 0")
     min_entropy: float = key(0.001, "warn if the entropy is below this, in nats per token: completions hardly differ; 0: off", ">= 0")
     max_kl: float = key(10.0, "warn if the KL is above this, in nats per token: the policy is far from the reference model; 0: off", ">= 0")
 
