@@ -47,6 +47,7 @@ FIRST_READ = {
     r"without a word": "without a message",
     r"a line says": "a message says",
     r"a \w+ of (yours|mine)": "your own …",
+    r"an? (loop|reward|file|template|tool|process|folder) of (your|its|their) own": "your own …",
     r"whole checkpoints?": "complete checkpoint",
     r"counts? nowhere": "is masked",
     r"something in the \w+ (has|have) to change": "must be changed",
